@@ -1,0 +1,50 @@
+# Two commands on a fresh machine with Python 3.11: `make quickstart` and `make test`.
+# VENV can point elsewhere; PYTHON names the interpreter the environment is made with.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test test-slow lint format bench clean help
+
+help:  ## What can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+quickstart: $(VENV)/.installed  ## Install, and train a small agent on the CPU (about 5 minutes)
+	$(BIN)/ludus train recipes/safe.toml $(ARGS)
+
+test: $(VENV)/.installed-dev lint  ## Lint, type check and the fast tests
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+lint: $(VENV)/.installed-dev  ## ruff and mypy alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## Put every file into its format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev  ## The benchmarks that need no peer's installation
+	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/engine_cpu.py
+
+# torch first and pinned: a plain `torch` may pull several GB of CUDA packages.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Ludus needs Python 3.11 or later")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:  ## Remove what was built; runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

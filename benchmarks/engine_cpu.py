@@ -1,0 +1,166 @@
+"""Decode speed of the embedded engine on a CPU, next to stock `generate` on the same model in the same run.
+
+    python benchmarks/engine_cpu.py [--rows 256] [--prompt 120] [--new 64] [--turns 4] [--threads 2]
+
+Three numbers are printed for single-turn decoding of a batch: Hugging Face `generate` with its own cache (all
+rows start and end together, its best case), the engine, and the floor: the model's own forward pass
+over one token per row with a free attention, which no cache or scheduler can undercut. Then a multi-turn
+rollout, where the engine keeps each session's KV and stock `generate` starts over with every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ludus.core.generation import Sampling
+from ludus.engine import EmbeddedEngine, head_logits, hidden_states
+from ludus.engine.dense import Rule
+
+VOCABULARY = 300
+
+
+class FreeAttention:
+    """A context that costs nothing: it hands back the queries."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        return query.transpose(1, 2)
+
+
+def tiny_model(hidden: int, layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(rows: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(5, VOCABULARY, (rows, length), generator=generator).tolist()
+
+
+def stock(model: LlamaForCausalLM, contexts: list[list[int]], new: int) -> list[list[int]]:
+    """Sampled continuations by `generate`; contexts are of one length."""
+    model.set_attn_implementation("sdpa")
+    ids = torch.tensor(contexts)
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+        )
+    model.set_attn_implementation("ludus")
+    return output[:, ids.shape[1] :].tolist()
+
+
+async def with_engine(
+    engine: EmbeddedEngine, contexts: list[list[int]], new: int, sessions: bool
+) -> list[list[int]]:
+    sampled = await asyncio.gather(
+        *(
+            engine.generate(
+                context, Sampling(max_tokens=new, seed=row), session=f"{row}" if sessions else None
+            )
+            for row, context in enumerate(contexts)
+        )
+    )
+    return [completion.tokens for completion in sampled]
+
+
+def floor_seconds(model: LlamaForCausalLM, rows: int, steps: int = 40) -> float:
+    ids, positions = torch.zeros(rows, dtype=torch.long), torch.arange(rows)
+    times = []
+    with torch.inference_mode():
+        for _ in range(steps):
+            started = time.perf_counter()
+            logits = head_logits(model, hidden_states(model, ids, positions, FreeAttention()))
+            torch.multinomial(torch.softmax(logits, -1), 1)
+            times.append(time.perf_counter() - started)
+    return min(times)
+
+
+async def single_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, repeats: int) -> None:
+    contexts = prompts(rows, prompt)
+    stock_times, engine_times = [], []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        stock(model, contexts, new)
+        stock_times.append(time.perf_counter() - started)
+        engine = EmbeddedEngine(model)
+        started = time.perf_counter()
+        await with_engine(engine, contexts, new, sessions=False)
+        engine_times.append(time.perf_counter() - started)
+        stats = engine.stats
+        await engine.close()
+    tokens = rows * new
+    floor = floor_seconds(model, rows)
+    theirs, ours = tokens / min(stock_times), tokens / min(engine_times)
+    report(f"single turn: {rows} rows x {prompt} prompt + {new} new tokens")
+    report(f"  stock generate   {theirs:10,.0f} tokens/s")
+    report(f"  engine           {ours:10,.0f} tokens/s   {ours / theirs:.2f}x stock")
+    report(
+        f"  floor            {rows / floor:10,.0f} tokens/s   ({floor * 1e3:.1f} ms a step, no attention)"
+    )
+    report(
+        f"  engine's step    {stats.busy_seconds / stats.steps * 1e3:10.1f} ms on average, prefill included"
+    )
+
+
+async def multi_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, turns: int) -> None:
+    observation = [7] * 10
+    contexts = prompts(rows, prompt)
+    started = time.perf_counter()
+    for _ in range(turns):
+        actions = stock(model, contexts, new)
+        contexts = [c + a + observation for c, a in zip(contexts, actions, strict=True)]
+    theirs = rows * new * turns / (time.perf_counter() - started)
+    engine = EmbeddedEngine(model)
+    contexts = prompts(rows, prompt)
+    started = time.perf_counter()
+    for _ in range(turns):
+        actions = await with_engine(engine, contexts, new, sessions=True)
+        contexts = [c + a + observation for c, a in zip(contexts, actions, strict=True)]
+    ours = rows * new * turns / (time.perf_counter() - started)
+    await engine.close()
+    report(f"{turns} turns of {new} tokens, {rows} sessions, contexts up to {len(contexts[0])} tokens")
+    report(f"  stock generate   {theirs:10,.0f} tokens/s   (each turn starts over)")
+    report(f"  engine           {ours:10,.0f} tokens/s   {ours / theirs:.2f}x stock")
+
+
+def report(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {
+        "rows": 256, "prompt": 120, "new": 64, "turns": 10, "threads": 2, "hidden": 128, "layers": 3,
+        "repeats": 3,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model = tiny_model(given.hidden, given.layers)
+    asyncio.run(single_turn(model, given.rows, given.prompt, given.new, given.repeats))
+    asyncio.run(multi_turn(model, given.rows, given.prompt // 2, 8, given.turns))
+
+
+if __name__ == "__main__":
+    main()

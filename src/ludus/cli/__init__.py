@@ -1,0 +1,1 @@
+"""The command line: wires everything, and explains what went wrong in one sentence."""

@@ -1,0 +1,105 @@
+"""What `ludus check` does: load the thing, use it, and say what is wrong as (severity, text)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.messages import ToolCall
+from ludus.core.registry import load_reference
+from ludus.core.success import is_success
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext
+from ludus.engine import FakeEngine
+from ludus.envs import ENVS, check_env
+from ludus.rewards import check_rewards
+from ludus.rollout.tasksets import load_tasks
+from ludus.rollout.tokenizers import HFTokenizer
+from ludus.tools import as_toolset
+from ludus.training import Parts, Recipe, load_parts, load_recipe
+from ludus.training.models import fit_tokenizer
+from ludus.training.workshop import build_rollout, play_expert
+
+Findings = list[tuple[str, str]]
+SAMPLE = 16
+"""How many tasks a check looks at."""
+
+
+def recipe_findings(path: Path, overrides: list[str]) -> Findings:
+    """Everything that can be found out about a recipe without its model."""
+    recipe = load_recipe(path, overrides)
+    parts = load_parts(recipe)
+    findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
+    if not parts.tasks:
+        findings.append(("error", "there are no tasks to train on: set tasks.train"))
+    if not parts.rewards and not parts.group_rewards:
+        findings.append(("error", "nothing is rewarded: list rewards"))
+    both = {task.id for task in parts.tasks} & {task.id for task in parts.held_out}
+    if both:
+        findings.append(("warning", f"{len(both)} tasks are in both sets, such as {sorted(both)[0]!r}"))
+    for name, factory in parts.envs.items():
+        findings += _env(factory, parts.tasks[:1], name)
+    findings += asyncio.run(_scores(recipe, parts))
+    return findings
+
+
+async def _scores(recipe: Recipe, parts: Parts) -> Findings:
+    """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
+    tasks = parts.tasks[:SAMPLE]
+    expert = parts.demonstrations
+    if callable(expert):
+        tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+        rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
+        played = await play_expert(rollout, expert, tasks, recipe.seed)
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+        won = sum(is_success(trajectory) for trajectory in played)
+        text = f"the expert succeeds on {won} of {len(played)} tasks"
+        return [("info" if won == len(played) else "warning", text)]
+    if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
+        return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
+    report = await check_rewards(tasks, parts.rewards)
+    return [("info" if report.ok else "error", str(report))]
+
+
+def env_findings(name: str, tasks: str | None) -> Findings:
+    """What an environment does with the first task."""
+    return _env(ENVS.load(name), load_tasks(tasks)[:1] if tasks else [], name)
+
+
+def _env(factory: object, tasks: list[Task], name: str) -> Findings:
+    if not callable(factory):
+        raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
+    task = tasks[0] if tasks else Task.of("check", id="check")
+    found = asyncio.run(check_env(factory, task, name=name))
+    return [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
+
+
+def tool_findings(reference: str, arguments: str | None) -> Findings:
+    """A tool as the model is told of it, and what a call gives."""
+    tools = as_toolset([load_reference(reference)])
+    context = ToolContext("check", Task.of("check", id="check"))
+    try:
+        given = json.loads(arguments) if arguments is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--arguments is not JSON: {error}") from None
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError("--arguments must be a JSON object")
+
+    async def used() -> Findings:
+        spec = (await tools.list(context))[0]
+        findings: Findings = [("info", json.dumps(spec.as_openai(), indent=2))]
+        if not spec.description:
+            findings.append(("warning", "it has no description: write a docstring, the model reads it"))
+        if given is not None:
+            try:
+                await tools.open(context)
+                result = await tools.call(ToolCall(spec.name, given), context)
+            except LudusError as error:
+                return [*findings, ("error", str(error))]
+            fault = f" (the model's fault: {result.fault})" if result.fault else ""
+            findings.append(("info", f"result{fault}: {result.content}"))
+        return findings
+
+    return asyncio.run(used())

@@ -1,0 +1,141 @@
+"""`ludus train | eval | rollout | check`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludus.cli.check import check_app
+from ludus.cli.errors import explained
+
+app = typer.Typer(
+    name="ludus",
+    help="Train language-model agents with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(check_app, name="check")
+
+RecipeArgument = Annotated[
+    Path | None, typer.Argument(help="A recipe: a TOML file.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that replace the recipe's: key=value or table.key=value.", show_default=False
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
+]
+Attempts = Annotated[int | None, typer.Option(min=1, help="Episodes for each task.")]
+Tasks = Annotated[int | None, typer.Option(min=1, help="Play only the first so many tasks.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Draw from the most likely tokens of this mass.")
+]
+TopK = Annotated[int, typer.Option(min=0, help="Draw from so many of the most likely tokens; 0 is all.")]
+MinP = Annotated[
+    float,
+    typer.Option(min=0.0, max=1.0, help="Least share of the best token's likelihood."),
+]
+Penalty = Annotated[
+    float, typer.Option(min=0.01, help="Above 1, tokens that have occurred are less likely.")
+]
+Show = Annotated[int, typer.Option(min=0, help="Print so many episodes.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Write the episodes to this Parquet file.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from ludus import __version__
+
+        typer.echo(f"ludus {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
+    ] = None,
+) -> None:
+    """Train by a recipe: `ludus train recipe.toml rl.steps=50`. Ctrl-C saves, and says how to go on."""
+    from ludus.cli.training import run_training
+
+    run_training(recipe, overrides or [], resume)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A recipe (TOML), or a run's folder, which knows its recipe and model."),
+    ],
+    overrides: Overrides = None,
+    model: Model = None,
+    tasks: Tasks = None,
+    attempts: Attempts = None,
+    temperature: Temperature = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    show: Show = 0,
+    out: Out = None,
+) -> None:
+    """Measure a model on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
+    from ludus.cli.playing import Options, run_evaluation
+
+    options = Options(
+        tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
+    )
+    run_evaluation(recipe, overrides or [], model, options)
+
+
+@app.command()
+def rollout(
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A recipe (TOML), or a run's folder, which knows its recipe and model."),
+    ],
+    overrides: Overrides = None,
+    model: Model = None,
+    tasks: Tasks = 2,
+    attempts: Attempts = 1,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    show: Show = 2,
+    out: Out = None,
+) -> None:
+    """Play episodes on training tasks and look at them: `ludus rollout runs/safe-001 --tasks 3`."""
+    from ludus.cli.playing import Options, run_rollout
+
+    options = Options(
+        tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
+    )
+    run_rollout(recipe, overrides or [], model, options)
+
+
+def run() -> None:
+    """The entry point: errors on purpose are one message and exit code 2; Ctrl-C is 130."""
+    # references such as file.py:function are looked for where the user stands
+    sys.path.insert(0, str(Path.cwd()))
+    sys.exit(explained(app))

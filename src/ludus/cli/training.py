@@ -1,0 +1,91 @@
+"""`ludus train`: progress while it runs, a report when it ends, and the way back after Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ludus.core.failures import ConfigError
+from ludus.observe import Progress, RunWriter, episode_text, table_rich
+from ludus.observe.progress import SHOWN
+from ludus.training import Recipe, Result, load_parts, load_recipe, train_async
+from ludus.training.api import new_run
+from ludus.training.report import COLUMNS
+
+
+class Display:
+    """One progress bar per phase, fed by the trainer after every step."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = ExitStack()
+        self._phase = ""
+        self._bar: Progress | None = None
+
+    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if phase == "evaluation":
+            self._evaluated(metrics)
+            return
+        if phase != self._phase or self._bar is None:
+            self.close()
+            self._phase = phase
+            shown = {"sft/loss": "loss"} if phase == "warm start" else SHOWN
+            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
+            self._bar = self._open.enter_context(bar)
+        self._bar.update(step, metrics)
+
+    def _evaluated(self, metrics: dict[str, float]) -> None:
+        text = f"held-out success {metrics.get('eval/success', float('nan')):.1%}"
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            self._console.print(Text(text))
+
+    def close(self) -> None:
+        self._open.close()
+        self._bar = None
+
+
+def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | None) -> None:
+    """Train, show, report."""
+    console = Console(stderr=True)
+    if (recipe_path is None) == (resume is None):
+        raise ConfigError("give either a recipe, or --resume and a run's folder")
+    if resume is not None:
+        run = RunWriter.resume(resume)
+        recipe = Recipe.parse(run.recipe(), f"{resume}/recipe.json")
+        parts = load_parts(recipe)
+    else:
+        assert recipe_path is not None
+        recipe = load_recipe(recipe_path, overrides)
+        parts = load_parts(recipe)
+        run = new_run(recipe)
+    console.print(Text(f"run folder: {run.path}"))
+    display = Display(console)
+    try:
+        result = asyncio.run(train_async(recipe, parts, run, display))
+    except KeyboardInterrupt:
+        display.close()
+        latest = run.latest_checkpoint()
+        saved = f"saved after step {latest.step}" if latest else "nothing to save yet"
+        console.print(Text(f"stopped; {saved}. Go on with: ludus train --resume {run.path}"))
+        raise
+    finally:
+        display.close()
+    _report(console, result)
+
+
+def _report(console: Console, result: Result) -> None:
+    for label, trajectory in result.report.samples:
+        console.rule(Text(f"an episode {label}"))
+        console.print(Text(episode_text(trajectory)), soft_wrap=True)
+    if result.report.rows:
+        console.print(table_rich("", COLUMNS, result.report.rows))
+    console.print(Text(f"curve:   {result.run.curve_path}"))
+    console.print(Text(f"report:  {result.run.report_path}"))
+    console.print(Text(f"model:   {result.model}"))
+    console.print(Text(f"next:    ludus rollout {result.run.path} --tasks 3   (watch it play)"))

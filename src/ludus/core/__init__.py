@@ -1,0 +1,1 @@
+"""The vocabulary every other room speaks: tasks, messages, trajectories, failures, seams."""

@@ -1,0 +1,246 @@
+"""Running sync code where it blocks nobody: in daemon threads of our own.
+
+Who waits for whom. A caller awaits its own future. Jobs wait in one first-in-first-out queue; at most
+`max_workers` threads take from it, and threads are started only when nobody is idle. A deadline counts
+from the moment the function starts, so a full queue is never charged to the function.
+
+A thread cannot be killed. One whose job passed its deadline, or whose caller was cancelled, is
+*abandoned*: it no longer counts against `max_workers`, another takes its place, and it ends when its
+function returns, if ever. All threads are daemons, so that a stuck one never holds up the exit of the
+interpreter. `max_abandoned` bounds what code that hangs for ever can take. Code that may hang should
+run in a process, which can be killed: `processes.ProcessExecutor`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from ludus.core.failures import LudusError
+
+T = TypeVar("T")
+
+_IDLE_SECONDS = 10.0
+
+
+class DeadlineExceeded(TimeoutError):
+    """The function ran longer than its caller allows, as against one that raised `TimeoutError`."""
+
+
+class WorkerError(LudusError):
+    """The worker failed, not the function it ran: it died, could not start, or none is left."""
+
+
+class FunctionExited(Exception):
+    """The function raised something that would end a program: `SystemExit`, `KeyboardInterrupt`, ..."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+    context: contextvars.Context
+    started: float | None = None
+    finished: bool = False
+    dropped: bool = False
+    value: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self.context.run(self.call)
+        except BaseException as error:  # noqa: BLE001 - whatever it raised belongs to the caller
+            self.error = error
+
+    def wake(self) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self._settle)
+        except RuntimeError:
+            self.dropped = True  # the loop was closed meanwhile: nobody is waiting any more
+
+    def _settle(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def outcome(self) -> Any:
+        error, self.error = self.error, None
+        if error is None:
+            return self.value
+        if isinstance(error, Exception):
+            raise error
+        raise FunctionExited(error) from error
+
+
+class ThreadExecutor:
+    """Runs functions in daemon threads; works from any number of event loops at once."""
+
+    def __init__(
+        self, max_workers: int = 256, *, max_abandoned: int = 1024, name: str = "ludus"
+    ) -> None:
+        if max_workers < 1:
+            raise ValueError(f"max_workers must be at least 1, not {max_workers}")
+        self.max_workers = max_workers
+        self.max_abandoned = max_abandoned
+        self.name = name
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._workers = 0
+        self._idle = 0
+        self._abandoned = 0
+        self._closed = False
+
+    @property
+    def abandoned(self) -> int:
+        """How many threads are stuck in functions that nobody waits for any more."""
+        return self._abandoned
+
+    @property
+    def workers(self) -> int:
+        """How many threads are at work or ready for it."""
+        return self._workers
+
+    async def run(
+        self, function: Callable[..., T], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> T:
+        """The function's result. The caller's context variables are visible to it."""
+        loop = asyncio.get_running_loop()
+        call = partial(function, *args, **kwargs)
+        job = _Job(call, loop, loop.create_future(), contextvars.copy_context())
+        self._submit(job)
+        try:
+            if not await _finished_in_time(job, timeout):
+                raise DeadlineExceeded(f"no result within {timeout:g} seconds")
+        finally:
+            if not job.future.done() or job.future.cancelled():
+                self._drop(job)
+        result: T = job.outcome()
+        return result
+
+    async def close(self) -> None:
+        """Let idle threads end, and refuse new work; what runs is abandoned, what waits is dropped."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._queue)
+            self._queue.clear()
+            for job in waiting:
+                job.finished, job.error = True, WorkerError(f"the executor {self.name!r} was closed")
+            self._changed.notify_all()
+        for job in waiting:
+            job.wake()
+
+    def _submit(self, job: _Job) -> None:
+        with self._changed:
+            if self._closed:
+                raise WorkerError(f"the executor {self.name!r} is closed")
+            if self._abandoned >= self.max_abandoned:
+                raise WorkerError(
+                    f"{self._abandoned} threads are stuck in functions that never returned; run code "
+                    "that may hang in a process (process=True), where it can be killed"
+                )
+            self._queue.append(job)
+            if self._idle >= len(self._queue):
+                self._changed.notify()
+            elif self._workers < self.max_workers:
+                self._start_worker()
+            if not self._workers:
+                self._queue.remove(job)
+                raise WorkerError("the system allows no more threads in this process")
+
+    def _start_worker(self) -> None:
+        try:
+            threading.Thread(target=self._work, name=f"{self.name}-worker", daemon=True).start()
+        except RuntimeError:
+            return  # the system is out of threads; those there are go on with the queue
+        self._workers += 1
+
+    def _drop(self, job: _Job) -> None:
+        """Nobody waits for `job` any more: take it from the queue, or abandon its thread."""
+        with self._changed:
+            if job.finished or job.dropped:
+                return
+            job.dropped = True
+            if job.started is None:
+                self._queue.remove(job)
+                return
+            self._abandoned += 1
+            self._workers -= 1
+            if self._queue and not self._idle and not self._closed:
+                self._start_worker()
+
+    def _work(self) -> None:
+        while (job := self._next_job()) is not None:
+            job.run()
+            with self._changed:
+                job.finished = True
+                if job.dropped:
+                    self._abandoned -= 1
+                    return
+            job.wake()
+            del job
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            self._idle += 1
+            try:
+                self._changed.wait_for(lambda: self._queue or self._closed, timeout=_IDLE_SECONDS)
+            finally:
+                self._idle -= 1
+            if not self._queue:
+                self._workers -= 1
+                return None
+            job = self._queue.popleft()
+            job.started = time.monotonic()
+            return job
+
+
+async def _finished_in_time(job: _Job, timeout: float | None) -> bool:
+    if timeout is None:
+        await job.future
+        return True
+    left = timeout
+    while left > 0:
+        await asyncio.wait((job.future,), timeout=left)
+        if job.future.done():
+            return True
+        left = timeout if job.started is None else job.started + timeout - time.monotonic()
+    return False
+
+
+_shared: ThreadExecutor | None = None
+_shared_lock = threading.Lock()
+
+
+def shared_threads() -> ThreadExecutor:
+    """The executor that everything in this process shares; made when first asked for."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = ThreadExecutor(name="ludus-shared")
+        return _shared
+
+
+def _forget_shared_threads() -> None:
+    global _shared, _shared_lock
+    _shared, _shared_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_shared_threads)  # threads do not survive a fork
+
+
+def run_sync(
+    function: Callable[..., T], *args: Any, timeout: float | None = None, **kwargs: Any
+) -> Coroutine[Any, Any, T]:
+    """Await a sync function that runs in a shared daemon thread; `TimeoutError` when it takes longer."""
+    return shared_threads().run(function, *args, timeout=timeout, **kwargs)

@@ -1,0 +1,103 @@
+"""Whose fault was it? Every error in Ludus answers that question by its type.
+
+A *fault* is the model's: a malformed call, an unknown tool, arguments that do not fit. It becomes an
+observation the model can learn from, and the episode goes on.
+
+A *failure* is ours: a server is down, a pool is exhausted, a deadline passed. It is retried; if it
+persists, the episode leaves both the loss and the group's baseline, and is counted by the boundary it
+crossed. A failure is never turned into a reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """What the model did wrong in a call. Each one is answered by an observation."""
+
+    MALFORMED_CALL = "malformed_call"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+    TOOL_RAISED = "tool_raised"
+    TOOL_TIMEOUT = "tool_timeout"
+    LIMIT = "limit"
+
+
+class Boundary(StrEnum):
+    """Where a failure of ours crossed into an episode."""
+
+    ENGINE = "engine"
+    TOOL = "tool"
+    ENV = "env"
+    POOL = "pool"
+    SANDBOX = "sandbox"
+    SERVER = "server"
+    REWARD = "reward"
+    AGENT = "agent"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure of ours, recorded once, as data."""
+
+    boundary: Boundary
+    kind: str
+    message: str
+    attempts: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException, boundary: Boundary, attempts: int = 1) -> Failure:
+        """The record of `error`; an `InfraError` keeps the boundary it already names."""
+        if isinstance(error, InfraError):
+            boundary, attempts = error.boundary, max(attempts, error.attempts)
+        cause = error.__cause__ if isinstance(error, InfraError) and error.__cause__ else error
+        return cls(boundary, type(cause).__name__, str(error) or type(error).__name__, attempts)
+
+
+class LudusError(Exception):
+    """The root of everything Ludus raises on purpose."""
+
+
+class ConfigError(LudusError):
+    """A recipe, an option or an argument is wrong; the message names the key and the fix."""
+
+
+class MissingExtraError(LudusError):
+    """An optional dependency is needed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package '{package}': pip install 'ludus[{extra}]'")
+
+
+class ToolFault(LudusError):
+    """The model's fault. A tool may raise it to say precisely what the model did wrong."""
+
+    def __init__(self, message: str, fault: Fault = Fault.TOOL_RAISED) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class InfraError(LudusError):
+    """Our fault, named by the boundary it crossed. `retriable` says whether to try again."""
+
+    def __init__(
+        self, boundary: Boundary, message: str, *, attempts: int = 1, retriable: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.boundary = boundary
+        self.attempts = attempts
+        self.retriable = retriable
+
+
+class EngineError(InfraError):
+    """The engine could not serve a request."""
+
+    def __init__(self, message: str, *, retriable: bool = True) -> None:
+        super().__init__(Boundary.ENGINE, message, retriable=retriable)
+
+
+class Aborted(LudusError):
+    """The work was cancelled on purpose (shutdown, too stale): nobody's fault."""

@@ -1,0 +1,76 @@
+"""What is asked of an engine, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """From token `start` of an action on, the policy had this version."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. `seed` is the request's own key: the same request draws the same tokens.
+
+    A temperature of 0 is greedy. Log-probabilities are those of the full distribution at `temperature`
+    (at 1 when greedy): the distribution that is trained on. Truncation and the repetition penalty
+    change what is drawn and not what is reported.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+            "stop": all(self.stop),
+        }
+        for name, good in checks.items():
+            if not good:
+                raise ValueError(f"sampling.{name} cannot be {getattr(self, name)!r}")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from another distribution than the one reported."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a generation gave. `tokens` are exactly as sampled, the stop token included."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason
+    versions: tuple[VersionSpan, ...] = (VersionSpan(0, 0),)
+    stop: str | None = None
+    """The stop string that was met; it may have ended inside the last token."""
+    cached_tokens: int = 0
+    """How many tokens of the context did not have to be computed."""

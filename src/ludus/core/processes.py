@@ -1,0 +1,289 @@
+"""Running functions in worker processes that can be killed.
+
+Who waits for whom. Each running call has a driver thread that talks to one worker over a socket; at
+most `max_workers` drivers run, and further calls wait in the drivers' first-in-first-out queue. A call
+that passes its deadline, or whose caller is cancelled, has its worker killed together with everything
+that the worker started; the next call starts a fresh one. A worker that dies under a call is a
+`WorkerError`. Workers are new interpreters (never forks: other threads may hold locks), and they end
+with this process however it ends.
+
+The function and its arguments travel by pickle, so the function must be importable by name. A function
+of the main script makes the worker load that script, under another name, as `multiprocessing` does:
+what the script *does* belongs behind `if __name__ == "__main__":`. A worker is as trusted as the
+process that started it; what a model wrote belongs in the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ludus.core import process_worker
+from ludus.core.execution import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
+from ludus.core.failures import ConfigError
+
+T = TypeVar("T")
+
+_START_SECONDS = 120.0
+_POLL_SECONDS = 0.25
+
+
+class NotPicklable(ConfigError):
+    """A function, or what it is given, cannot be sent to another process."""
+
+
+class ProcessExecutor:
+    """Runs importable functions in processes; works from any number of event loops at once."""
+
+    def __init__(self, max_workers: int = 2, *, name: str = "ludus") -> None:
+        self.max_workers = max_workers
+        self.name = name
+        self._drivers = ThreadExecutor(max_workers, name=f"{name}-driver")
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._closed = False
+        weakref.finalize(self, _kill_each, self._idle)
+        self.lost = 0
+        """How many workers died under a call, their deadline apart."""
+
+    async def run(
+        self, function: Callable[..., T], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> T:
+        """The function's result; the deadline counts from when the worker has read the call."""
+        try:
+            call = _Call(process_worker.pack_call(function, args, kwargs), timeout)
+        except TypeError as error:
+            raise NotPicklable(str(error)) from error
+        try:
+            kind, value = await self._drivers.run(self._drive, call)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if kind == "value":
+            result: T = value
+            return result
+        if kind == "error":
+            raise value if isinstance(value, Exception) else FunctionExited(value)
+        raise WorkerError(str(value))
+
+    async def close(self) -> None:
+        """Kill the workers and refuse new calls."""
+        with self._lock:
+            self._closed = True
+            _kill_each(self._idle)
+            for worker in self._busy:
+                worker.signal()
+        await self._drivers.close()
+
+    def _drive(self, call: _Call) -> tuple[str, Any]:
+        worker = self._take()
+        try:
+            outcome = call.perform(worker)
+        except BaseException as error:
+            self._put_away(worker, fit=False)
+            if isinstance(error, WorkerError) and not call.cancelled:
+                self.lost += 1
+            raise
+        self._put_away(worker, fit=True)
+        return outcome
+
+    def _take(self) -> _Worker:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise WorkerError(f"the executor {self.name!r} is closed")
+                worker = self._idle.pop() if self._idle else _Worker()
+                if worker.is_alive:
+                    self._busy.add(worker)
+                    return worker
+            worker.kill()
+
+    def _put_away(self, worker: _Worker, *, fit: bool) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+            if fit and not self._closed:
+                self._idle.append(worker)
+                return
+        worker.kill()
+
+
+def _kill_each(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().kill()
+
+
+class _Call:
+    """One call on its way to a worker. Cancelling it kills the worker that has it."""
+
+    def __init__(self, data: bytes, timeout: float | None) -> None:
+        self._data = data
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            if self._worker is not None:
+                self._worker.signal()
+
+    def perform(self, worker: _Worker) -> tuple[str, Any]:
+        self._bind(worker)
+        try:
+            worker.send(self._data)
+            outcome = worker.receive(_START_SECONDS)
+            if outcome == "started":
+                outcome = worker.receive(self._timeout)
+            elif outcome is None:
+                raise WorkerError(f"a worker process read no call within {_START_SECONDS:g} seconds")
+        finally:
+            self._bind(None)
+        if outcome is None:
+            raise DeadlineExceeded(f"no result within {self._timeout:g} seconds")
+        kind, value = outcome
+        return kind, value
+
+    def _bind(self, worker: _Worker | None) -> None:
+        with self._lock:
+            if self.cancelled:
+                raise WorkerError("the call was cancelled")
+            self._worker = worker
+
+
+class _Worker:
+    """A worker process and the socket to it. Used by one driver thread at a time."""
+
+    def __init__(self) -> None:
+        if _is_loading_main_script():
+            raise WorkerError(
+                "a worker process tried to start workers of its own; put what the main script does "
+                'behind `if __name__ == "__main__":`'
+            )
+        ours, theirs = socket.socketpair()
+        watched, lifeline = os.pipe()
+        command = [sys.executable, "-P", process_worker.__file__, str(theirs.fileno()), str(watched)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), watched),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(lifeline)
+            raise WorkerError(f"a worker process could not be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(watched)
+        self._connection, self._lifeline = ours, lifeline
+        _alive.add(self)
+        self.send(pickle.dumps([path for path in sys.path if isinstance(path, str)]))
+
+    @property
+    def is_alive(self) -> bool:
+        """Asked without reaping the process, so that its group can still be killed safely."""
+        if not hasattr(os, "waitid"):
+            return self._process.poll() is None
+        if self._process.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def send(self, data: bytes) -> None:
+        try:
+            process_worker.send(self._connection, data)
+        except OSError as error:
+            raise WorkerError(self._obituary()) from error
+
+    def receive(self, timeout: float | None) -> Any:
+        """The next message, or None when the deadline passes before its first byte is there."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._readable(deadline):
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            if not self.is_alive and not self._readable(0.0):
+                raise WorkerError(self._obituary())
+        try:
+            data = process_worker.receive(self._connection)
+        except (EOFError, OSError) as error:
+            raise WorkerError(self._obituary()) from error
+        try:
+            return pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - whatever user classes raise while unpickling
+            return "lost", f"the result could not be read: {type(error).__name__}: {error}"
+
+    def signal(self) -> None:
+        """Kill the process group; safe from any thread, and more than once."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the process and everything it started, and release what we hold."""
+        self.signal()
+        self._process.wait()
+        if self in _alive:
+            _alive.discard(self)
+            self._connection.close()
+            os.close(self._lifeline)
+
+    def _readable(self, deadline: float | None) -> bool:
+        wait = _POLL_SECONDS
+        if deadline is not None:
+            wait = min(wait, max(0.0, deadline - time.monotonic()))
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(wait * 1000))
+
+    def _obituary(self) -> str:
+        patience = time.monotonic() + 1.0
+        while self.is_alive and time.monotonic() < patience:
+            time.sleep(0.005)
+        self.kill()
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"a worker process {how} under its call"
+
+
+def _is_loading_main_script() -> bool:
+    """Whether this is a worker that is running a main script which lacks its guard."""
+    main, script = sys.modules["__main__"], sys.modules.get("__mp_main__", None)
+    in_worker = getattr(main, "__file__", None) == process_worker.__file__
+    return in_worker and script is not None and script is not main
+
+
+_alive: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    for worker in list(_alive):
+        worker.signal()
+
+
+_shared: ProcessExecutor | None = None
+_shared_lock = threading.Lock()
+
+
+def shared_processes() -> ProcessExecutor:
+    """The executor that everything in this process shares: a worker for each core, two at least."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = ProcessExecutor(max(2, os.cpu_count() or 1), name="ludus-shared")
+        return _shared

@@ -1,0 +1,98 @@
+"""Names for things that are imported only when asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ludus.core.failures import ConfigError
+
+
+class Registry(Mapping[str, str]):
+    """Short names for `module:attribute` references; nothing is imported until `load`."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> str:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def register(self, name: str, reference: str) -> None:
+        """Add a name; one that is taken by something else is refused."""
+        if self._entries.setdefault(name, reference) != reference:
+            raise ConfigError(f"the {self.kind} {name!r} is already {self._entries[name]}")
+
+    def load(self, name: str) -> Any:
+        """What a short name or a reference (`module:attribute`, `file.py:attribute`) stands for."""
+        if name in self._entries:
+            return load_reference(self._entries[name])
+        if ":" in name:
+            return load_reference(name)
+        near = get_close_matches(name, self._entries, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no {self.kind} called {name!r}.{hint} Known: {', '.join(sorted(self))}; "
+            "or give 'module:attribute' or 'file.py:attribute'"
+        )
+
+
+def load_reference(reference: str) -> Any:
+    """The object that `module:attribute` or `path/to/file.py:attribute` names."""
+    where, _, attribute = reference.rpartition(":")
+    if not where or not attribute:
+        raise ConfigError(
+            f"{reference!r} is not a reference; write 'module:attribute' or 'file.py:attribute'"
+        )
+    found: Any = _load_file(Path(where)) if where.endswith(".py") else _load_module(where, reference)
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ConfigError(f"{where} has no {part!r} (asked for by {reference!r})") from None
+    return found
+
+
+def _load_module(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"there is no module {error.name!r} (asked for by {reference!r})"
+            ) from None
+        raise
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = f"ludus_user_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

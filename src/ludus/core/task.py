@@ -1,0 +1,68 @@
+"""A task: what an episode starts from and is scored against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludus.core.messages import Json, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do. `envs` names environments and the arguments their reset gets."""
+
+    id: str
+    messages: tuple[Message, ...]
+    target: Any = None
+    envs: Mapping[str, Json] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        prompt: str | Sequence[Message | Mapping[str, Any]],
+        target: Any = None,
+        *,
+        id: str = "",
+        envs: Mapping[str, Json] | None = None,
+        system: str | None = None,
+        **metadata: Any,
+    ) -> Task:
+        """A task from a prompt (or messages) and a target; what else is given becomes metadata."""
+        if isinstance(prompt, str):
+            messages: tuple[Message, ...] = (Message("user", prompt),)
+        else:
+            messages = tuple(Message.parse(message) for message in prompt)
+        if system is not None:
+            messages = (Message("system", system), *messages)
+        return cls(id, messages, target, dict(envs or {}), metadata)
+
+    @classmethod
+    def parse(cls, raw: Task | Mapping[str, Any]) -> Task:
+        """A task from a row of a task file: `prompt` or `messages`, and what else `of` takes."""
+        if isinstance(raw, Task):
+            return raw
+        fields = dict(raw)
+        if ("prompt" in fields) == ("messages" in fields):
+            raise ValueError("a task needs exactly one of 'prompt' and 'messages'")
+        prompt = fields.pop("prompt") if "prompt" in fields else fields.pop("messages")
+        fields["id"] = str(fields.get("id", ""))
+        fields.update(fields.pop("metadata", None) or {})
+        return cls.of(prompt, **fields)
+
+
+def numbered(tasks: Iterable[Task]) -> list[Task]:
+    """The same tasks, each with a unique id: its own, or its position where it has none."""
+    result: list[Task] = []
+    seen: set[str] = set()
+    for position, task in enumerate(tasks):
+        name = task.id or str(position)
+        if name in seen:
+            raise ValueError(f"two tasks have the id {name!r}; ids must be unique within a task set")
+        seen.add(name)
+        result.append(
+            task if task.id else Task(name, task.messages, task.target, task.envs, task.metadata)
+        )
+    return result

@@ -1,0 +1,84 @@
+"""A tokenizer that needs no files: one id per byte, plus special tokens. For tests and tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from ludus.core.messages import Json
+
+SPECIALS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+)
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes; special tokens follow. Its chat template is ChatML, as Qwen writes it."""
+
+    def __init__(self, specials: Sequence[str] = SPECIALS) -> None:
+        self._specials = {text: 256 + i for i, text in enumerate(specials)}
+        self._texts = {number: text for text, number in self._specials.items()}
+        self._split = re.compile("(" + "|".join(re.escape(text) for text in specials) + ")")
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (self._specials["<|im_end|>"],)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return 256 + len(self._specials)
+
+    @property
+    def controls(self) -> Mapping[str, int]:
+        return MappingProxyType(self._specials)
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for piece in self._split.split(text):
+            if piece in self._specials:
+                tokens.append(self._specials[piece])
+            else:
+                tokens.extend(self.encode_text(piece))
+        return tokens
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", errors="surrogatepass"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        pieces: list[str] = []
+        pending = bytearray()
+        for token in tokens:
+            if token < 256:
+                pending.append(token)
+            else:
+                pieces.append(pending.decode("utf-8", errors="replace"))
+                pending.clear()
+                pieces.append(self._texts.get(token, f"<|{token}|>"))
+        return "".join([*pieces, pending.decode("utf-8", errors="replace")])
+
+    def apply_chat_template(
+        self, messages: Sequence[Json], tools: Sequence[Json] | None, add_generation_prompt: bool
+    ) -> str:
+        parts: list[str] = []
+        rest = list(messages)
+        if tools:
+            system = rest.pop(0)["content"] + "\n\n" if rest and rest[0]["role"] == "system" else ""
+            listed = "\n".join(json.dumps(tool) for tool in tools)
+            parts.append(f"<|im_start|>system\n{system}<tools>\n{listed}\n</tools><|im_end|>\n")
+        for message in rest:
+            calls = "".join(
+                "\n<tool_call>\n" + json.dumps(call["function"]) + "\n</tool_call>"
+                for call in message.get("tool_calls") or ()
+            )
+            parts.append(f"<|im_start|>{message['role']}\n{message['content']}{calls}<|im_end|>\n")
+        if add_generation_prompt:
+            parts.append("<|im_start|>assistant\n")
+        return "".join(parts)

@@ -1,0 +1,68 @@
+"""What passes between an agent and its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ludus.core.failures import Fault
+from ludus.core.messages import Json, Media, ToolCall
+from ludus.core.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool as the model is told of it; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str
+    parameters: Json
+
+    def as_openai(self) -> Json:
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call gave. `fault` marks the model's own mistake; `content` then says what was wrong."""
+
+    content: str
+    reward: float | None = None
+    terminated: bool = False
+    fault: Fault | None = None
+    media: tuple[Media, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class ToolContext:
+    """The episode a call belongs to. `envs` are the episode's own instances, by name."""
+
+    episode: str
+    task: Task
+    envs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ToolSet(Protocol):
+    """Tools with a life cycle per episode. The list may change while the episode runs."""
+
+    async def open(self, context: ToolContext) -> None:
+        """Get ready for the episode."""
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        """The tools that can be called now."""
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        """Run one call. The model's faults come back as results; failures of ours raise `InfraError`."""
+
+    async def close(self, context: ToolContext) -> None:
+        """Release what the episode held."""

@@ -1,0 +1,191 @@
+"""The record of an episode: the very tokens the model read and wrote.
+
+A worked example. The task asks for 2+3, the model calls a tool, reads the result, and answers::
+
+    segment      tokens                       action_mask   logprobs
+    prompt       [BOS, what, is, 2, +, 3]     0 0 0 0 0 0   0 0 0 0 0 0
+    action       [<call>, 2+3, </call>]       1 1 1         -0.1 -0.7 -0.0
+    observation  [<result>, 5, </result>]     0 0 0         0 0 0
+    action       [five, EOS]                  1 1           -0.2 -0.1
+
+The model is trained on the five tokens whose mask is 1: those it said. What it was given, the tool's
+result included, it is never trained to predict. An end-of-turn token that we add after a cut belongs to
+the observation, because the model did not say it. Tokens are kept as sampled: nothing here is ever
+decoded and encoded again, and every derived view below is computed, never stored twice.
+
+With rewards 1 for this attempt and 0 for the other one of its group, GRPO gives each of the five action
+tokens the advantage +1 and each action token of the other attempt -1; observations get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ludus.core.failures import Failure, Fault
+from ludus.core.generation import FinishReason, VersionSpan
+from ludus.core.messages import Message, ToolCall
+from ludus.core.task import Task
+
+
+class SegmentKind(StrEnum):
+    """Who put these tokens there: the task, the model, or the world."""
+
+    PROMPT = "prompt"
+    ACTION = "action"
+    OBSERVATION = "observation"
+
+
+class StopReason(StrEnum):
+    """How an episode ended."""
+
+    ANSWERED = "answered"
+    TERMINATED = "terminated"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a budget ran out, as against an ending of the episode's own."""
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Which tokens of a segment stand for a piece of media."""
+
+    sha256: str
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens with one origin. The fields below `tokens` are for actions only."""
+
+    kind: SegmentKind
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    finish: FinishReason | None = None
+    calls: tuple[ToolCall, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    reward: float | None = None
+    """The turn's own reward; None when nobody scored it, which is not zero."""
+    seconds: float = 0.0
+    media: tuple[MediaSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is SegmentKind.ACTION:
+            if self.logprobs is None or len(self.logprobs) != len(self.tokens):
+                raise ValueError("an action needs one log-probability for each of its tokens")
+        elif self.logprobs is not None:
+            raise ValueError(f"a segment of kind {self.kind} has no log-probabilities")
+
+
+@dataclass(slots=True)
+class TokenSequence:
+    """One training row: segments in order. `parent` = (sequence, segment) shares a prefix, inclusive."""
+
+    segments: list[Segment] = field(default_factory=list)
+    parent: tuple[int, int] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.tokens]
+
+    @property
+    def action_mask(self) -> list[bool]:
+        return [segment.kind is SegmentKind.ACTION for segment in self.segments for _ in segment.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One per token; zero where the model said nothing."""
+        return [
+            value
+            for segment in self.segments
+            for value in (segment.logprobs or [0.0] * len(segment.tokens))
+        ]
+
+    @property
+    def actions(self) -> Iterator[Segment]:
+        return (segment for segment in self.segments if segment.kind is SegmentKind.ACTION)
+
+    def __len__(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One episode. The common case is a single sequence; the views below read the first one."""
+
+    task: Task
+    sequences: list[TokenSequence] = field(default_factory=lambda: [TokenSequence()])
+    messages: list[Message] = field(default_factory=list)
+    answer: str | None = None
+    stop: StopReason = StopReason.ABORTED
+    failure: Failure | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float | None = None
+    """The total that is trained on; None until scored, and for ever when the episode failed."""
+    attempt: int = 0
+    seed: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the time went: generate, tools, rewards, total."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequences[0].tokens
+
+    @property
+    def action_mask(self) -> list[bool]:
+        return self.sequences[0].action_mask
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self.sequences[0].logprobs
+
+    @property
+    def actions(self) -> list[Segment]:
+        return [segment for sequence in self.sequences for segment in sequence.actions]
+
+    @property
+    def turns(self) -> int:
+        return len(self.actions)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [call for action in self.actions for call in action.calls]
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for action in self.actions for fault in action.faults]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it belongs in the loss and the baseline: it was scored, and nothing of ours broke."""
+        return self.failure is None and self.stop is not StopReason.ABORTED and self.reward is not None
+
+    def prefix_tokens(self, index: int) -> list[int]:
+        """The tokens that sequence `index` shares with its ancestors, in reading order."""
+        parent = self.sequences[index].parent
+        if parent is None:
+            return []
+        sequence, segment = parent
+        own = self.sequences[sequence].segments[: segment + 1]
+        return self.prefix_tokens(sequence) + [t for s in own for t in s.tokens]
+
+
+@dataclass(slots=True)
+class Group:
+    """The attempts at one task. Baselines are taken over `trainable` alone."""
+
+    task: Task
+    trajectories: list[Trajectory]
+
+    @property
+    def trainable(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.trajectories if trajectory.is_trainable]

@@ -1,0 +1,33 @@
+"""The few settings of the embedded engine."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from ludus.core.config import Config
+
+
+class EngineConfig(Config):
+    """How much the engine does at once. Device and dtype are those of the model."""
+
+    max_running: int = Field(default=256, ge=1)
+    """How many requests are computed together."""
+    tokens_per_step: int = Field(default=4096, ge=1)
+    """The most tokens one forward pass computes; long prompts are cut into chunks of what is left."""
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """How many tokens the KV cache holds; by default as many as a share of memory allows."""
+    page_size: int = Field(default=16, ge=1)
+    """How many tokens one page of the KV cache holds: the unit of sharing."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """How many requests may queue for a place in the batch; further callers wait to be let in."""
+
+    @model_validator(mode="after")
+    def _every_row_gets_a_token(self) -> Self:
+        if self.tokens_per_step < self.max_running:
+            raise ValueError(
+                f"tokens_per_step ({self.tokens_per_step}) must be at least max_running "
+                f"({self.max_running}): each running request computes one token in a step"
+            )
+        return self

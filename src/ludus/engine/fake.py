@@ -1,0 +1,196 @@
+"""An engine without a model: says what a script says, and remembers exactly what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ludus.core.failures import EngineError
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.messages import Media
+from ludus.core.protocols import Tokenizer
+from ludus.core.random import uniforms
+from ludus.engine.kv import common_prefix
+from ludus.engine.stopping import StopWatcher
+
+Reply = str | Sequence[int]
+Script = Callable[[list[int], Sampling, str | None], Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCall:
+    """One request: the tokens that went in, and the completion that came out."""
+
+    consumed: tuple[int, ...]
+    sampling: Sampling
+    session: str | None
+    completion: Completion
+
+
+class FakeEngine:
+    """An `Engine` for tests and for benchmarks of everything but the model.
+
+    `script` is a function of (tokens, sampling, session), or the replies in order. A reply is token ids,
+    taken as they are, or text, which `tokenizer` encodes and which ends with the first stop token unless
+    a stop string or the length ends it before. Stops and lengths are honoured as a real engine does.
+    Each request takes `seconds` (a number, or a function of the number of tokens produced). `failures`
+    names the requests, counted from 0, that raise instead.
+    """
+
+    def __init__(
+        self,
+        script: Script | Iterable[Reply],
+        tokenizer: Tokenizer | None = None,
+        *,
+        seconds: float | Callable[[int], float] = 0.0,
+        failures: Mapping[int, BaseException] | None = None,
+    ) -> None:
+        self._script = script if callable(script) else _in_order(iter(script))
+        self._tokenizer = tokenizer
+        self._seconds = seconds if callable(seconds) else lambda _: seconds
+        self._failures = dict(failures or {})
+        self._asked = 0
+        self._version = 0
+        self._resumed: asyncio.Event | None = None
+        self._is_closed = False
+        self._running: dict[str, asyncio.Event] = {}
+        self.sessions: dict[str, list[int]] = {}
+        """What each session would hold in its cache."""
+        self.calls: list[FakeCall] = []
+        """Every request that was answered, in the order of the answers."""
+        self.in_flight = 0
+        self.most_in_flight = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        if self._is_closed:
+            raise EngineError("the engine is closed", retriable=False)
+        if session in self._running:
+            raise EngineError(f"session {session!r} already has a request running", retriable=False)
+        number, self._asked = self._asked, self._asked + 1
+        if number in self._failures:
+            raise self._failures[number]
+        context, version = list(tokens), self._version
+        produced, finish, stop = self._reply(context, sampling, session)
+        if await self._elapse(self._seconds(len(produced)), session):
+            produced, finish, stop = produced[: len(produced) // 2], FinishReason.ABORTED, None
+        if self._is_closed:
+            raise EngineError("the engine is closed", retriable=False)
+        completion = Completion(
+            tokens=produced,
+            logprobs=(-uniforms(sampling.seed, np.arange(len(produced)))).tolist(),
+            finish=finish,
+            versions=(VersionSpan(0, version),),
+            stop=stop,
+            cached_tokens=self._cached(context, session),
+        )
+        if session is not None:
+            self.sessions[session] = context + produced
+        self.calls.append(FakeCall(tuple(context), sampling, session, completion))
+        return completion
+
+    def _reply(
+        self, context: list[int], sampling: Sampling, session: str | None
+    ) -> tuple[list[int], FinishReason, str | None]:
+        """The scripted tokens up to the first thing that ends a generation."""
+        reply = self._script(context, sampling, session)
+        if isinstance(reply, str):
+            if self._tokenizer is None:
+                raise EngineError("a script that replies with text needs a tokenizer", retriable=False)
+            reply = [*self._tokenizer.encode(reply), *sampling.stop_tokens[:1]]
+        watcher = None
+        if sampling.stop and self._tokenizer is not None:
+            watcher = StopWatcher(sampling.stop, self._tokenizer.decode)
+        produced: list[int] = []
+        for token in reply:
+            produced.append(token)
+            if token in sampling.stop_tokens:
+                return produced, FinishReason.STOP_TOKEN, None
+            if watcher is not None and (stop := watcher.push(token)) is not None:
+                return produced, FinishReason.STOP_STRING, stop
+            if len(produced) == sampling.max_tokens:
+                break
+        return produced, FinishReason.LENGTH, None
+
+    async def _elapse(self, seconds: float, session: str | None) -> bool:
+        """Let the request's time pass, and any pause; whether it was aborted meanwhile."""
+        aborted = asyncio.Event()
+        if session is not None:
+            self._running[session] = aborted
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            if session is None:
+                await asyncio.sleep(seconds)
+            else:
+                try:
+                    async with asyncio.timeout(seconds):
+                        await aborted.wait()
+                except TimeoutError:
+                    pass
+            if self._resumed is not None and not aborted.is_set():
+                await self._resumed.wait()
+        finally:
+            self.in_flight -= 1
+            if session is not None:
+                del self._running[session]
+        return aborted.is_set()
+
+    def _cached(self, context: list[int], session: str | None) -> int:
+        held = self.sessions.get(session, []) if session is not None else []
+        return min(common_prefix(context, held), len(context) - 1)
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        return [0.0, *(-uniforms(0, np.asarray(tokens[1:], dtype=np.uint64))).tolist()]
+
+    async def fork(self, session: str, into: str) -> None:
+        if session in self.sessions:
+            self.sessions[into] = list(self.sessions[session])
+
+    async def release(self, session: str) -> None:
+        self.sessions.pop(session, None)
+
+    async def abort(self, session: str) -> None:
+        if session in self._running:
+            self._running[session].set()
+
+    async def pause(self) -> None:
+        if self._resumed is None:
+            self._resumed = asyncio.Event()
+
+    async def resume(self) -> None:
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    async def update_weights(self) -> int:
+        self._version += 1
+        self.sessions.clear()
+        return self._version
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await self.resume()
+
+
+def _in_order(replies: Iterator[Reply]) -> Script:
+    def script(tokens: list[int], sampling: Sampling, session: str | None) -> Reply:
+        try:
+            return next(replies)
+        except StopIteration:
+            raise EngineError("the script has no further reply", retriable=False) from None
+
+    return script

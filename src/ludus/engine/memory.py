@@ -1,0 +1,40 @@
+"""How large a KV cache the machine allows."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from ludus.engine.backbone import context_limit, text_config, unwrapped
+from ludus.engine.config import EngineConfig
+
+# Of the free memory of a GPU, of all memory of a host. The cache grows to it only as it is used.
+_SHARE = {"cuda": 0.3, "cpu": 0.125}
+_WITHOUT_LIMIT = 32768
+
+
+def cache_pages(model: nn.Module, config: EngineConfig) -> int:
+    """The number of pages: as configured, or what full batches need, within a share of memory."""
+    tokens = config.cache_tokens
+    if tokens is None:
+        wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
+        tokens = min(wanted, int(_memory(model) / bytes_per_token(model)))
+    return max(1, -(-tokens // config.page_size))
+
+
+def bytes_per_token(model: nn.Module) -> int:
+    """What one token's keys and values take in all layers."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = unwrapped(model).get_input_embeddings().weight.element_size()
+    return int(2 * config.num_hidden_layers * heads * size * element)
+
+
+def _memory(model: nn.Module) -> float:
+    device = unwrapped(model).get_input_embeddings().weight.device
+    if device.type == "cuda":
+        return _SHARE["cuda"] * torch.cuda.mem_get_info(device)[0]
+    return _SHARE["cpu"] * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

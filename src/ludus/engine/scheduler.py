@@ -1,0 +1,222 @@
+"""Who computes what in the next step.
+
+Continuous batching: each step, every running request that decodes gets one token, running prompts get a
+chunk of what is left of the token budget, and waiting requests are let in while there are rows, budget
+and pages. When pages run out, the session that has been idle for longest loses its KV first; then the
+youngest running request goes back to the queue's head and recomputes later. No model is touched here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.core.failures import EngineError
+from ludus.engine.kv import Holding, KvBooks
+from ludus.engine.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `stop` of a request, to be computed in this step."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class IdleSession:
+    """What a session holds between its requests."""
+
+    holding: Holding
+    tokens: list[int]
+
+
+class Scheduler:
+    """Queues, rows, sessions and pages."""
+
+    def __init__(self, books: KvBooks, max_running: int, tokens_per_step: int) -> None:
+        self.books = books
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.sessions: OrderedDict[str, IdleSession] = OrderedDict()  # idle for longest first
+        self.active: dict[str, Request] = {}  # by session, waiting or running
+        self.preemptions = 0
+        self.tables: npt.NDArray[np.int64] = np.zeros((max_running, 8), dtype=np.int64)
+        self._rows = list(range(max_running - 1, -1, -1))
+        self._budget = tokens_per_step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; a session has one at a time."""
+        if request.session is not None:
+            if request.session in self.active:
+                raise EngineError(
+                    f"session {request.session!r} already has a request running", retriable=False
+                )
+            self.active[request.session] = request
+        self.waiting.append(request)
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step, with pages for all of them."""
+        chunks: list[Chunk] = []
+        prefill = self._budget - sum(1 for request in self.running if request.pending == 1)
+        for request in list(self.running):
+            if request.row < 0:  # it was preempted for an older one
+                continue
+            count = 1 if request.pending == 1 else min(request.pending, prefill)
+            if count and self._make_room(request, request.holding.length + count):
+                prefill -= 0 if request.pending == 1 else count
+                chunks.append(self._schedule(request, count))
+        while self.waiting and self._rows and prefill > 0:
+            chunk = self._admit(self.waiting[0], prefill)
+            if chunk is None:
+                break
+            prefill -= chunk.stop - chunk.start
+            chunks.append(chunk)
+        return chunks
+
+    def _schedule(self, request: Request, count: int) -> Chunk:
+        start = request.holding.length
+        request.holding.length = start + count
+        pages = request.holding.pages
+        before, size = start // self.books.page_size, len(pages)
+        if start % self.books.page_size == 0 or count > 1:
+            self._widen_tables(size)
+            self.tables[request.row, before:size] = pages[before:]
+        if not request.is_score:
+            self.books.publish(request.holding, request.tokens)
+        return Chunk(request, start, start + count)
+
+    def _admit(self, request: Request, budget: int) -> Chunk | None:
+        """Give the queue's head a row, what it can reuse, and pages for its first chunk; or None."""
+        self._reuse(request)
+        # All of its context and one more token: admitting what must be preempted at once helps nobody.
+        needed = self.books.pages_for(min(len(request.tokens) + 1, request.limit))
+        missing = needed - len(request.holding.pages)
+        while missing > self.books.ledger.available and self._evict_session():
+            pass
+        if missing > self.books.ledger.available:
+            self._hand_back(request)
+            return None
+        self.waiting.popleft()
+        request.started()
+        request.row = self._rows.pop()
+        self.running.append(request)
+        size = len(request.holding.pages)
+        self._widen_tables(size)
+        self.tables[request.row, :size] = request.holding.pages
+        count = min(request.pending, budget)
+        self.books.grow(request.holding, request.holding.length + count)
+        return self._schedule(request, count)
+
+    def _widen_tables(self, size: int) -> None:
+        width = self.tables.shape[1]
+        if size > width:
+            self.tables = np.pad(self.tables, ((0, 0), (0, max(size, 2 * width) - width)))
+
+    def _reuse(self, request: Request) -> None:
+        if request.is_score:
+            request.cached_tokens = 0
+            return
+        idle = self.sessions.pop(request.session, None) if request.session is not None else None
+        held, tokens = (idle.holding, idle.tokens) if idle else (Holding(), [])
+        request.holding = self.books.reuse(request.tokens, held, tokens)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.holding.length
+
+    def _hand_back(self, request: Request) -> None:
+        """A request that cannot start yet leaves what it found where others may take it from."""
+        if request.session is not None and request.holding.length:
+            self.sessions[request.session] = IdleSession(request.holding, request.tokens)
+            request.holding = Holding()
+        else:
+            self.books.drop(request.holding)
+
+    def _make_room(self, request: Request, tokens: int) -> bool:
+        """Pages for a running request's next chunk; False if it had to leave the batch itself."""
+        while not self.books.grow(request.holding, tokens):
+            if self._evict_session():
+                continue
+            youngest = self.running[-1]
+            self.preempt(youngest)
+            self.preemptions += 1
+            if youngest is request:
+                return False
+        return True
+
+    def _evict_session(self) -> bool:
+        if not self.sessions:
+            return False
+        _, idle = self.sessions.popitem(last=False)
+        self.books.drop(idle.holding)
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Back to the queue's head, without KV."""
+        self._leave(request)
+        self.books.drop(request.holding)
+        self.waiting.appendleft(request)
+
+    def preempt_all(self) -> None:
+        """Everyone recomputes; the order stays."""
+        for request in reversed(list(self.running)):
+            self.preempt(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it is; its session keeps what was computed."""
+        if request.row >= 0:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            request.started()
+        if request.session is not None:
+            del self.active[request.session]
+        if request.session is None or not request.holding.length:
+            self.books.drop(request.holding)
+        else:
+            self.sessions[request.session] = IdleSession(request.holding, request.tokens)
+            request.holding = Holding()
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._rows.append(request.row)
+        request.row = -1
+
+    def release(self, session: str) -> None:
+        """Forget a session; a request of it that is running goes on and leaves nothing behind."""
+        if (request := self.active.pop(session, None)) is not None:
+            request.session = None
+        if (idle := self.sessions.pop(session, None)) is not None:
+            self.books.drop(idle.holding)
+
+    def fork(self, session: str, into: str) -> None:
+        """`into` holds what `session` has computed so far, running or idle."""
+        if into in self.active:
+            raise EngineError(f"session {into!r} is running and cannot be replaced", retriable=False)
+        request, idle = self.active.get(session), self.sessions.get(session)
+        if request is not None and request.holding.length:
+            source = IdleSession(request.holding, request.tokens)
+        elif idle is not None:
+            source = idle
+        else:
+            return
+        if into != session:
+            self.release(into)
+            copy = self.books.fork(source.holding)
+            self.sessions[into] = IdleSession(copy, source.tokens[: copy.length])
+
+    def forget(self, version: int) -> None:
+        """Drop all KV: running requests recompute under the new version."""
+        self.preempt_all()
+        for idle in self.sessions.values():
+            self.books.drop(idle.holding)
+        self.sessions.clear()
+        self.books.set_version(version)

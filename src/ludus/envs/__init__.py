@@ -1,0 +1,35 @@
+"""Environments: state with a life cycle, held by one episode at a time and handed out by a pool."""
+
+from ludus.envs.checker import Finding, Severity, check_env
+from ludus.envs.env import (
+    Env,
+    Observation,
+    Step,
+    as_observation,
+    as_step,
+    call_env,
+    own_tools,
+    reset_env,
+    step_env,
+)
+from ludus.envs.pool import EnvPool, Lease, PoolStats
+from ludus.envs.registry import ENVS
+
+__all__ = [
+    "ENVS",
+    "Env",
+    "EnvPool",
+    "Finding",
+    "Lease",
+    "Observation",
+    "PoolStats",
+    "Severity",
+    "Step",
+    "as_observation",
+    "as_step",
+    "call_env",
+    "check_env",
+    "own_tools",
+    "reset_env",
+    "step_env",
+]

@@ -1,0 +1,163 @@
+"""An environment: something with state and a life cycle that an episode holds for itself.
+
+Users write `Env` subclasses with sync or async methods; the functions below call either kind so that
+nobody is blocked, and turn what they return into one shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from asyncio import timeout as deadline
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.execution import run_sync
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, Media
+from ludus.core.task import Task
+from ludus.core.tooling import ToolResult
+from ludus.tools import FunctionTool
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the agent gets to see."""
+
+    text: str = ""
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a plain-text action led to. A reward of None means that nobody scored it."""
+
+    observation: Observation | str = ""
+    reward: float | None = None
+    terminated: bool = False
+    truncated: bool = False
+    info: Json = field(default_factory=dict)
+
+    def as_result(self) -> ToolResult:
+        """The step as the result of a tool call; a truncated episode ends too."""
+        seen = as_observation(self.observation)
+        ended = self.terminated or self.truncated
+        return ToolResult(seen.text, reward=self.reward, terminated=ended, media=seen.media)
+
+
+class Env:
+    """Subclass it; every method may be sync or async. Only what the agent needs has to be written.
+
+    An agent acts through tools: mark methods with `@tool`. For an environment that takes plain text,
+    such as a text game, write `step`.
+    """
+
+    if TYPE_CHECKING:
+        # A subclass may add parameters of its own, which no signature written here would allow it.
+        reset: Callable[..., Any]
+    else:
+
+        def reset(self, task: Task) -> Any:
+            """Start afresh for `task`; return what the agent sees first: text, an `Observation`, None.
+
+            It may have more parameters: they get what `task.envs` holds under this environment's name.
+            """
+            return None
+
+    def step(self, action: str) -> Any:
+        """Do what the text `action` says, and return a `Step` (or text, when nothing else happened)."""
+        raise ConfigError(
+            f"{type(self).__name__} takes no plain-text actions; write its `step`, or let the agent use "
+            "its tools"
+        )
+
+    def tools(self) -> Any:
+        """What the agent can call; by default this object's own `@tool` methods."""
+        return own_tools(self)
+
+    def available_actions(self) -> Any:
+        """The plain-text actions that make sense now, or None when that is not known."""
+        return None
+
+    def render(self) -> Any:
+        """The state for people, in logs and viewers."""
+        return repr(self)
+
+    def is_healthy(self) -> Any:
+        """Asked before a used instance is handed out again; one that says no is replaced."""
+        return True
+
+    def close(self) -> Any:
+        """Release what it holds. Called once, also when a reset failed."""
+        return None
+
+
+def own_tools(env: object) -> list[FunctionTool[..., Any]]:
+    """The `@tool` methods of an object, bound to it, in the order in which they are written."""
+    names: dict[str, None] = {}
+    for kind in reversed(type(env).__mro__):
+        names.update(
+            (name, None) for name, value in vars(kind).items() if isinstance(value, FunctionTool)
+        )
+    found = [getattr(env, name) for name in names]
+    return [one for one in found if isinstance(one, FunctionTool)]
+
+
+async def call_env(
+    function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+) -> Any:
+    """Await a method of an environment, sync (in a thread) or async, at most `timeout` seconds."""
+    if inspect.iscoroutinefunction(function):
+        return await _within(function(*args, **kwargs), timeout)
+    value = await run_sync(function, *args, timeout=timeout, **kwargs)
+    return await _within(value, timeout) if inspect.isawaitable(value) else value
+
+
+async def _within(awaitable: Awaitable[Any], timeout: float | None) -> Any:
+    async with deadline(timeout):
+        return await awaitable
+
+
+async def reset_env(
+    env: Any, task: Task, name: str = "", *, timeout: float | None = None
+) -> Observation:
+    """Reset for `task`; a `reset` that takes more than the task gets the arguments under `name`."""
+    parameters = inspect.signature(env.reset)
+    arguments = dict(task.envs.get(name) or {}) if len(parameters.parameters) > 1 else {}
+    try:
+        parameters.bind(task, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"task {task.id!r} gives the environment {name!r} the arguments {sorted(arguments)}, but "
+            f"{type(env).__name__}.reset does not take them ({error}); add the parameters to its reset, "
+            "or change the task"
+        ) from error
+    return as_observation(await call_env(env.reset, task, timeout=timeout, **arguments))
+
+
+async def step_env(env: Any, action: str, *, timeout: float | None = None) -> Step:
+    """Do a plain-text action."""
+    return as_step(await call_env(env.step, action, timeout=timeout))
+
+
+def as_observation(value: Any) -> Observation:
+    """What a reset may return, in one shape."""
+    if isinstance(value, Observation):
+        return value
+    if value is None or isinstance(value, str):
+        return Observation(value or "")
+    raise TypeError(
+        f"an environment's observation must be text, an Observation or None, not {type(value).__name__}"
+    )
+
+
+def as_step(value: Any) -> Step:
+    """What a step may return, in one shape: a `Step`, Gymnasium's tuple of five, or the observation."""
+    if isinstance(value, tuple) and len(value) == 5:
+        observation, reward, terminated, truncated, info = value
+        value = Step(observation, float(reward), bool(terminated), bool(truncated), dict(info))
+    if not isinstance(value, Step):
+        return Step(as_observation(value))
+    return Step(
+        as_observation(value.observation), value.reward, value.terminated, value.truncated, value.info
+    )

@@ -1,0 +1,296 @@
+"""A pool of environments: each episode holds an instance of its own, and gives it back.
+
+Who waits for whom. An episode that asks while all instances are taken waits in a first-in-first-out
+queue, at most `max_wait` seconds. Instances are made by background tasks, when somebody waits and there
+are fewer than `size`; they are reset by the episode that gets them, and closed by background tasks,
+which then free their place. Only `close` waits for a close, so releasing is safe inside a task that is
+being cancelled. A pool belongs to one event loop.
+
+Environments are closed when the pool is, and at the interpreter's exit otherwise. A process that is
+killed cannot close anything: what must not outlive it has to watch its parent, as the sandbox does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.task import Task
+from ludus.envs.env import Observation, reset_env
+from ludus.envs.instances import Instance, Workshop, said
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An instance bound to an episode, and what its reset returned."""
+
+    episode: str
+    env: Any
+    observation: Observation
+    instance: Instance = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A pool at one moment, for metrics."""
+
+    size: int
+    in_use: int
+    idle: int
+    waiting: int
+    created: int
+    closed: int
+    failures: int
+    """Creations, resets, health checks and closes that went wrong."""
+
+
+class EnvPool:
+    """Hands out instances that `factory` (a class or a function, sync or async) makes."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        *,
+        name: str = "env",
+        size: int = 16,
+        max_wait: float = 300.0,
+        time_to_live: float | None = None,
+        max_uses: int | None = None,
+        reset_timeout: float | None = 60.0,
+        close_timeout: float = 10.0,
+        reset_retries: int = 2,
+    ) -> None:
+        """`time_to_live` seconds and `max_uses` say when an instance is replaced between episodes."""
+        if size < 1:
+            raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
+        self.name, self.size, self.max_wait = name, size, max_wait
+        self._time_to_live, self._max_uses = time_to_live, max_uses
+        self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
+        self._workshop = Workshop(factory, name, reset_timeout, close_timeout, reset_retries)
+        self._idle: list[Instance] = []
+        self._places = 0
+        """Instances that are there, being made or being closed: never more than `size`."""
+        self._waiting: deque[asyncio.Future[Instance]] = deque()
+        self._leases: dict[str, Lease] = {}
+        self._pending: dict[str, asyncio.Future[None]] = {}
+        self._making: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    @property
+    def stats(self) -> PoolStats:
+        """How the pool is doing."""
+        return PoolStats(
+            size=self.size,
+            in_use=len(self._leases),
+            idle=len(self._idle),
+            waiting=len(self._waiting),
+            created=self._workshop.created,
+            closed=self._workshop.closed,
+            failures=self._workshop.failures,
+        )
+
+    @asynccontextmanager
+    async def lease(self, episode: str, task: Task) -> AsyncIterator[Any]:
+        """The episode's environment, reset for `task`, and released at the end."""
+        held = await self.acquire(episode, task)
+        try:
+            yield held.env
+        finally:
+            await self.release(episode)
+
+    async def acquire(self, episode: str, task: Task) -> Lease:
+        """The episode's own instance: the one it has, or the next free one, reset for `task`."""
+        while episode in self._pending:
+            await asyncio.wait((self._pending[episode],))
+        if episode in self._leases:
+            return self._leases[episode]
+        self._pending[episode] = asyncio.get_running_loop().create_future()
+        try:
+            held = await self._new_lease(episode, task)
+            self._leases[episode] = held
+            return held
+        finally:
+            self._pending.pop(episode).set_result(None)
+
+    async def release(self, episode: str, *, is_broken: bool = False) -> None:
+        """Give the episode's instance back, if it has one; one that is broken is closed and replaced.
+
+        It never suspends, so that a task that is being cancelled can rely on it.
+        """
+        held = self._leases.pop(episode, None)
+        if held is None:
+            return
+        if is_broken or self._is_worn_out(held.instance):
+            self._retire(held.instance)
+        else:
+            self._offer(held.instance)
+
+    async def close(self) -> None:
+        """Close every instance and refuse further episodes; those that wait get an `InfraError`."""
+        self._is_closed = True
+        for making in self._making:
+            making.cancel()
+        while self._waiting:
+            self._fail_first(self._closed_error())
+        for episode in list(self._leases):
+            await self.release(episode)
+        while self._idle:
+            self._retire(self._take_idle(self._idle[-1]))
+        while tasks := self._making | self._closing:
+            await asyncio.wait(tasks)
+
+    # Getting an instance --------------------------------------------------------------------------
+
+    async def _new_lease(self, episode: str, task: Task) -> Lease:
+        attempt = 0
+        while True:
+            instance = await self._next_instance(first=attempt > 0)
+            attempt += 1
+            try:
+                seen = await reset_env(instance.env, task, self.name, timeout=self._reset_timeout)
+            except BaseException as error:
+                self._retire(instance)  # its state is unknown
+                if not isinstance(error, Exception) or isinstance(error, ConfigError):
+                    raise
+                self._workshop.failures += 1
+                if attempt > self._reset_retries:
+                    message = f"the environment {self.name!r} could not be reset: {said(error)}"
+                    raise InfraError(Boundary.ENV, message, attempts=attempt) from error
+                _log.warning("environment %r was not reset, trying again: %s", self.name, said(error))
+                continue
+            if self._is_closed:
+                self._retire(instance)
+                raise self._closed_error()
+            instance.uses += 1
+            return Lease(episode, instance.env, seen, instance)
+
+    async def _next_instance(self, *, first: bool) -> Instance:
+        """The next instance that is free and fit; `first` goes to the head of the queue."""
+        end = time.monotonic() + self.max_wait
+        while True:
+            instance = await self._next_free(max(0.0, end - time.monotonic()), first)
+            is_fit = False
+            try:
+                is_fit = not self._is_worn_out(instance) and await self._workshop.is_healthy(instance)
+            finally:
+                if not is_fit:
+                    self._retire(instance)
+            if is_fit:
+                return instance
+            first = True
+
+    async def _next_free(self, seconds: float, first: bool) -> Instance:
+        if self._is_closed:
+            raise self._closed_error()
+        if self._idle and (first or not self._waiting):
+            return self._take_idle(self._idle[-1])
+        waiter: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
+        if first:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
+        self._grow()
+        try:
+            await asyncio.wait((waiter,), timeout=seconds)
+        except asyncio.CancelledError:
+            self._withdraw(waiter)
+            raise
+        if not waiter.done():
+            self._withdraw(waiter)
+            raise InfraError(
+                Boundary.POOL,
+                f"no environment {self.name!r} became free within {self.max_wait:g} seconds: "
+                f"{len(self._leases)} of {self.size} are in use and {len(self._waiting)} more episodes "
+                "wait; raise the pool's size, or lower the number of episodes in flight",
+            )
+        return waiter.result()
+
+    def _withdraw(self, waiter: asyncio.Future[Instance]) -> None:
+        """Stop waiting; an instance that was handed over in the same moment goes to the next."""
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+        elif waiter.done() and waiter.exception() is None:
+            self._offer(waiter.result())
+
+    # Keeping instances ----------------------------------------------------------------------------
+
+    def _grow(self) -> None:
+        """Make an instance for everybody who waits and for whom none is being made, if there is room."""
+        wanted = min(len(self._waiting) - len(self._making), self.size - self._places)
+        for _ in range(0 if self._is_closed else wanted):
+            self._places += 1
+            self._start(self._make(), self._making)
+
+    async def _make(self) -> None:
+        try:
+            instance = await self._workshop.make()
+        except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
+            self._places -= 1
+            message = f"an environment {self.name!r} could not be made: {said(error)}"
+            failure = InfraError(Boundary.ENV, message, attempts=self._reset_retries + 1)
+            failure.__cause__ = error
+            self._fail_first(error if isinstance(error, ConfigError) else failure)
+            return
+        self._offer(instance)
+
+    def _fail_first(self, failure: Exception) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_exception(failure)
+
+    def _offer(self, instance: Instance) -> None:
+        """Hand an instance to whoever waits longest, or keep it."""
+        if self._is_closed:
+            self._retire(instance)
+        elif self._waiting:
+            self._waiting.popleft().set_result(instance)
+        else:
+            self._idle.append(instance)
+            if self._time_to_live is not None:
+                left = max(0.0, instance.born + self._time_to_live - time.monotonic())
+                loop = asyncio.get_running_loop()
+                instance.expiry = loop.call_later(left, self._expire, instance)
+
+    def _take_idle(self, instance: Instance) -> Instance:
+        self._idle.remove(instance)
+        if instance.expiry is not None:
+            instance.expiry.cancel()
+            instance.expiry = None
+        return instance
+
+    def _expire(self, instance: Instance) -> None:
+        if instance in self._idle:
+            self._retire(self._take_idle(instance))
+
+    def _is_worn_out(self, instance: Instance) -> bool:
+        age = time.monotonic() - instance.born
+        is_old = self._time_to_live is not None and age >= self._time_to_live
+        return is_old or (self._max_uses is not None and instance.uses >= self._max_uses)
+
+    def _retire(self, instance: Instance) -> None:
+        self._start(self._close_one(instance), self._closing)
+
+    async def _close_one(self, instance: Instance) -> None:
+        await self._workshop.close(instance)
+        self._places -= 1
+
+    def _start(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
+        def finish(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            self._grow()
+
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(finish)
+
+    def _closed_error(self) -> InfraError:
+        return InfraError(Boundary.POOL, f"the pool {self.name!r} is closed", retriable=False)

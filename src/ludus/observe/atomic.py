@@ -1,0 +1,140 @@
+"""Writes that happen entirely or not at all, whenever the process is killed.
+
+Everything is written under a hidden name beside its target, synced to the disk, and renamed into place.
+A killed writer leaves only its hidden name behind; readers do not look at hidden names, and the next
+writer into the same folder removes those whose process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LEFTOVER = re.compile(r"\..*\.ludus-(?P<host>[^.]*)-(?P<pid>\d+)-[0-9a-f]{8}\.tmp", re.DOTALL)
+_STALE_SECONDS = 24 * 3600
+_active: set[str] = set()
+"""The hidden names this process is writing to now. A name with our pid that is not among them is a dead
+process's: in a container that restarts, pids come again."""
+
+
+def atomic_write(path: str | Path, data: bytes | str) -> None:
+    """Write a small file. In text, what UTF-8 cannot hold (lone surrogates) is written as `\\udc80`."""
+    raw = data.encode("utf-8", errors="backslashreplace") if isinstance(data, str) else data
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(raw)
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A path to write a file to; it replaces `path` when the block ends, and vanishes when it raises."""
+    with _temporary(Path(path)) as temporary:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(Path(path).parent)
+
+
+@contextmanager
+def atomic_directory(path: str | Path) -> Iterator[Path]:
+    """A new folder to fill; it appears as `path` when the block ends, and vanishes when it raises.
+
+    A folder that is already there is refused: no rename replaces a full folder in one step.
+    """
+    target = Path(path)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} is already there; remove it first, or choose another name")
+    with _temporary(target) as temporary:
+        temporary.mkdir()
+        yield temporary
+        _sync_tree(temporary)
+        temporary.rename(target)
+        _sync(target.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a folder such that nobody ever sees half of it."""
+    with _temporary(path) as temporary:
+        path.rename(temporary)
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """A hidden name beside `target`; whatever is still there under it at the end is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clean_leftovers(target.parent)
+    owner = f"ludus-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    # The name is cut: the whole must fit in the 255 bytes of a file name.
+    temporary = target.with_name(f".{target.name[:40]}.{owner}.tmp")
+    _active.add(temporary.name)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+        _active.discard(temporary.name)
+
+
+def clean_leftovers(folder: Path) -> list[Path]:
+    """Remove what killed writers have left in `folder`, and say what that was."""
+    leftovers = [entry for entry in folder.iterdir() if _is_abandoned(entry)]
+    for leftover in leftovers:
+        _remove(leftover)
+    return leftovers
+
+
+def _is_abandoned(entry: Path) -> bool:
+    match = _LEFTOVER.fullmatch(entry.name)
+    if match is None or entry.name in _active:
+        return False
+    if match["host"] != _host():
+        # Another machine's processes cannot be asked, so its leftovers go by their age.
+        try:
+            return time.time() - entry.lstat().st_mtime > _STALE_SECONDS
+        except FileNotFoundError:
+            return False
+    pid = int(match["pid"])
+    return pid == os.getpid() or not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:60]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Sync every file below, then every folder, the innermost first."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if (file := Path(parent, name)).is_file() and not file.is_symlink():
+                _sync(file)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""What every number that Ludus logs means.
+
+A name such as `reward/<part>` stands for a family. A name may start with the split it was measured on:
+`eval/success` is `success` over the evaluation episodes. What users log themselves goes under `custom/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Aggregate = Literal["mean", "sum", "max", "last"]
+
+SPLITS = ("train", "eval", "sft", "rollout")
+"""The prefixes that say which episodes or examples a number was measured on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number with a written definition. `aggregate` says how the numbers of several steps combine."""
+
+    name: str
+    definition: str
+    unit: str
+    aggregate: Aggregate = "mean"
+
+    def covers(self, name: str) -> bool:
+        """Whether `name` is this metric, or a member of this family."""
+        pattern = re.sub(r"<\w+>", ".+", re.escape(self.name))
+        return re.fullmatch(pattern, name, flags=re.DOTALL) is not None
+
+
+ROLLOUT_METRICS: tuple[Metric, ...] = (
+    Metric("episodes", "Episodes played, the failed ones included.", "episodes", "sum"),
+    Metric(
+        "episodes_scored",
+        "Episodes that ended by themselves or by a budget and were scored. Every mean and share below "
+        "is over these, unless it says otherwise.",
+        "episodes",
+        "sum",
+    ),
+    Metric("reward", "Mean of the total reward that is trained on.", "reward"),
+    Metric("reward_std", "Standard deviation (population) of the total reward.", "reward"),
+    Metric("reward/<part>", "Mean of one part of the reward, over the episodes that have it.", "reward"),
+    Metric(
+        "success",
+        "Share of episodes that succeeded: the reward part `success` is at least 1, or, where there is "
+        "no such part, the total is; or as the recipe defines it.",
+        "share",
+    ),
+    Metric("turns", "Mean number of actions: how often the model spoke.", "per episode"),
+    Metric("tool_calls", "Mean number of tool calls, the faulty ones included.", "per episode"),
+    Metric("invalid_calls", "Mean number of calls that were answered by a fault.", "per episode"),
+    Metric("invalid_call_share", "Calls answered by a fault of the model's, over all calls.", "share"),
+    Metric("fault/<type>", "Mean number of calls answered by a fault of this type.", "per episode"),
+    Metric("fault_share/<type>", "Calls answered by a fault of this type, over all calls.", "share"),
+    Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
+    Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
+    Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
+    Metric("tokens/action", "Mean number of tokens the model said.", "tokens per episode"),
+    Metric("tokens/observation", "Mean number of tokens tools and environments put there, and the "
+           "end-of-turn tokens that were added for the model.", "tokens per episode"),
+    Metric(
+        "groups_without_signal",
+        "Share of all groups in which no two scored attempts have different rewards: a baseline taken "
+        "over the group leaves nothing to learn from them.",
+        "share",
+    ),
+    Metric("failures", "Episodes lost to a failure of ours, out of all episodes.", "episodes", "sum"),
+    Metric("failure/<boundary>", "Episodes lost to a failure of ours at this boundary.", "episodes",
+           "sum"),
+    Metric("failure_share", "Episodes lost to a failure of ours, over all episodes.", "share"),
+    Metric("aborted", "Episodes cancelled on purpose: shutdown, or too stale.", "episodes", "sum"),
+    Metric("unscored", "Episodes that neither failed nor were aborted, and have no reward.", "episodes",
+           "sum"),
+    Metric(
+        "seconds/<phase>",
+        "Mean wall time an episode spent in a phase: generate, tools, rewards, total. Phases of "
+        "different episodes overlap.",
+        "seconds per episode",
+    ),
+)  # fmt: skip
+
+TRAINING_METRICS: tuple[Metric, ...] = (
+    Metric("loss", "The loss that was minimised, averaged over the trained tokens.", "nats"),
+    Metric("entropy", "Mean entropy of the policy's next-token distribution at action tokens.", "nats"),
+    Metric("kl", "Mean estimate of KL(policy ‖ reference) at action tokens; absent without a reference.",
+           "nats"),
+    Metric("clip_fraction", "Share of action tokens whose importance ratio was clipped.", "share"),
+    Metric("gradient_norm", "L2 norm of the whole gradient before clipping.", "1"),
+    Metric("learning_rate", "Learning rate of the optimizer step.", "1", "last"),
+    Metric("logprob_difference_mean", "Mean absolute difference between the engine's and the trainer's "
+           "log-probability of the same action token under the same weights.", "nats"),
+    Metric("logprob_difference_max", "The largest such difference.", "nats", "max"),
+    Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),
+    Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
+    Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
+    Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "
+           "measured; the time of playing is divided among generation, tools and rewards in proportion "
+           "to the time that episodes spent in each, and what they spent elsewhere is in none.",
+           "share"),
+    Metric("policy_version", "How many times the weights have been updated.", "updates", "last"),
+    Metric("step_seconds", "Wall time of the whole step.", "seconds"),
+    Metric("custom/<name>", "A number of the user's own.", "any"),
+)  # fmt: skip
+
+CATALOGUE: tuple[Metric, ...] = ROLLOUT_METRICS + TRAINING_METRICS
+
+
+def definition_of(name: str) -> Metric | None:
+    """The catalogue's entry for a logged name, its split prefix aside; None for an unknown name."""
+    exact = [metric for metric in CATALOGUE if metric.name == name]
+    found = exact or [metric for metric in CATALOGUE if metric.covers(name)]
+    if found:
+        return found[0]
+    split, slash, rest = name.partition("/")
+    return definition_of(rest) if slash and split in SPLITS else None
+
+
+def undefined(names: Iterable[str]) -> list[str]:
+    """The names that have no definition."""
+    return [name for name in names if definition_of(name) is None]
+
+
+def prefixed(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with each name under `split`, which is one of `SPLITS`."""
+    if split not in SPLITS:
+        raise ValueError(f"a split is one of {', '.join(SPLITS)}, not {split!r}")
+    return {f"{split}/{name}": value for name, value in metrics.items()}
+
+
+def combine(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One row for several: each metric by its own aggregate, and an unknown one by its mean."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: _aggregated(name, values) for name, values in columns.items()}
+
+
+def _aggregated(name: str, values: Sequence[float]) -> float:
+    metric = definition_of(name)
+    match metric.aggregate if metric else "mean":
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "last":
+            return values[-1]
+        case _:
+            return sum(values) / len(values)
+
+
+def catalogue_markdown() -> str:
+    """The catalogue as the page `docs/metrics.md`."""
+    splits = ", ".join(f"`{split}/`" for split in SPLITS)
+    head = [
+        "# Metrics",
+        "",
+        "Every number that Ludus logs, and what it means. This page is generated from",
+        "`ludus.observe.catalogue`; a test fails when the two differ.",
+        "",
+        "A name such as `reward/<part>` stands for a family. A name may start with the split it was",
+        f"measured on ({splits}): `eval/success` is `success` over the",
+        "evaluation episodes. The last column says how the numbers of several steps combine into one.",
+    ]
+    return "\n".join(
+        [*head, *_section("Episodes", ROLLOUT_METRICS), *_section("Training", TRAINING_METRICS), ""]
+    )
+
+
+def _section(title: str, metrics: Sequence[Metric]) -> list[str]:
+    rows = [f"| `{m.name}` | {m.definition} | {m.unit} | {m.aggregate} |" for m in metrics]
+    return ["", f"## {title}", "", "| name | definition | unit | combine |", "|---|---|---|---|", *rows]

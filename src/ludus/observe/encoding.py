@@ -1,0 +1,138 @@
+"""Text and values in a form that every reader of Parquet and JSON accepts, and that can be undone.
+
+Text from a model or a tool may hold lone surrogates, which are not UTF-8, and NUL, at which some readers
+stop. Both are written as ␛ and four hexadecimal digits (so is ␛ itself); all other text stays as it is.
+
+A value is JSON where it can be. What JSON has no word for is an object with one reserved key: `$float`
+(not a number, infinities), `$tuple`, `$items` (a mapping whose keys are not text), `$bytes` (base64),
+`$dict` (a mapping that happens to look like one of these), and `$repr` for what can be shown and not
+restored.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_UNSAFE = re.compile("[\x00\ud800-\udfff␛]")
+_ESCAPE = re.compile("␛([0-9a-f]{4})")
+_RESERVED = ("$float", "$tuple", "$items", "$bytes", "$dict", "$repr")
+_MAX_DEPTH = 100
+_MAX_REPR = 10_000
+_MAX_BITS = 10_000  # Python refuses to write longer integers in decimal
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Stands for a value that could not be stored: only how it looked was kept."""
+
+    text: str
+
+
+def escape(text: str) -> str:
+    """The text without lone surrogates and NUL."""
+    return _UNSAFE.sub(lambda match: f"␛{ord(match[0]):04x}", text)
+
+
+def unescape(text: str) -> str:
+    """The text that `escape` was given."""
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def dump_value(value: Any) -> tuple[str, bool]:
+    """The value as valid, escaped JSON text, and whether `load_value` can restore it exactly."""
+    encoder = _Encoder()
+    text = json.dumps(encoder.encode(value), ensure_ascii=False, allow_nan=False)
+    return escape(text), encoder.exact
+
+
+def load_value(text: str) -> Any:
+    """The value that `dump_value` was given; `Opaque` in place of what could not be stored."""
+    return _decoded(json.loads(unescape(text)))
+
+
+class _Encoder:
+    """One walk over a value. `exact` turns false at the first thing that cannot be restored."""
+
+    def __init__(self) -> None:
+        self.exact = True
+        self._above: list[int] = []
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        match value:
+            case None | bool() | str():
+                return value
+            case int() if value.bit_length() <= _MAX_BITS:
+                return int(value)
+            case float():
+                return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+            case bytes():
+                return {"$bytes": base64.b64encode(value).decode()}
+            case Opaque():
+                self.exact = False
+                return {"$repr": value.text}
+            case list() | tuple() | Mapping():
+                return self._container(value)
+        return self._opaque(value)
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self._above or len(self._above) >= _MAX_DEPTH:
+            self.exact = False
+            return {"$repr": f"<a {type(value).__name__} nested too deeply>"}
+        self._above.append(id(value))
+        try:
+            if isinstance(value, Mapping):
+                return self._mapping(value)
+            items = [self.encode(item) for item in value]
+            return {"$tuple": items} if isinstance(value, tuple) else items
+        finally:
+            self._above.pop()
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Any:
+        if not all(isinstance(key, str) for key in value):
+            return {"$items": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
+        plain = {str(key): self.encode(item) for key, item in value.items()}
+        return {"$dict": plain} if len(plain) == 1 and next(iter(plain)) in _RESERVED else plain
+
+    def _opaque(self, value: Any) -> Any:
+        self.exact = False
+        try:
+            text = repr(value)
+        except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
+            text = f"<a {type(value).__name__} whose repr raised {type(error).__name__}>"
+        return {"$repr": text[:_MAX_REPR]}
+
+
+def _decoded(raw: Any) -> Any:
+    if isinstance(raw, list):
+        return [_decoded(item) for item in raw]
+    if not isinstance(raw, dict):
+        return raw
+    if len(raw) == 1 and (tag := next(iter(raw))) in _RESERVED:
+        return _restored(tag, raw[tag])
+    return {key: _decoded(item) for key, item in raw.items()}
+
+
+def _restored(tag: str, content: Any) -> Any:
+    match tag:
+        case "$float":
+            return float(content)
+        case "$tuple":
+            return tuple(_decoded(item) for item in content)
+        case "$items":
+            return {_decoded(key): _decoded(item) for key, item in content}
+        case "$bytes":
+            return base64.b64decode(content)
+        case "$dict":
+            return {key: _decoded(item) for key, item in content.items()}
+        case _:
+            return Opaque(content)

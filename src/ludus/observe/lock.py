@@ -1,0 +1,64 @@
+"""One writer per run. The kernel holds the lock, so that it dies with the process that took it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from ludus.core.failures import LudusError
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """An exclusive lock on a folder, by a file in it that names the holder."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._descriptor: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock, or say who has it. A dead holder's lock is free."""
+        if self._descriptor is not None:
+            return
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode("utf-8", errors="replace").strip()
+            os.close(descriptor)
+            raise LudusError(
+                f"{self.file.parent} is being written by another run ({holder or 'unknown process'}); "
+                "stop that one first, or choose another folder"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: removing it would race with the next holder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.discard(self)
+
+
+def _forget_in_child() -> None:
+    """A forked worker must not keep the lock alive after its parent has died."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,100 @@
+"""What a person looks at first: the curve, and tables for the console and for Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ludus.observe.atomic import atomic_file
+from ludus.observe.logs import printable
+
+Cell = str | float | int | None
+
+
+def plot_curve(
+    path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "", window: int = 5
+) -> None:
+    """Draw success and reward over the steps, smoothed over `window` steps, with evaluations as points.
+
+    `rows` are those of metrics.jsonl. Nothing of matplotlib's global state is touched.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    success_axis = figure.add_subplot()
+    reward_axis = success_axis.twinx()
+    _draw(success_axis, rows, "success", "tab:blue", window)
+    _draw(reward_axis, rows, "reward", "tab:orange", window)
+    success_axis.set_ylim(-0.03, 1.03)
+    success_axis.set_xlabel("step")
+    success_axis.set_ylabel("success (share of episodes)", color="tab:blue")
+    reward_axis.set_ylabel("reward", color="tab:orange")
+    success_axis.grid(alpha=0.25)
+    if title:
+        success_axis.set_title(printable(title), parse_math=False)
+    handles = [h for axis in (success_axis, reward_axis) for h in axis.get_legend_handles_labels()[0]]
+    if handles:
+        success_axis.legend(handles=handles, loc="lower right")
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps at which a metric was logged, and its values; nulls are left out."""
+    points = [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and up to `window` - 1 before it."""
+    spans = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+    return [sum(span) / len(span) for span in spans]
+
+
+def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, window: int) -> None:
+    steps, values = series(rows, name)
+    if steps:
+        axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
+        axis.plot(steps, smoothed(values, window), color=colour, linewidth=2, label=name)
+    steps, values = series(rows, f"eval/{name}")
+    if steps:
+        axis.plot(steps, values, "o", color=colour, markeredgecolor="black", label=f"{name}, held out")
+
+
+def table_markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A Markdown table. Numbers are right-aligned by their column's first row."""
+    numeric = [_is_number(cell) for cell in rows[0]] if rows else [False] * len(columns)
+    head = "| " + " | ".join(_markdown_cell(column) for column in columns) + " |"
+    rule = "|" + "|".join("--:" if right else "---" for right in numeric) + "|"
+    body = ["| " + " | ".join(_markdown_cell(cell_text(cell)) for cell in row) + " |" for row in rows]
+    return "\n".join([head, rule, *body]) + "\n"
+
+
+def table_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
+    """The same table for `rich.console.Console.print`; no cell is read as markup."""
+    table = Table(title=Text(printable(title)))
+    for index, column in enumerate(columns):
+        right = bool(rows) and _is_number(rows[0][index])
+        table.add_column(Text(printable(column)), justify="right" if right else "left")
+    for row in rows:
+        table.add_row(*(Text(printable(cell_text(cell))) for cell in row))
+    return table
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as people read it; what was not measured is a dash."""
+    if cell is None:
+        return "–"
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, int | float)
+
+
+def _markdown_cell(text: str) -> str:
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

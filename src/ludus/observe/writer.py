@@ -1,0 +1,196 @@
+"""The one process that writes a run. It holds the folder's lock from the first to the last write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ludus.core.failures import ConfigError
+from ludus.core.trajectory import Group
+from ludus.observe.atomic import atomic_write, clean_leftovers
+from ludus.observe.checkpoints import (
+    Checkpoint,
+    new_checkpoint,
+    prune_checkpoints,
+    remove_checkpoints_after,
+)
+from ludus.observe.lock import FolderLock
+from ludus.observe.run import RECIPE, RunFolder
+from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
+from ludus.observe.store import write_groups
+
+_LOCK = ".lock"
+_log = logging.getLogger(__name__)
+
+
+class RunWriter(RunFolder):
+    """A run that is being written. Made by `create` or `resume`; close it, or use it in `with`."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._lock = FolderLock(self.path / _LOCK)
+        self._sinks: Sinks | None = None
+
+    @classmethod
+    def create(cls, path: str | Path, recipe: Mapping[str, Any]) -> Self:
+        """Start a run in a new or empty folder; any other is refused."""
+        writer = cls(path)
+        if writer.path.exists() and not writer.path.is_dir():
+            raise ConfigError(f"{path} is a file; a run needs a folder")
+        writer.path.mkdir(parents=True, exist_ok=True)
+        with writer._locked():
+            if writer.is_run:
+                raise ConfigError(
+                    f"{path} already holds a run; go on with it by --resume, or choose another folder"
+                )
+            clean_leftovers(writer.path)
+            if foreign := [entry.name for entry in writer.path.iterdir() if entry.name != _LOCK]:
+                raise ConfigError(
+                    f"{path} is not a run and not empty (it holds {foreign[0]!r}); choose another folder"
+                )
+            atomic_write(writer.path / RECIPE, _recipe_text(recipe))
+        return writer
+
+    @classmethod
+    def create_numbered(cls, name: str, recipe: Mapping[str, Any], *, root: str | Path = "runs") -> Self:
+        """Start a run in `<root>/<name>-001`, or the next number that is free."""
+        Path(root).mkdir(parents=True, exist_ok=True)
+        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
+        taken = [re.fullmatch(re.escape(stem) + r"-(\d+)", entry.name) for entry in Path(root).iterdir()]
+        number = 1 + max((int(match[1]) for match in taken if match), default=0)
+        while True:
+            path = Path(root) / f"{stem}-{number:03d}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                number += 1
+                continue
+            return cls.create(path, recipe)
+
+    @classmethod
+    def resume(cls, path: str | Path) -> Self:
+        """Go on with a run. What came after its checkpoint is still there: see `truncate_after`."""
+        writer = cls(path)
+        if not writer.is_run:
+            raise ConfigError(f"{path} is not a run: it has no {RECIPE}")
+        with writer._locked():
+            for folder in (writer.path, writer.trajectories_path, writer.checkpoints_path):
+                if folder.is_dir():
+                    clean_leftovers(folder)
+        return writer
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Take the lock, and give it back if the block fails."""
+        self._lock.acquire()
+        try:
+            yield
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sinks and give the lock back. May be called twice."""
+        try:
+            if self._sinks is not None:
+                self._sinks.close()
+        finally:
+            self._sinks = None
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if not self._lock.is_held:
+            raise ValueError(f"{self!r} is not open; start with RunWriter.create or RunWriter.resume")
+
+    def _opened(self) -> Sinks:
+        self._check_open()
+        if self._sinks is None:
+            self._sinks = Sinks(JsonLinesSink(self.metrics_path))
+        return self._sinks
+
+    def add_sink(self, open_sink: Callable[[], Sink]) -> None:
+        """Also send every row of metrics to the sink that `open_sink` gives.
+
+        Its failures, when it opens too, cost one warning and never the run; only a package that is not
+        installed is an error.
+        """
+        self._opened().add(open_sink)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a row of metrics."""
+        self._opened().write(step, metrics)
+
+    def write_groups(self, groups: Sequence[Group], step: int, split: str = "train") -> Path:
+        """Store the episodes of a step; a file of the same step and split is replaced."""
+        self._check_open()
+        path = self.trajectory_path(step, split)
+        write_groups(path, groups, step=step, split=split)
+        return path
+
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint's files to; it appears, whole, when the block ends."""
+        self._check_open()
+        with new_checkpoint(self.checkpoints_path, step) as folder:
+            yield folder
+
+    def prune_checkpoints(self, keep: int) -> list[Checkpoint]:
+        """Remove all but the newest `keep` checkpoints."""
+        self._check_open()
+        return prune_checkpoints(self.checkpoints_path, keep)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what came after `step`, so that a resumed run records no step twice; -1 forgets all."""
+        self._check_open()
+        if self._sinks is not None:
+            raise ValueError("truncate a run before its first metrics are logged, not after")
+        dropped = _drop_lines_after(self.metrics_path, step)
+        files = [file for file in self.trajectory_files() if file.step > step]
+        for file in files:
+            file.path.unlink()
+        checkpoints = remove_checkpoints_after(self.checkpoints_path, step)
+        _log.info(
+            "resuming after step %d: dropped %d rows of metrics, %d files of episodes, %d checkpoints",
+            step,
+            dropped,
+            len(files),
+            len(checkpoints),
+        )
+
+
+def _recipe_text(recipe: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(recipe), indent=1, default=str, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the recipe cannot be stored as JSON: {error}") from None
+
+
+def _drop_lines_after(metrics: Path, step: int) -> int:
+    """Rewrite a file of metrics without the lines that are torn or of a later step; count them."""
+    lines = [line for line in metrics.read_bytes().split(b"\n") if line] if metrics.exists() else []
+    kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
+    if len(kept) != len(lines):
+        atomic_write(metrics, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of metrics; None for a torn one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,114 @@
+r"""Comparing numbers: the last number of the answer against the target, within a tolerance.
+
+Read are signs, thousands separated by commas, decimals, scientific notation (`1.5e-3`, `1.5 × 10^-3`),
+percents, fractions (`3/4`, `1 1/2`, `\frac{3}{4}`). Arithmetic is decimal with a bounded precision, so
+that neither a million digits nor an exponent of a billion costs anything. Formulas are not computed: in
+"2^10" the last number is 10; `maths` is the reward for those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any, Literal
+
+from ludus.rewards.function import reward
+
+_MAX_CHARS = 100_000
+_ARITHMETIC = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+_DEFAULT_TOLERANCE = Decimal("1e-6")
+
+# Possessive quantifiers (++, ?+) never give back what they took, so that matching stays linear.
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++"
+_NUMBER = re.compile(
+    rf"""(?<![\w.]) (?:(?<![)\]}}])(?P<sign>[-+]))?+ [$€£¥]?+
+    (?: \\[dt]?frac \s*+ \{{\s*+ (?P<top>-?{_PLAIN}) \s*+\}} \s*+ \{{\s*+ (?P<bottom>-?{_PLAIN}) \s*+\}}
+      | (?:(?P<whole>[0-9]++)[ ]++)? (?P<over>{_PLAIN}) [ ]*+/[ ]*+ (?P<under>{_PLAIN})
+      | (?P<plain>{_PLAIN})
+        (?: [eE](?P<exponent>[-+]?[0-9]++)(?!\w)
+          | \s*+(?:[x×*]|\\times|\\cdot)\s*+10\s*+(?:\^|\*\*)\s*+\{{?(?P<power>[-+]?[0-9]++)\}}? )?
+    ) \s?+ (?P<percent>\\?%)?""",
+    re.VERBOSE,
+)
+
+
+@reward
+def numeric(
+    answer: str,
+    target: Any,
+    *,
+    rel_tol: float | None = None,
+    abs_tol: float = 0.0,
+    percent: Literal["ratio", "plain"] = "ratio",
+) -> float:
+    """1 if the last number in the answer equals the target (any of them, if there are several).
+
+    Without `rel_tol`, integers must be equal, and other numbers agree to one part in a million. "50%" is
+    0.5, or 50 with `percent="plain"`. A target may be a number, or text whose last number counts.
+    """
+    several = target if isinstance(target, list | tuple) else [target]
+    wanted = [_target(one, percent) for one in several]
+    if not wanted:
+        raise ValueError("the task has no target")
+    found = last_number(answer, percent)
+    return float(found is not None and any(close(found, one, rel_tol, abs_tol) for one in wanted))
+
+
+def last_number(text: str, percent: Literal["ratio", "plain"] = "ratio") -> Decimal | None:
+    """The last number that `text` holds, or None; only the end of a very long text is read."""
+    text = text.rstrip()
+    if len(text) > _MAX_CHARS:
+        text = text[-_MAX_CHARS:]
+        text = text[re.match(r"[\w.,]*+", text).end() :]  # type: ignore[union-attr]  # always matches
+    found = deque(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")), maxlen=1)
+    return _value(found[0], percent == "ratio") if found else None
+
+
+def close(one: Decimal, other: Decimal, rel_tol: float | None = None, abs_tol: float = 0.0) -> bool:
+    """Whether two numbers agree within either tolerance; symmetric."""
+    relative = _DEFAULT_TOLERANCE if rel_tol is None else Decimal(repr(float(rel_tol)))
+    if rel_tol is None and _is_integer(one) and _is_integer(other):
+        relative = Decimal(0)
+    difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(one, other))
+    largest = _ARITHMETIC.max(_ARITHMETIC.abs(one), _ARITHMETIC.abs(other))
+    allowed = max(_ARITHMETIC.multiply(relative, largest), Decimal(repr(float(abs_tol))))
+    return one == other or difference <= allowed
+
+
+def _value(match: re.Match[str], ratio: bool) -> Decimal | None:
+    groups = {key: text.replace(",", "") for key, text in match.groupdict().items() if text}
+    try:
+        if "plain" in groups:
+            power = groups.get("exponent") or groups.get("power") or "0"
+            value = Decimal(f"{groups['plain']}e{power}")
+        else:
+            top, bottom = groups.get("top") or groups["over"], groups.get("bottom") or groups["under"]
+            value = _ARITHMETIC.divide(Decimal(top), Decimal(bottom))
+            value = _ARITHMETIC.add(value, Decimal(groups.get("whole", "0")))
+    except InvalidOperation:
+        return None
+    if groups.get("sign") == "-":
+        value = value.copy_negate()
+    if ratio and "percent" in groups:
+        value = _ARITHMETIC.scaleb(value, -2)
+    return value if value.is_finite() else None
+
+
+def _target(target: Any, percent: Literal["ratio", "plain"]) -> Decimal:
+    value: Decimal | None = None
+    if isinstance(target, str):
+        value = last_number(target, percent)
+    elif isinstance(target, Fraction):
+        value = _ARITHMETIC.divide(Decimal(target.numerator), Decimal(target.denominator))
+    elif isinstance(target, int | float | Decimal) and not isinstance(target, bool):
+        value = Decimal(repr(target)) if isinstance(target, float) else Decimal(target)
+    if value is None or not value.is_finite():
+        raise ValueError(f"the target holds no number: {target!r:.60}")
+    return value
+
+
+def _is_integer(value: Decimal) -> bool:
+    exponent = value.as_tuple().exponent
+    return isinstance(exponent, int) and exponent >= 0

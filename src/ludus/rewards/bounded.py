@@ -1,0 +1,68 @@
+"""Running our own code on hostile input: in a process of its own, with a limit on CPU time and memory.
+
+A regular expression or a computer algebra system can take for ever, or all memory, over a short text
+that a model wrote, and a thread that computes cannot be stopped. The limits are CPU seconds, not wall
+time: a busy machine makes nobody's answer wrong. Workers are kept for the next call, and end with us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+from ludus.core.execution import WorkerError
+from ludus.core.failures import LudusError
+from ludus.core.processes import ProcessExecutor
+
+T = TypeVar("T")
+
+_MEMORY = 1 << 30
+_WALL_SECONDS = 120.0
+_BY_THE_INPUT = ("SIGPROF", "SIGSEGV", "SIGABRT")
+"""How a worker dies of what it was given: out of CPU time, out of stack, or a crash in C code."""
+
+
+class LimitExceeded(LudusError):
+    """The function needed more than it may have for this input."""
+
+
+@cache
+def _workers(process: int) -> ProcessExecutor:
+    """Made on first use; `process` keeps a forked child from using its parent's."""
+    return ProcessExecutor(max(1, min(4, os.cpu_count() or 1)), name="ludus-bounded")
+
+
+async def run_bounded(
+    function: Callable[..., T], *args: Any, cpu_seconds: float, memory: int = _MEMORY
+) -> T:
+    """The result of an importable function, or `LimitExceeded`."""
+    workers = _workers(os.getpid())
+    try:
+        return await workers.run(limited, function, args, cpu_seconds, memory, timeout=_WALL_SECONDS)
+    except MemoryError as error:
+        raise LimitExceeded(f"more than {memory >> 20} MiB of memory") from error
+    except WorkerError as error:
+        if any(name in str(error) for name in _BY_THE_INPUT):
+            raise LimitExceeded(
+                f"more than {cpu_seconds:g} s of CPU time, or a crash: {error}"
+            ) from error
+        raise
+
+
+def limited(function: Callable[..., T], args: tuple[Any, ...], cpu_seconds: float, memory: int) -> T:
+    """Runs in the worker. The timer's signal is left to kill the process, even inside C code."""
+    with contextlib.suppress(ValueError, OSError):  # where the system has no such limit
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,161 @@
+"""Checking a task set against its rewards before training: right answers win, wrong ones do not.
+
+Each task is scored with its gold answer, with the answer of a neighbour that differs, with nonsense and
+with nothing at all. A reward that pays for nonsense, a target that cannot be read, a gold answer that
+its own normaliser rejects: each is found here in seconds, and in training never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ludus.core.failures import InfraError
+from ludus.core.messages import Message
+from ludus.core.success import is_success
+from ludus.core.task import Task, numbered
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.rewards.evaluate import Scoring, TurnReward
+from ludus.rewards.scorer import Scorer
+
+NONSENSE = "I do not know, perhaps zzyzx."
+_AT_ONCE = 32
+_SHOWN = 20
+
+Answer = str | Trajectory
+
+
+class Problem(StrEnum):
+    """What can be wrong with a task and its rewards."""
+
+    NO_GOLD = "no_gold"
+    GOLD_FAILS = "gold_fails"
+    WRONG_PASSES = "wrong_passes"
+    UNSCORED = "unscored"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, with the answer that showed it."""
+
+    task: str
+    problem: Problem
+    answer: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"task {self.task}: {self.problem} with the answer {self.answer!r:.60}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReport:
+    """What a check found. `ok` when it found nothing."""
+
+    tasks: int
+    episodes: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        head = f"{self.tasks} tasks, {self.episodes} answers scored, {len(self.findings)} problem(s)"
+        more = len(self.findings) - _SHOWN
+        lines = [head, *(f"  {finding}" for finding in self.findings[:_SHOWN])]
+        return "\n".join(lines + ([f"  and {more} more"] if more > 0 else []))
+
+
+def gold_answer(task: Task) -> str:
+    """The target as an answer: the first one where there are several."""
+    target = task.target
+    if isinstance(target, list | tuple) and target:
+        target = target[0]
+    if not isinstance(target, str | int | float) or isinstance(target, bool):
+        raise ValueError(f"no answer can be made of the target {target!r:.60}; give gold=...")
+    return str(target)
+
+
+def synthetic_episode(task: Task, answer: str, said: str | None = None) -> Trajectory:
+    """An episode of one turn that ends in `answer`; `said` is the whole text, where that is more."""
+    segments = [
+        Segment(SegmentKind.PROMPT, [0]),
+        Segment(SegmentKind.ACTION, [0], logprobs=[0.0]),
+    ]
+    messages = [*task.messages, Message("assistant", answer if said is None else said)]
+    return Trajectory(task, [TokenSequence(segments)], messages, answer, StopReason.ANSWERED)
+
+
+async def check_rewards(
+    tasks: Sequence[Task],
+    rewards: Sequence[Scoring | TurnReward],
+    *,
+    gold: Callable[[Task], Answer] = gold_answer,
+    wrong: Callable[[Task], Sequence[Answer]] | None = None,
+    threshold: float = 1.0,
+    envs: Callable[[Task], Mapping[str, Any]] | None = None,
+) -> RewardReport:
+    """Score every task with right and with wrong answers, and report what should not be.
+
+    `gold` and `wrong` make answers, or whole trajectories where a bare answer is not enough (a format
+    to keep, a tool to use). `envs` makes the environments for rewards that read them. Full marks are a
+    success as `is_success` defines it.
+    """
+    if not tasks:
+        raise ValueError("there are no tasks to check")
+    checker = _Checker(Scorer(rewards), threshold, envs)
+    tasks = numbered(tasks)
+    golds: dict[str, Answer] = {}
+    for task in tasks:
+        try:
+            golds[task.id] = gold(task)
+        except (ValueError, TypeError, KeyError) as error:
+            checker.note(task, Problem.NO_GOLD, "", str(error))
+    jobs = [checker.check(task, golds[task.id], should_win=True) for task in tasks if task.id in golds]
+    for position, task in enumerate(tasks):
+        neighbour = golds.get(tasks[position - 1].id)
+        others = _wrong_answers(golds.get(task.id), neighbour) if wrong is None else wrong(task)
+        jobs += [checker.check(task, other, should_win=False) for other in others]
+    await asyncio.gather(*jobs)
+    order = {task.id: i for i, task in enumerate(tasks)}
+    findings = sorted(checker.findings, key=lambda finding: order[finding.task])
+    return RewardReport(len(tasks), len(jobs), tuple(findings))
+
+
+def _wrong_answers(gold: Answer | None, neighbour: Answer | None) -> list[Answer]:
+    answers: list[Answer] = [NONSENSE, ""]
+    if isinstance(neighbour, str) and isinstance(gold, str):
+        differs = neighbour.strip().lower() != gold.strip().lower()
+        answers += [neighbour] if differs else []
+    return answers
+
+
+class _Checker:
+    def __init__(
+        self, scorer: Scorer, threshold: float, envs: Callable[[Task], Mapping[str, Any]] | None
+    ) -> None:
+        self.scorer, self.threshold, self.envs = scorer, threshold, envs
+        self.findings: list[Finding] = []
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    def note(self, task: Task, problem: Problem, answer: str, detail: str) -> None:
+        self.findings.append(Finding(task.id, problem, answer, detail))
+
+    async def check(self, task: Task, answer: Answer, *, should_win: bool) -> None:
+        trajectory = answer if isinstance(answer, Trajectory) else synthetic_episode(task, answer)
+        said = trajectory.answer or ""
+        try:
+            async with self._slots:
+                await self.scorer.score(trajectory, self.envs(task) if self.envs else {})
+        except InfraError as error:
+            self.note(task, Problem.BROKEN, said, str(error))
+            return
+        scored = f"the total is {trajectory.reward}, the parts are {trajectory.rewards}"
+        if not trajectory.is_trainable:
+            self.note(task, Problem.UNSCORED, said, scored)
+        elif is_success(trajectory, self.threshold) != should_win:
+            self.note(task, Problem.GOLD_FAILS if should_win else Problem.WRONG_PASSES, said, scored)

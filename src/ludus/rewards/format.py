@@ -1,0 +1,103 @@
+"""Format: did the model write in the form it was asked for?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rewards.bounded import LimitExceeded, run_bounded
+from ludus.rewards.episode import spoken
+from ludus.rewards.function import checked_name, checked_weight
+from ludus.rewards.values import Parts
+
+_CPU_SECONDS = 1.0
+
+
+class Format:
+    """1 if what the model said has the form, 0 if not.
+
+    Give `tags`, names that must each occur once as `<name>…</name>`, in this order and not inside each
+    other; with `only`, nothing but white space may stand outside them. Or give `pattern`, a regular
+    expression that the whole text must match, white space at the ends aside; the dot matches newlines.
+    `where` is the last turn, or every turn. A text above `max_chars` is not well-formed.
+
+    Tags are found in linear time. A pattern can backtrack for ever over a hostile text, and so runs in a
+    process with a CPU limit; one that exceeds it is our own mistake, and fails the episode.
+    """
+
+    uses_envs = False
+
+    def __init__(
+        self,
+        *,
+        tags: Sequence[str] | None = None,
+        pattern: str | None = None,
+        only: bool = False,
+        where: Literal["last", "every"] = "last",
+        max_chars: int = 20_000,
+        name: str = "format",
+        weight: float = 1.0,
+    ) -> None:
+        if (tags is None) == (pattern is None):
+            raise ConfigError(f"{name!r} needs either tags or a pattern")
+        if isinstance(tags, str) or (tags is not None and not all(tags)):
+            raise ConfigError(f"{name!r}: tags is a list of names, not {tags!r}")
+        if where not in ("last", "every"):
+            raise ConfigError(f"{name!r}: where is 'last' or 'every', not {where!r}")
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{name!r}: the pattern {pattern!r} is not valid: {error}") from error
+        self.name = checked_name(name)
+        self.weight = checked_weight(weight, name)
+        self.tags, self.pattern, self.only = tags, pattern, only
+        self.where, self.max_chars = where, max_chars
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        turns = spoken(trajectory)
+        if self.where == "last":
+            turns = turns[-1:]
+        for text in turns:
+            if not await self.matches(text):
+                return {self.name: 0.0}
+        return {self.name: float(bool(turns))}
+
+    async def matches(self, text: str) -> bool:
+        """Whether one text has the form."""
+        if len(text) > self.max_chars:
+            return False
+        if self.pattern is None:
+            return has_tags(text, self.tags or (), self.only)
+        try:
+            return await run_bounded(fully_matches, self.pattern, text.strip(), cpu_seconds=_CPU_SECONDS)
+        except LimitExceeded as error:
+            raise InfraError(
+                Boundary.REWARD,
+                f"the pattern of {self.name!r} backtracks over {len(text)} characters: {error}. "
+                "Use tags, or possessive quantifiers (.*+, ++) in the pattern",
+                retriable=False,
+            ) from error
+
+
+def fully_matches(pattern: str, text: str) -> bool:
+    """Runs in the worker."""
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def has_tags(text: str, tags: Sequence[str], only: bool = False) -> bool:
+    """Whether each tag is opened and closed once, one after the other."""
+    outside: list[str] = []
+    position = 0
+    for tag in tags:
+        start, end = text.find(f"<{tag}>", position), text.find(f"</{tag}>", position)
+        if start < 0 or end < start or text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
+            return False
+        outside.append(text[position:start])
+        position = end + len(f"</{tag}>")
+    outside.append(text[position:])
+    return not only or not any(part.strip() for part in outside)

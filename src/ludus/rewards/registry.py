@@ -1,0 +1,91 @@
+"""Short names for the library, and rewards from what a recipe says about them.
+
+A recipe names a reward, or gives a table: `reward` is the short name or a reference such as
+`my_rewards.py:politeness`, and every other key is an option of it. Rewards nest::
+
+    [[rewards]]
+    reward = "format_gate"
+    format = { reward = "format", tags = ["think", "answer"] }
+    inner = "exact_match"
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.core.protocols import GroupReward, Reward
+from ludus.core.registry import Registry
+from ludus.rewards.evaluate import TurnReward, as_scoring
+from ludus.rewards.function import UserFunction
+from ludus.rewards.groups import as_group_reward
+
+REWARDS = Registry(
+    "reward",
+    {
+        "exact_match": "ludus.rewards.match:exact_match",
+        "f1": "ludus.rewards.match:f1",
+        "contains": "ludus.rewards.match:contains",
+        "numeric": "ludus.rewards.arithmetic:numeric",
+        "maths": "ludus.rewards.mathematics:maths",
+        "format": "ludus.rewards.format:Format",
+        "efficiency": "ludus.rewards.efficiency:Efficiency",
+        "gate": "ludus.rewards.compose:Gate",
+        "format_gate": "ludus.rewards.compose:FormatGate",
+        "tool_bonus": "ludus.rewards.compose:ToolBonus",
+    },
+)
+GROUP_REWARDS = Registry(
+    "group reward",
+    {
+        "ranking": "ludus.rewards.ranking:Ranking",
+        "curiosity": "ludus.rewards.curiosity:Curiosity",
+    },
+)
+
+Spec = str | Mapping[str, Any]
+
+
+def build_reward(spec: Spec | Any) -> Reward | TurnReward:
+    """The reward that a recipe's entry stands for; what is a reward already comes back as it is."""
+    return as_scoring(_build(spec, REWARDS))
+
+
+def build_group_reward(spec: Spec | Any) -> GroupReward:
+    """The same for group rewards."""
+    return as_group_reward(_build(spec, GROUP_REWARDS))
+
+
+def _build(spec: Any, registry: Registry) -> Any:
+    if isinstance(spec, str):
+        spec = {"reward": spec}
+    if not isinstance(spec, Mapping):
+        return spec
+    options = dict(spec)
+    name = options.pop("reward", None)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"a {registry.kind} is a name, or a table whose key 'reward' names it: {spec!r}"
+        )
+    found = registry.load(name)
+    if isinstance(found, type):
+        return _construct(found, name, options)
+    if not options:
+        return found
+    if isinstance(found, UserFunction):
+        return found.using(**options)
+    raise ConfigError(f"{name!r} takes no options ({', '.join(options)}); decorate it with @reward")
+
+
+def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:
+    for key in getattr(kind, "takes_rewards", frozenset()) & options.keys():
+        if isinstance(options[key], str | Mapping):
+            options[key] = build_reward(options[key])
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(kind).parameters)
+        raise ConfigError(f"{name!r}: {error}; its options are: {known}") from error
+    return kind(**options)

@@ -1,0 +1,111 @@
+"""What an action format is: a grammar in which a model says what it wants done."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from ludus.core.failures import Fault
+from ludus.core.messages import Message, ToolCall
+from ludus.core.tooling import ToolResult, ToolSpec
+
+THINK = ("<think>", "</think>")
+_SPACE = re.compile(r"\s*")
+MAX_CALLS = 64
+"""More calls than this in one action are garbage, or an attack: the rest becomes one malformed call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAction:
+    """What an action says. It holds calls, or an answer, or neither; never both."""
+
+    text: str
+    """What was said beside the calls, the thinking left out."""
+    calls: tuple[ToolCall, ...] = ()
+    answer: str | None = None
+    thought: str = ""
+
+
+class ActionFormat(ABC):
+    """How calls are written, read and answered. Without state: one object serves all episodes."""
+
+    name: ClassVar[str]
+    stops: tuple[str, ...] = ()
+    """Strings that end an action, beside the tokenizer's stop tokens."""
+    marks: tuple[str, ...] = ()
+    """What an action may contain as special tokens, where the tokenizer has them."""
+    result_tags: tuple[str, str] = ("<tool_response>", "</tool_response>")
+    """What encloses a result that goes back as a user's message."""
+
+    def bind(self, tools: Sequence[ToolSpec]) -> Self:
+        """The format for exactly these tools, where its grammar depends on them."""
+        return self
+
+    @abstractmethod
+    def parse(self, text: str) -> ParsedAction:
+        """What `text` asks for. Never raises: a call that cannot be read is one with a fault."""
+
+    @abstractmethod
+    def describe(self, tools: Sequence[ToolSpec]) -> str:
+        """What the model has to be told, where the chat template does not tell it."""
+
+    @abstractmethod
+    def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
+        """An action as the model would write it. Without calls, `text` is the final answer."""
+
+    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
+        """The message in which a result goes back to the model."""
+        return Message(
+            "tool",
+            result.content,
+            name=call.name or None,
+            tool_call_id=call.id or None,
+            media=result.media,
+        )
+
+    def _as_user(self, result: ToolResult) -> Message:
+        opening, closing = self.result_tags
+        return Message("user", f"{opening}\n{result.content}\n{closing}", media=result.media)
+
+
+def malformed(problem: str, name: str = "") -> ToolCall:
+    """A call that could not be read; `problem` tells the model what was wrong and how to write it."""
+    return ToolCall(name, fault=Fault.MALFORMED_CALL, problem=problem)
+
+
+def limited(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """At most `MAX_CALLS` of them, the last one saying that the rest was not read."""
+    if len(calls) <= MAX_CALLS:
+        return tuple(calls)
+    rest = malformed(f"an action may hold at most {MAX_CALLS} calls; those after it were not read")
+    return (*calls[: MAX_CALLS - 1], rest)
+
+
+def split_thinking(text: str) -> tuple[str, str, bool]:
+    """`(thought, rest, closed)`: the `<think>` blocks an action opens with, and what follows them."""
+    opening, closing = THINK
+    thoughts: list[str] = []
+    position = skip_space(text, 0)
+    while text.startswith(opening, position):
+        start = position + len(opening)
+        stop = text.find(closing, start)
+        thoughts.append(text[start : stop if stop >= 0 else len(text)].strip())
+        if stop < 0:
+            return "\n".join(thoughts), "", False
+        position = skip_space(text, stop + len(closing))
+    return "\n".join(thoughts), text[position:].rstrip(), True
+
+
+def skip_space(text: str, start: int) -> int:
+    """Where the white space at `start` ends."""
+    match = _SPACE.match(text, start)
+    return match.end() if match else start
+
+
+def unfinished(thought: str) -> ParsedAction:
+    """An action that ended before its thinking did: nothing in it was meant to be done."""
+    problem = f"the thinking was not finished: close it with {THINK[1]} and then act"
+    return ParsedAction("", (malformed(problem),), None, thought)

@@ -1,0 +1,206 @@
+"""One call from its arguments to its result: who runs the function, for how long, and whose fault it is.
+
+Async functions run on the event loop, sync ones in shared daemon threads, those marked `process=True` in
+shared worker processes. A deadline counts from when the function starts; a full queue is not the model's
+fault. A function that is past its deadline, or whose caller is cancelled, is stopped where it can be: a
+coroutine is cancelled, a process is killed, a thread is abandoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ludus.core.execution import DeadlineExceeded, FunctionExited, WorkerError, run_sync
+from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
+from ludus.core.processes import NotPicklable, shared_processes
+from ludus.core.tooling import ToolResult
+from ludus.tools.results import OutputLimits, clean, cut, result_of
+
+_log = logging.getLogger(__name__)
+
+_MOST_ERROR_CHARS = 2_000
+_GRACE_SECONDS = 1.0
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """A function with its arguments, and how to run it."""
+
+    tool: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    limits: OutputLimits
+    timeout: float | None
+    process: bool
+    retries: int
+
+
+async def invoke(invocation: Invocation) -> ToolResult:
+    """The call's result, the model's faults included; failures of ours are retried, then raised."""
+    attempt = 0
+    started = time.monotonic()
+    while True:
+        attempt += 1
+        try:
+            result = await _outcome(invocation)
+        except (InfraError, ConnectionError, WorkerError) as error:
+            retriable = error.retriable if isinstance(error, InfraError) else True
+            if not retriable or attempt > invocation.retries:
+                raise _failure(invocation.tool, error, attempt) from error
+            await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)))
+            continue
+        return replace(result, seconds=time.monotonic() - started)
+
+
+def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
+    boundary = error.boundary if isinstance(error, InfraError) else Boundary.TOOL
+    message = f"tool {tool!r} failed: {_message(error)}"
+    return InfraError(boundary, message, attempts=attempts, retriable=False)
+
+
+async def _outcome(invocation: Invocation) -> ToolResult:
+    try:
+        result = await _performed(invocation)
+    except DeadlineExceeded:
+        text = f"{invocation.tool} was stopped: it took longer than {invocation.timeout:g} seconds."
+        return ToolResult(text, fault=Fault.TOOL_TIMEOUT)
+    except (InfraError, ConnectionError, WorkerError, NotPicklable):
+        raise
+    except ToolFault as fault:
+        return ToolResult(invocation.limits.apply(str(fault)), fault=fault.fault)
+    except Exception as error:  # noqa: BLE001 - what user code raises is told to the model
+        return ToolResult(invocation.limits.apply(_message(error)), fault=Fault.TOOL_RAISED)
+    if result.reward is not None and not math.isfinite(result.reward):
+        message = f"tool {invocation.tool!r} gave the reward {result.reward}, which is no finite number"
+        raise InfraError(Boundary.TOOL, message, retriable=False)
+    return result
+
+
+def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
+    function = partial(invocation.function, *invocation.args, **invocation.kwargs)
+    if invocation.process:
+        # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
+        limits = replace(invocation.limits, encode=None)
+        return _in_process(invocation, function, limits)
+    if inspect.iscoroutinefunction(invocation.function):
+        return _on_loop(function, invocation.limits, invocation.timeout)
+    return _in_thread(function, invocation.limits, invocation.timeout)
+
+
+async def _in_process(
+    invocation: Invocation, function: Callable[[], Any], limits: OutputLimits
+) -> ToolResult:
+    result, failure = await shared_processes().run(
+        run_in_worker, function, limits, timeout=invocation.timeout
+    )
+    if failure is not None:
+        boundary, message, retriable = failure
+        raise InfraError(Boundary(boundary), message, retriable=retriable)
+    assert result is not None
+    return replace(result, content=invocation.limits.apply(result.content))
+
+
+def run_in_worker(
+    function: Callable[[], Any], limits: OutputLimits
+) -> tuple[ToolResult | None, tuple[str, str, bool] | None]:
+    """In the worker process: call and render, so that neither a huge result nor an odd one travels."""
+    try:
+        value = function()
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        return _rendered(value, limits), None
+    except InfraError as error:
+        return None, (error.boundary.value, str(error), error.retriable)
+    except ConnectionError as error:
+        return None, (Boundary.TOOL.value, _message(error), True)
+    except ToolFault as fault:
+        return ToolResult(limits.apply(str(fault)), fault=fault.fault), None
+    except BaseException as error:  # noqa: BLE001 - what user code raises is told to the model
+        return ToolResult(limits.apply(_message(error)), fault=Fault.TOOL_RAISED), None
+
+
+async def _in_thread(
+    function: Callable[[], Any], limits: OutputLimits, timeout: float | None
+) -> ToolResult:
+    def call() -> Any:
+        value = function()
+        return value if inspect.isawaitable(value) else _rendered(value, limits)
+
+    value = await run_sync(call, timeout=timeout)
+    if isinstance(value, ToolResult):
+        return value
+
+    async def finish() -> Any:
+        return await value
+
+    return await _on_loop(finish, limits, timeout)
+
+
+async def _on_loop(
+    function: Callable[[], Coroutine[Any, Any, Any]], limits: OutputLimits, timeout: float | None
+) -> ToolResult:
+    task = asyncio.create_task(_guarded(function))
+    try:
+        done, _ = await asyncio.wait((task,), timeout=timeout)
+    finally:
+        if not task.done():
+            await _stop(task)
+    if not done:
+        raise DeadlineExceeded(f"no result within {timeout:g} seconds")
+    if task.cancelled():
+        raise RuntimeError("the tool cancelled itself")
+    value, error = task.result()
+    if error is not None:
+        raise error if isinstance(error, Exception) else FunctionExited(error)
+    if value is None or isinstance(value, (str, int, float, ToolResult)):
+        return _rendered(value, limits)
+    return await run_sync(_rendered, value, limits)
+
+
+async def _guarded(
+    function: Callable[[], Coroutine[Any, Any, Any]],
+) -> tuple[Any, BaseException | None]:
+    """Keeps `SystemExit` and the like inside: raised out of a task, they would end the event loop."""
+    try:
+        return await function(), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - handed to the caller as a value
+        return None, error
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    """Cancel `task`; one that refuses to end is left behind, and said so."""
+    task.cancel()
+    done, _ = await asyncio.wait((task,), timeout=_GRACE_SECONDS)
+    if not done:
+        _log.warning("an async tool ignores its cancellation and still runs: %r", task.get_coro())
+
+
+def _rendered(value: Any, limits: OutputLimits) -> ToolResult:
+    result = result_of(value)
+    return replace(result, content=limits.apply(result.content))
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, FunctionExited):
+        text = str(error)
+    else:
+        try:
+            text = str(error)
+        except Exception:  # noqa: BLE001 - its own __str__ is broken
+            text = ""
+        name = type(error).__name__
+        text = f"{name}: {text}" if text else name
+    return clean(cut(text, _MOST_ERROR_CHARS))

@@ -1,0 +1,276 @@
+"""A tool: a plain Python function that a model can call, by `@tool` or by a subclass of `Tool`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from ludus.core.failures import ConfigError, Fault, ToolFault
+from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.tools.arguments import fit
+from ludus.tools.calling import Invocation, invoke
+from ludus.tools.limiter import Limiter
+from ludus.tools.results import Encode, OutputLimits
+from ludus.tools.signature import Signature, signature_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Tool:
+    """Something an agent can call. Subclass it with a `run` method, sync or async, with type hints.
+
+    A parameter called `env` gets the episode's environment and one hinted `ToolContext` the context;
+    the model is told of neither.
+    """
+
+    name: str = ""
+    """What the model calls it; the class's name in snake case when empty."""
+    description: str = ""
+    """What the model is told; the docstring when empty."""
+    timeout: float | None = 30.0
+    """Seconds a call may take; then the model is told so, and what can be stopped is."""
+    max_concurrency: int | None = None
+    """How many calls may run at once, over all episodes."""
+    max_chars: int = 20_000
+    """How long a result may be; the middle of a longer one is left out."""
+    max_tokens: int | None = None
+    """The same in tokens, where the tool set knows the tokenizer."""
+    process: bool = False
+    """Run in a worker process that is killed at the deadline; the function must be importable."""
+    retries: int = 2
+    """How often a call is repeated when a failure is ours: a lost connection or worker."""
+
+    run: Callable[..., Any]
+    _signature: Signature | None = None
+
+    def __init__(self) -> None:
+        if self._signature is None:
+            raise ConfigError(f"the tool {type(self).__name__} has no method `run`; define one")
+        self._setup()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "run" in cls.__dict__:
+            label = cls.name or _snake_case(cls.__name__)
+            documentation = cls.__doc__ if "__doc__" in cls.__dict__ else None
+            cls._signature = _read(cls.run, label, documentation)
+
+    def _setup(self) -> None:
+        self.name = self.name or _snake_case(type(self).__name__)
+        self.description = self.description or self.signature.description
+        _check_options(self)
+        if self.process and (self.signature.env or self.signature.context):
+            raise ConfigError(
+                f"tool {self.name!r}: an environment or a context cannot follow a call into another "
+                "process; drop process=True, or drop the parameter"
+            )
+        self._limiter = Limiter(self.max_concurrency)
+
+    @property
+    def signature(self) -> Signature:
+        """What the function takes."""
+        assert self._signature is not None
+        return self._signature
+
+    @property
+    def spec(self) -> ToolSpec:
+        """The tool as the model is told of it."""
+        return ToolSpec(self.name, self.description, self.signature.schema)
+
+    def check(self, context: ToolContext) -> None:
+        """`ConfigError` when the tool wants an environment that the episode does not have."""
+        if self.signature.env is not None:
+            self._find_env(context)
+
+    async def call(
+        self,
+        arguments: Any,
+        context: ToolContext,
+        *,
+        encode: Encode | None = None,
+        max_tokens: int | None = None,
+    ) -> ToolResult:
+        """Validate, run, render. The model's faults come back as results; ours raise `InfraError`."""
+        try:
+            values = fit(self.signature, arguments, self.name)
+        except ToolFault as fault:
+            return ToolResult(str(fault), fault=Fault.BAD_ARGUMENTS)
+        if self.signature.env is not None:
+            values[self.signature.env] = self._find_env(context)
+        if self.signature.context is not None:
+            values[self.signature.context] = context
+        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
+        output = OutputLimits(self.max_chars, min(limits, default=None), encode)
+        args, kwargs = self.signature.bind(values)
+        invocation = Invocation(
+            tool=self.name,
+            function=self._target(),
+            args=tuple(args),
+            kwargs=kwargs,
+            limits=output,
+            timeout=self.timeout,
+            process=self.process,
+            retries=self.retries,
+        )
+        async with self._limiter.slot():
+            return await invoke(invocation)
+
+    def _target(self) -> Callable[..., Any]:
+        """What is called; where calls go to other processes, it must be picklable."""
+        return self.run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_limiter"}
+
+    def _find_env(self, context: ToolContext) -> Any:
+        wanted = self.signature.env_type
+        envs = list(context.envs.values())
+        fitting = [env for env in envs if wanted is None or isinstance(env, wanted)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if len(envs) == 1:
+            return envs[0]  # the only one there is: a stand-in in a test need not be of the class
+        kind = "an environment" if wanted is None else f"an environment of type {wanted.__name__}"
+        held = ", ".join(f"{name} ({type(env).__name__})" for name, env in context.envs.items())
+        fix = (
+            "name the environment's class in the type hint of 'env'"
+            if len(fitting) > 1
+            else "give the run or the task such an environment"
+        )
+        raise ConfigError(f"tool {self.name!r} needs {kind}; the episode has {held or 'none'}, so {fix}")
+
+    def __repr__(self) -> str:
+        return f"<tool {self.name}>"
+
+
+class FunctionTool(Tool, Generic[P, R]):
+    """A decorated function. Calling it directly calls the plain function."""
+
+    def __init__(self, function: Callable[P, R], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.run = function
+        vars(self).update(options)
+        self.name = self.name or getattr(function, "__name__", "")
+        self._signature = _read(function, self.name)
+        self.is_unbound = _is_method(function)
+        """Whether it is a method that still lacks its object."""
+        self._setup()
+        if self.process and self.is_unbound:
+            raise ConfigError(
+                f"tool {self.name!r}: a method in another process would work on a copy of its object; "
+                "drop process=True, or make it a function"
+            )
+        if self.process and "<" in getattr(function, "__qualname__", "<"):
+            raise ConfigError(
+                f"tool {self.name!r}: a worker process cannot import a function that is defined inside "
+                "another; move it to the top of a module, or drop process=True"
+            )
+
+    def check(self, context: ToolContext) -> None:
+        if self.is_unbound:
+            raise ConfigError(
+                f"tool {self.name!r} is a method that lacks its object; give the one of an instance "
+                f"(instance.{self.name})"
+            )
+        super().check(context)
+
+    def _target(self) -> Callable[..., Any]:
+        return self if self.process else self.function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.function(*args, **kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> FunctionTool[P, R]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> FunctionTool[..., R]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> FunctionTool[..., R]:
+        if instance is None:
+            return self
+        twin: FunctionTool[..., R] = FunctionTool.__new__(FunctionTool)
+        vars(twin).update(vars(self))
+        twin.function = twin.run = self.function.__get__(instance, owner)
+        twin.is_unbound = False
+        return twin
+
+    def __reduce__(self) -> str:
+        # Pickled by name, as functions are: a worker process imports the module it is defined in.
+        return str(getattr(self, "__qualname__", self.name))
+
+
+@overload
+def tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
+
+
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout: float | None = 30.0,
+    max_concurrency: int | None = None,
+    max_chars: int = 20_000,
+    max_tokens: int | None = None,
+    process: bool = False,
+    retries: int = 2,
+) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
+
+
+def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Make a function a tool: `@tool`, or `@tool(timeout=5)`. The options are those of `Tool`."""
+    unknown = set(options) - _OPTIONS
+    if unknown:
+        raise ConfigError(
+            f"a tool has no option {sorted(unknown)[0]!r}; there are {', '.join(sorted(_OPTIONS))}"
+        )
+    given = {key: value for key, value in options.items() if value is not None or key == "timeout"}
+    if function is None:
+        return lambda inner: FunctionTool(inner, given)
+    return FunctionTool(function, given)
+
+
+_OPTIONS = frozenset(set(Tool.__annotations__) - {"run", "_signature"})
+
+
+def _read(function: Any, label: str, documentation: str | None = None) -> Signature:
+    if not callable(function) or isinstance(function, (type, Tool)):
+        raise ConfigError(f"a tool is made of a function, not of {function!r}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"tool {label!r} is a generator; return one value instead of yielding several")
+    return signature_of(function, label, is_method=_is_method(function), documentation=documentation)
+
+
+def _is_method(function: Callable[..., Any]) -> bool:
+    first = next(iter(inspect.signature(function).parameters), None)
+    return first == "self" and not inspect.ismethod(function)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _check_options(tool: Tool) -> None:
+    if not _NAME.fullmatch(tool.name):
+        raise ConfigError(
+            f"{tool.name!r} is no name for a tool: it takes 1 to 64 letters, digits, '_' and '-'; "
+            "give one with name="
+        )
+    checks = {
+        "timeout": tool.timeout is None or tool.timeout > 0,
+        "max_concurrency": tool.max_concurrency is None or tool.max_concurrency >= 1,
+        "max_chars": tool.max_chars >= 1,
+        "max_tokens": tool.max_tokens is None or tool.max_tokens >= 1,
+        "retries": tool.retries >= 0,
+    }
+    for option, good in checks.items():
+        if not good:
+            raise ConfigError(f"tool {tool.name!r}: {option} cannot be {getattr(tool, option)!r}")

@@ -1,0 +1,159 @@
+"""Tool sets: what an episode opens, lists, calls and closes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ludus.core.failures import ConfigError, Fault
+from ludus.core.messages import ToolCall
+from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.tools.results import Encode, OutputLimits
+from ludus.tools.tool import Tool, tool
+
+_MOST_CHARS = 2_000
+
+
+class LocalTools:
+    """Tools of this process. It keeps no state per episode, so one set serves all of them at once."""
+
+    def __init__(
+        self,
+        tools: Iterable[Tool | Callable[..., Any]],
+        *,
+        encode: Encode | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`encode` and `max_tokens` bound every result in tokens, on top of each tool's own limits."""
+        self._tools: dict[str, Tool] = {}
+        self._encode, self._max_tokens = encode, max_tokens
+        for one in tools:
+            made = one if isinstance(one, Tool) else tool(one)
+            if made.name in self._tools:
+                raise _duplicate(made.name)
+            self._tools[made.name] = made
+
+    async def open(self, context: ToolContext) -> None:
+        for one in self._tools.values():
+            one.check(context)
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        return [one.spec for one in self._tools.values()]
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.fault is not None:
+            return malformed(call)
+        found = self._tools.get(call.name)
+        if found is None:
+            return unknown_tool(call.name, self._tools)
+        return await found.call(
+            call.arguments, context, encode=self._encode, max_tokens=self._max_tokens
+        )
+
+    async def close(self, context: ToolContext) -> None:
+        """Nothing to release: environments belong to their pool."""
+
+
+class CombinedTools:
+    """Several tool sets as one. Names must be unique over all of them, at every moment."""
+
+    def __init__(self, sets: Iterable[ToolSet]) -> None:
+        self._sets = list(sets)
+        self._routes: dict[str, dict[str, ToolSet]] = {}
+
+    async def open(self, context: ToolContext) -> None:
+        opened: list[ToolSet] = []
+        try:
+            for one in self._sets:
+                await one.open(context)
+                opened.append(one)
+            await self.list(context)
+        except BaseException:
+            self._routes.pop(context.episode, None)
+            await _close_each(opened, context)
+            raise
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        specs: dict[str, ToolSpec] = {}
+        routes: dict[str, ToolSet] = {}
+        for one in self._sets:
+            for spec in await one.list(context):
+                if spec.name in specs:
+                    raise _duplicate(spec.name)
+                specs[spec.name], routes[spec.name] = spec, one
+        self._routes[context.episode] = routes
+        return [*specs.values()]
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.fault is not None:
+            return malformed(call)
+        if call.name not in self._routes.get(context.episode, {}):
+            await self.list(context)
+        routes = self._routes[context.episode]
+        if call.name not in routes:
+            return unknown_tool(call.name, routes)
+        return await routes[call.name].call(call, context)
+
+    async def close(self, context: ToolContext) -> None:
+        self._routes.pop(context.episode, None)
+        await _close_each(self._sets, context)
+
+
+async def _close_each(sets: Sequence[ToolSet], context: ToolContext) -> None:
+    """Close all of them, whatever one of them raises; the first error is raised at the end."""
+    first: Exception | None = None
+    for one in reversed(sets):
+        try:
+            await one.close(context)
+        except Exception as error:  # noqa: BLE001 - the others must be closed too
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def as_toolset(things: Any, *, encode: Encode | None = None, max_tokens: int | None = None) -> ToolSet:
+    """One tool set of functions, tools and tool sets, given one by one or in a list."""
+    if things is None:
+        things = ()
+    if isinstance(things, (Tool, ToolSet)) or callable(things):
+        things = [things]
+    tools: list[Tool | Callable[..., Any]] = []
+    sets: list[ToolSet] = []
+    for thing in things:
+        if isinstance(thing, Tool):
+            tools.append(thing)
+        elif isinstance(thing, type):
+            raise ConfigError(f"{thing.__name__} is a class; give an instance of it: {thing.__name__}()")
+        elif isinstance(thing, ToolSet):
+            sets.append(thing)
+        elif callable(thing):
+            tools.append(thing)
+        else:
+            raise ConfigError(f"{thing!r} is neither a function, a tool nor a tool set")
+    if not sets:
+        return LocalTools(tools, encode=encode, max_tokens=max_tokens)
+    if not tools and len(sets) == 1:
+        return sets[0]
+    local = [LocalTools(tools, encode=encode, max_tokens=max_tokens)] if tools else []
+    return CombinedTools([*local, *sets])
+
+
+def malformed(call: ToolCall) -> ToolResult:
+    """The answer to a call that could not be parsed."""
+    problem = call.problem or "The tool call could not be read."
+    return ToolResult(OutputLimits(_MOST_CHARS).apply(problem), fault=call.fault)
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> ToolResult:
+    """The answer to a call of a tool that does not exist."""
+    names = sorted(known)
+    shown = name if len(name) <= 64 else name[:64] + "..."
+    near = get_close_matches(name[:100], names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    text = f"There is no tool called {shown!r}.{hint} Available tools: {', '.join(names) or 'none'}."
+    return ToolResult(OutputLimits(_MOST_CHARS).apply(text), fault=Fault.UNKNOWN_TOOL)
+
+
+def _duplicate(name: str) -> ConfigError:
+    return ConfigError(f"two tools are called {name!r}; rename one with @tool(name=...)")

@@ -1,0 +1,26 @@
+"""Training: recipes, packing, updates, the loop, evaluation, reports."""
+
+from ludus.training.api import Result, evaluate, load_recipe, rollout, train, train_async
+from ludus.training.evaluation import Evaluation
+from ludus.training.learner import Learner
+from ludus.training.loop import Trainer
+from ludus.training.parts import Parts, load_parts
+from ludus.training.recipe import Recipe
+from ludus.training.workshop import Workshop, assemble
+
+__all__ = [
+    "Evaluation",
+    "Learner",
+    "Parts",
+    "Recipe",
+    "Result",
+    "Trainer",
+    "Workshop",
+    "assemble",
+    "evaluate",
+    "load_parts",
+    "load_recipe",
+    "rollout",
+    "train",
+    "train_async",
+]

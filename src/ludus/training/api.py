@@ -1,0 +1,204 @@
+"""Training from Python: one function that takes a recipe, or what a recipe would say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ludus.core.config import apply_overrides, read_toml
+from ludus.core.failures import ConfigError
+from ludus.core.generation import Sampling
+from ludus.core.task import Task
+from ludus.core.trajectory import Group, Trajectory
+from ludus.envs import Env
+from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
+from ludus.rollout.agent import Agent
+from ludus.rollout.demonstrator import Expert
+from ludus.rollout.tasksets import parse_tasks
+from ludus.training.evaluation import Evaluation, measure
+from ludus.training.loop import OnStep, Trainer
+from ludus.training.parts import Parts, load_parts, with_system
+from ludus.training.recipe import Recipe
+from ludus.training.report import Report, write_report
+from ludus.training.workshop import assemble
+
+PARTS = tuple(field.name for field in fields(Parts))
+"""The keywords that are code; the others are tables of the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished run: its folder, the trained model's folder, and what was measured."""
+
+    run: RunFolder
+    model: Path
+    report: Report
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every logged row, in order."""
+        return self.run.metrics()
+
+
+def train(
+    recipe: Recipe | str | Path | None = None,
+    *,
+    tasks: Iterable[Task | Mapping[str, Any]] | None = None,
+    held_out: Iterable[Task | Mapping[str, Any]] | None = None,
+    tools: Sequence[Any] | None = None,
+    envs: Mapping[str, Callable[[], Env]] | None = None,
+    rewards: Sequence[Any] | None = None,
+    group_rewards: Sequence[Any] | None = None,
+    agent: Agent | None = None,
+    demonstrations: Expert | list[Trajectory] | None = None,
+    resume: str | Path | None = None,
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> Result:
+    """Train an agent.
+
+    Give a recipe (a TOML file's path, or a `Recipe`), or its tables as keywords: `model="folder or name"`,
+    `rl={"steps": 50}`, `budgets={"max_turns": 4}`. What is code can be passed as objects; it comes before
+    what the recipe names. `resume` is a run's folder to go on with, by its own recipe.
+    """
+    if resume is not None and (recipe is not None or settings):
+        raise ConfigError(
+            "a resumed run goes on by its own recipe; leave out the recipe and its settings"
+        )
+    run = RunWriter.resume(resume) if resume is not None else None
+    resolved = Recipe.parse(run.recipe(), f"{resume}/recipe.json") if run else resolve(recipe, settings)
+    parts = _parts(
+        resolved,
+        tasks=tasks,
+        held_out=held_out,
+        tools=tools,
+        envs=envs,
+        rewards=rewards,
+        group_rewards=group_rewards,
+        agent=agent,
+        demonstrations=demonstrations,
+    )
+    return asyncio.run(train_async(resolved, parts, run, on_step))
+
+
+def rollout(
+    recipe: Recipe | str | Path | None = None,
+    *,
+    attempts: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    **what: Any,
+) -> list[Group]:
+    """Play episodes without training: a group of `attempts` for each task. `what` is as for `train`."""
+    code = {name: what.pop(name) for name in PARTS if name in what}
+    resolved = resolve(recipe, what)
+    parts = _parts(resolved, **code)
+    return asyncio.run(play(resolved, parts, parts.tasks, attempts, sampling or Sampling(), seed)).groups
+
+
+def evaluate(
+    recipe: Recipe | str | Path | None = None,
+    *,
+    attempts: int | None = None,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    **what: Any,
+) -> Evaluation:
+    """Measure a model on the recipe's held-out tasks (or `held_out=`). `what` is as for `train`."""
+    code = {name: what.pop(name) for name in PARTS if name in what}
+    resolved = resolve(recipe, what)
+    parts = _parts(resolved, **code)
+    if not parts.held_out:
+        raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
+    tasks = parts.held_out[: resolved.evaluation.tasks]
+    drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
+    return asyncio.run(
+        play(resolved, parts, tasks, attempts or resolved.evaluation.attempts, drawn, seed)
+    )
+
+
+async def play(
+    recipe: Recipe, parts: Parts, tasks: Sequence[Task], attempts: int, sampling: Sampling, seed: int
+) -> Evaluation:
+    """Put everything together, play the tasks, take it apart again."""
+    if not tasks:
+        raise ConfigError("there are no tasks to play: set tasks.train, or pass tasks=")
+    async with await assemble(recipe, parts) as workshop:
+        return await measure(workshop.rollout, tasks, attempts=attempts, sampling=sampling, seed=seed)
+
+
+def _parts(recipe: Recipe, **given: Any) -> Parts:
+    """What the recipe names, replaced by what was passed in."""
+    parts = load_parts(recipe)
+    for name in ("tasks", "held_out"):
+        if given.get(name) is not None:
+            given[name] = with_system(parse_tasks(given[name], name), recipe)
+    for name, value in given.items():
+        if value is not None:
+            setattr(parts, name, value)
+    return parts
+
+
+def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> Recipe:
+    """A recipe from a file, an object or keywords; keywords replace what the recipe says."""
+    if isinstance(recipe, Recipe):
+        raw = recipe.model_dump()
+    elif recipe is not None:
+        raw = read_toml(recipe)
+    else:
+        raw = {}
+    for name, value in settings.items():
+        if name == "model" and isinstance(value, str):
+            value = {"scratch": {}} if value == "scratch" else {"name": value}
+        if isinstance(value, Mapping) and isinstance(raw.get(name), Mapping):
+            value = {**raw[name], **value}
+        raw[name] = value
+    return Recipe.parse(raw, str(recipe or "the call of train"))
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from a TOML file, with `a.b=value` overrides."""
+    return Recipe.parse(apply_overrides(read_toml(path), overrides), str(path))
+
+
+async def train_async(
+    recipe: Recipe, parts: Parts, run: RunWriter | None = None, on_step: OnStep | None = None
+) -> Result:
+    """The same, inside a running event loop. Without a `run`, a new folder is made."""
+    writer = run or new_run(recipe)
+    with writer, setup_logging(writer):
+        checkpoint = _continue(writer) if run is not None else None
+        _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
+        async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
+            await Trainer(workshop, writer, on_step).train(checkpoint)
+        report = write_report(writer, recipe)
+        latest = writer.latest_checkpoint()
+        if latest is None:
+            raise ConfigError(f"{writer.path} has no checkpoint, though the run has ended")
+        return Result(RunFolder(writer.path), latest.path, report)
+
+
+def new_run(recipe: Recipe) -> RunWriter:
+    raw = recipe.model_dump(mode="json")
+    if recipe.run.folder is not None:
+        return RunWriter.create(recipe.run.folder, raw)
+    return RunWriter.create_numbered(recipe.name, raw)
+
+
+def _continue(run: RunWriter) -> Checkpoint | None:
+    """The checkpoint to go on from; what was written after it is dropped, because it will come again."""
+    checkpoint = run.latest_checkpoint()
+    run.truncate_after(checkpoint.step if checkpoint else -1)
+    return checkpoint
+
+
+def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
+    if recipe.run.tensorboard:
+        run.add_sink(lambda: TensorBoardSink(run.tensorboard_path, first_step))
+    project = recipe.run.wandb
+    if project is not None:
+        raw = recipe.model_dump(mode="json")
+        run.add_sink(lambda: WandbSink(run.path, project=project, name=run.name, recipe=raw))

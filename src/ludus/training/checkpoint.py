@@ -1,0 +1,37 @@
+"""A checkpoint: the model in Hugging Face format, beside it what the next step needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludus.observe import RunWriter
+from ludus.rollout.tokenizers import HFTokenizer
+from ludus.training.learner import Learner
+
+OPTIMIZER = "optimizer.pt"
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
+    """Write a model and its tokenizer as Hugging Face's libraries read them."""
+    module: Any = model
+    module.save_pretrained(folder)
+    tokenizer.inner.save_pretrained(folder)
+
+
+def save_checkpoint(
+    run: RunWriter, step: int, model: nn.Module, tokenizer: HFTokenizer, learner: Learner
+) -> None:
+    """Write everything that going on after `step` needs; the folder appears whole or not at all."""
+    with run.checkpoint(step) as folder:
+        save_model(folder, model, tokenizer)
+        torch.save(learner.state_dict(), folder / OPTIMIZER)
+
+
+def load_learner(folder: Path, learner: Learner) -> None:
+    """Give the learner the optimizer's state of a checkpoint."""
+    state = torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
+    learner.load_state_dict(state)

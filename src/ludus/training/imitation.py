@@ -1,0 +1,89 @@
+"""Conversations that somebody wrote down, as trajectories to imitate.
+
+They are rendered to tokens here, with the tokenizer that will learn from them: stored tokens would be
+another tokenizer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ludus.core.failures import ConfigError
+from ludus.core.generation import FinishReason
+from ludus.core.messages import Message
+from ludus.core.task import Task
+from ludus.core.tooling import ToolSpec
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.observe import read_trajectories
+from ludus.rollout.renderers import Renderer
+
+Conversation = Sequence[Message]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """The conversations of a .jsonl file of {"messages": [...]}, or of a Parquet file of episodes."""
+    if path.suffix == ".parquet":
+        return [trajectory.messages for trajectory in read_trajectories(path)]
+    return list(_read_jsonl(path))
+
+
+def _read_jsonl(path: Path) -> Iterator[Conversation]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield [Message.parse(message) for message in json.loads(line)["messages"]]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}, line {number}, is not a conversation: {error}") from None
+
+
+def trajectory_of(
+    conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]
+) -> Trajectory:
+    """The conversation as an episode in which the assistant's messages are the actions."""
+    bound = renderer.bound(tools)
+    trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
+    for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
+        messages = list(run)
+        if is_action:
+            _act(trajectory, messages, bound)
+        else:
+            _read(trajectory, messages, bound, tools)
+        trajectory.messages.extend(messages)
+    if not trajectory.actions:
+        raise ConfigError("a conversation to imitate needs at least one message of the assistant's")
+    return trajectory
+
+
+def _act(trajectory: Trajectory, messages: Iterable[Message], renderer: Renderer) -> None:
+    sequence = trajectory.sequences[-1]
+    if not sequence.segments:
+        raise ConfigError("a conversation to imitate must not start with the assistant")
+    for message in messages:
+        tokens = renderer.action_tokens(renderer.action_text(message))
+        nobody = [0.0] * len(tokens)
+        sequence.segments.append(
+            Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN)
+        )
+
+
+def _read(
+    trajectory: Trajectory, messages: list[Message], renderer: Renderer, tools: Sequence[ToolSpec]
+) -> None:
+    sequence = trajectory.sequences[-1]
+    if not sequence.segments:
+        sequence.segments.append(Segment(SegmentKind.PROMPT, renderer.prompt(messages, tools)))
+        return
+    following = renderer.next_context(sequence, trajectory.messages, messages, tools)
+    if following.restart:
+        prompt = Segment(SegmentKind.PROMPT, following.tokens)
+        trajectory.sequences.append(TokenSequence([prompt]))
+    else:
+        sequence.segments.append(Segment(SegmentKind.OBSERVATION, following.tokens))

@@ -1,0 +1,230 @@
+"""A recipe: one TOML file that says what is trained, on what, and how. Every key has a default or a reason."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from ludus.core.config import Config
+from ludus.engine import EngineConfig
+from ludus.rollout.budgets import Budgets
+
+
+class ScratchConfig(Config):
+    """A small Llama made on the spot, with a tokenizer fitted to the demonstrations."""
+
+    layers: int = Field(default=2, ge=1)
+    """Transformer layers."""
+    width: int = Field(default=128, ge=16)
+    """Size of the hidden states."""
+    heads: int = Field(default=4, ge=1)
+    """Attention heads; the width must be a multiple of them."""
+    kv_heads: int = Field(default=2, ge=1)
+    """Heads that keys and values have; the heads must be a multiple of them."""
+    vocabulary: int = Field(default=1024, ge=300)
+    """Most tokens the fitted tokenizer may have."""
+    context: int = Field(default=4096, ge=16)
+    """Longest sequence."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ScratchConfig:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError("scratch.width must be an even multiple of scratch.heads")
+        if self.heads % self.kv_heads:
+            raise ValueError("scratch.heads must be a multiple of scratch.kv_heads")
+        return self
+
+
+class ModelConfig(Config):
+    """Which model: a folder or hub name, or one made from scratch."""
+
+    name: str | None = None
+    """A folder in Hugging Face format, or a name on the hub."""
+    scratch: ScratchConfig | None = None
+    """Make a new small model instead."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the weights; auto is float32 on a CPU and bfloat16 on a GPU."""
+    device: str = "auto"
+    """Where it runs: auto, cpu, cuda, cuda:1, ..."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ModelConfig:
+        if (self.name is None) == (self.scratch is None):
+            raise ValueError("give exactly one of model.name and model.scratch")
+        return self
+
+
+class TasksConfig(Config):
+    """Where tasks come from: a file (.jsonl, .parquet), or 'module:function' that returns them."""
+
+    train: str | None = None
+    """Tasks to learn from."""
+    evaluation: str | None = None
+    """Held-out tasks."""
+
+
+class AgentConfig(Config):
+    """What the agent can do, and how it says so."""
+
+    tools: tuple[str, ...] = ()
+    """Tools as 'module:function' or 'file.py:function'."""
+    envs: dict[str, str] = Field(default_factory=dict)
+    """Environments by name: a prebuilt one's name, or 'module:Class'."""
+    env_pool: int = Field(default=256, ge=1)
+    """Most instances of each environment alive at once."""
+    loop: str = "ludus.rollout.agent:Agent"
+    """The agent class."""
+    format: str = "hermes"
+    """How tool calls are written: hermes, llama3, tags, fenced, react, plain."""
+    format_options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the format, such as which tag stands for which tool."""
+    history: Literal["strict", "keep", "split"] = "strict"
+    """What to do when the chat template rewrites earlier turns: refuse, keep them, or split the episode."""
+    system: str | None = None
+    """A system message put before every task that has none."""
+
+
+class SamplingConfig(Config):
+    """How actions are drawn while training. There is no truncation: ratios would be wrong."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits, in sampling and in the trained distribution alike."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must be 1 for RL."""
+    top_k: int = Field(default=0, ge=0)
+    """Must be 0 for RL."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Must be 0 for RL."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Must be 1 for RL."""
+
+    @model_validator(mode="after")
+    def _untruncated(self) -> SamplingConfig:
+        if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1:
+            raise ValueError(
+                "top_p, top_k, min_p and repetition_penalty draw from another distribution than the one "
+                "that is trained, which makes importance ratios wrong; leave them out of an RL recipe "
+                "(temperature is fine, and `ludus eval` and `ludus rollout` accept all of them)"
+            )
+        return self
+
+
+class OptimizerConfig(Config):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls after the warm-up: not at all, or to a tenth of the peak."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which it rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the running moments."""
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are scaled down to this."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens in one forward and backward pass; gradients of a batch are summed over such passes."""
+
+
+class WarmStartConfig(Config):
+    """Supervised learning on demonstrations before RL."""
+
+    demonstrations: str
+    """'module:function' that returns trajectories' conversations (see docs/training.md), or a Parquet file."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    batch: int = Field(default=32, ge=1)
+    """Demonstrations in a step."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    """Its own optimizer settings; RL starts with a fresh optimizer."""
+
+
+class RLConfig(Config):
+    """The reinforcement learning itself."""
+
+    algorithm: Literal["grpo", "reinforce"] = "grpo"
+    """How rewards become advantages."""
+    loss: Literal["clipped", "policy_gradient"] = "clipped"
+    """How advantages become a loss."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Whether every action token or every episode weighs the same."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps: play, score, update."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks in a step."""
+    attempts: int = Field(default=8, ge=1)
+    """Episodes for each task: the group."""
+    updates: int = Field(default=1, ge=1)
+    """Optimizer updates in a step; the step's groups are split among them."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """How far below 1 a ratio counts."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """How far above 1 a ratio counts."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the model RL started from; at 0 no reference is loaded."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer settings."""
+
+
+class EvaluationConfig(Config):
+    """When and how to measure on held-out tasks."""
+
+    every: int = Field(default=0, ge=0)
+    """Evaluate after this many RL steps; 0 is only at the start and the end."""
+    tasks: int | None = Field(default=None, ge=1)
+    """How many of the held-out tasks; all when left out."""
+    attempts: int = Field(default=1, ge=1)
+    """Episodes for each task."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+
+
+class RunConfig(Config):
+    """What is written down, and when."""
+
+    folder: str | None = None
+    """The run's folder; runs/NAME-COUNTER when left out."""
+    checkpoint_every: int = Field(default=50, ge=1)
+    """RL steps between checkpoints; there is always one at the end and on Ctrl-C."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay."""
+    trajectories_every: int = Field(default=1, ge=0)
+    """Write the episodes of every so many steps; 0 writes none."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (extra: tensorboard)."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project (extra: wandb)."""
+
+
+class Recipe(Config):
+    """Everything about a run that is data. What is code is named by reference."""
+
+    name: str = "run"
+    """Names the run's folder."""
+    seed: int = 0
+    """Decides every random choice of the run."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads; all cores when left out."""
+    model: ModelConfig
+    tasks: TasksConfig = TasksConfig()
+    agent: AgentConfig = AgentConfig()
+    rewards: tuple[str | dict[str, Any], ...] = ()
+    """Rewards by library name or reference, or tables with options: { reward = "f1", weight = 0.5 }."""
+    group_rewards: tuple[str | dict[str, Any], ...] = ()
+    """Rewards over whole groups, in the same way."""
+    budgets: Budgets = Budgets()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    max_in_flight: int = Field(default=256, ge=1)
+    """Most episodes running at once."""
+    warm_start: WarmStartConfig | None = None
+    rl: RLConfig = RLConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()

@@ -1,0 +1,110 @@
+"""The engine against stock `generate`: greedy, token for token, for every family it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from engine_models import FAMILIES, make, prompts, stock_greedy
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from ludus.core.failures import ConfigError
+from ludus.core.generation import Sampling
+from ludus.engine import EmbeddedEngine, EngineConfig, use_ludus_attention
+
+_SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 96,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_tokens_are_those_of_stock_generate(family: str) -> None:
+    model = make(family)
+    contexts = prompts([1, 5, 16, 17, 23, 40])
+    expected = [stock_greedy(model, context, 24) for context in contexts]
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    # Few tokens per step: prompts are computed in chunks, mixed with decoding.
+    engine = EmbeddedEngine(model, config=EngineConfig(max_running=4, tokens_per_step=13))
+    sampling = Sampling(max_tokens=24, temperature=0)
+    given = await asyncio.gather(*(engine.generate(context, sampling) for context in contexts))
+    assert [completion.tokens for completion in given] == expected
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            lambda: GraniteForCausalLM(GraniteConfig(**_SMALL, logits_scaling=3.0)), id="granite"
+        ),
+        pytest.param(lambda: CohereForCausalLM(CohereConfig(**_SMALL, logit_scale=0.3)), id="cohere"),
+        pytest.param(
+            lambda: Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**_SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+            ),
+            id="qwen3-moe",
+        ),
+    ],
+)
+async def test_further_families(model: object) -> None:
+    torch.manual_seed(0)
+    built = model().eval()  # type: ignore[operator]
+    context = prompts([21])[0]
+    expected = stock_greedy(built, context, 12)
+    engine = EmbeddedEngine(built)
+    completion = await engine.generate(context, Sampling(max_tokens=12, temperature=0))
+    assert completion.tokens == expected
+    await engine.close()
+
+
+def test_attention_sinks_are_refused_not_ignored() -> None:
+    model = GptOssForCausalLM(
+        GptOssConfig(**_SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    ).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match="s_aux"):
+        use_ludus_attention(model)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    with pytest.raises(ConfigError, match="Mamba"):
+        use_ludus_attention(model.eval())
+
+
+def test_a_head_that_does_something_unknown_is_refused() -> None:
+    class Shifted(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + torch.arange(self.config.vocab_size)
+            return output
+
+    model = Shifted(make().config).eval()
+    with pytest.raises(ConfigError, match="logits"):
+        use_ludus_attention(model)

@@ -1,0 +1,211 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from observe_strategies import episode
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.task import Task
+from ludus.core.trajectory import Group
+from ludus.observe import RunFolder, RunWriter, find_runs
+
+
+def write_steps(run, steps):
+    for step in steps:
+        run.log(step, {"reward": step / 10})
+        run.write_groups([Group(Task.of("q", id="t"), [episode()])], step)
+        with run.checkpoint(step) as folder:
+            (folder / "state").write_text(str(step))
+
+
+def test_the_layout_and_reading_it_back(tmp_path):
+    with RunWriter.create(tmp_path / "run", {"name": "demo", "lr": 1e-3}) as run:
+        write_steps(run, [1, 2])
+        run.write_groups([], 2, split="eval")
+        run.log(2, {"eval/reward": 0.5})
+    files = sorted(
+        str(f.relative_to(tmp_path / "run")) for f in (tmp_path / "run").rglob("*") if f.is_file()
+    )
+    assert files == [
+        ".lock",
+        "checkpoints/step-000001/manifest.json",
+        "checkpoints/step-000001/state",
+        "checkpoints/step-000002/manifest.json",
+        "checkpoints/step-000002/state",
+        "metrics.jsonl",
+        "recipe.json",
+        "trajectories/step-000001.parquet",
+        "trajectories/step-000002-eval.parquet",
+        "trajectories/step-000002.parquet",
+    ]
+    read = RunFolder(tmp_path / "run")
+    assert read.name == "run"
+    assert read.recipe() == {"name": "demo", "lr": 1e-3}
+    assert [(row["step"], row.get("reward"), row.get("eval/reward")) for row in read.metrics()] == [
+        (1, 0.1, None),
+        (2, 0.2, None),
+        (2, None, 0.5),
+    ]
+    assert [(f.step, f.split) for f in read.trajectory_files()] == [
+        (1, "train"),
+        (2, "eval"),
+        (2, "train"),
+    ]
+    assert read.trajectories(1) == [episode()]
+    assert read.latest_checkpoint().step == 2
+
+
+def test_an_empty_run_reads_as_empty(tmp_path):
+    run = RunFolder(tmp_path / "nothing")
+    assert not run.is_run
+    assert run.metrics() == run.trajectory_files() == run.checkpoints() == []
+    assert run.latest_checkpoint() is None
+    with pytest.raises(ConfigError, match="not a run"):
+        run.recipe()
+    assert not run.path.exists()
+
+
+def test_only_new_or_empty_folders_are_taken(tmp_path):
+    (tmp_path / "empty").mkdir()
+    RunWriter.create(tmp_path / "empty", {}).close()
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
+        RunWriter.create(tmp_path / "empty", {})
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        RunWriter.create(tmp_path / "home", {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        RunWriter.create(tmp_path / "file", {})
+    with pytest.raises(ConfigError, match="not a run"):
+        RunWriter.resume(tmp_path / "home")
+    with pytest.raises(ConfigError, match="cannot be stored as JSON"):
+        RunWriter.create(tmp_path / "nan", {"lr": float("nan")})
+    RunWriter.create(
+        tmp_path / "nan", {"lr": 1.0}
+    ).close()  # a start that failed does not block the next
+    # refusing left nobody locked out
+    RunWriter.resume(tmp_path / "empty").close()
+
+
+def test_numbered_names(tmp_path):
+    first, second = (RunWriter.create_numbered("my task!/x", {}, root=tmp_path) for _ in range(2))
+    (tmp_path / "my-task-x-041").mkdir()
+    third = RunWriter.create_numbered("my task!/x", {}, root=tmp_path)
+    assert [run.name for run in (first, second, third)] == [
+        "my-task-x-001",
+        "my-task-x-002",
+        "my-task-x-042",
+    ]
+    hostile = RunWriter.create_numbered("../..", {}, root=tmp_path)
+    assert hostile.path.parent == tmp_path
+    for run in (first, second, third, hostile):
+        run.close()
+    os.utime(first.path / "recipe.json", (2e9, 2e9))
+    assert find_runs(tmp_path)[-1].name == "my-task-x-001"
+    assert len(find_runs(tmp_path)) == 4
+    assert find_runs(tmp_path / "nowhere") == []
+
+
+def test_resuming_leaves_no_duplicates(tmp_path):
+    with RunWriter.create(tmp_path / "run", {}) as run:
+        write_steps(run, range(1, 6))
+    (tmp_path / "run" / "checkpoints" / "step-000005" / "state").unlink()  # damaged, and of a later step
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 6, "rew')
+    with RunWriter.resume(tmp_path / "run") as run:
+        run.truncate_after(3)
+        with pytest.raises(ValueError, match="before its first metrics"):
+            run.log(4, {})
+            run.truncate_after(3)
+        write_steps(run, [4, 5])
+        assert [c.step for c in run.prune_checkpoints(keep=2)] == [1, 2, 3]
+    read = RunFolder(tmp_path / "run")
+    assert [row["step"] for row in read.metrics()] == [1, 2, 3, 4, 4, 5]
+    assert [file.step for file in read.trajectory_files()] == [1, 2, 3, 4, 5]
+    assert [c.step for c in read.checkpoints()] == [4, 5]
+    with RunWriter.resume(tmp_path / "run") as run:
+        run.truncate_after(-1)
+    assert read.metrics() == read.trajectory_files() == read.checkpoints() == []
+    assert read.is_run
+
+
+def test_a_closed_run_is_not_written(tmp_path):
+    run = RunWriter.create(tmp_path / "run", {})
+    run.close()
+    run.close()
+    with pytest.raises(ValueError, match="is not open"):
+        run.log(1, {"reward": 1.0})
+    with pytest.raises(ValueError, match="is not open"):
+        run.write_groups([], 1)
+    with pytest.raises(ValueError, match="is not open"), run.checkpoint(1):
+        pass
+    with pytest.raises(ValueError, match="a split is a word"):
+        run.trajectory_path(1, "../x")
+
+
+def test_two_writers_in_one_process(tmp_path):
+    with RunWriter.create(tmp_path / "run", {}):
+        with pytest.raises(LudusError, match=f"being written by another run.*{os.getpid()}"):
+            RunWriter.resume(tmp_path / "run")
+        assert RunFolder(tmp_path / "run").metrics() == []  # reading needs no lock
+    RunWriter.resume(tmp_path / "run").close()
+
+
+HOLDER = """
+import os, sys, time
+from ludus.observe import RunWriter
+run = RunWriter.create(sys.argv[1], {})
+run.log(1, {"reward": 1.0})
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_writer_frees_the_run_even_while_its_workers_live(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        worker = int(holder.stdout.readline())
+        try:
+            with pytest.raises(LudusError, match=str(holder.pid)):
+                RunWriter.resume(tmp_path / "run")
+            holder.send_signal(signal.SIGKILL)
+            holder.wait(timeout=20)
+            with RunWriter.resume(tmp_path / "run") as run:
+                run.log(2, {"reward": 2.0})
+                assert [row["step"] for row in run.metrics()] == [1, 2]
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+METRICS_WRITER = """
+import sys
+from ludus.observe import RunWriter
+with RunWriter.create(sys.argv[1], {}) as run:
+    step = 0
+    while True:
+        run.log(step, {f"custom/{i}": step + i / 7 for i in range(50)})
+        if step == 20:
+            print("going", flush=True)
+        step += 1
+"""
+
+
+def test_metrics_of_a_killed_writer_are_complete_lines(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", METRICS_WRITER, str(tmp_path / "run")], stdout=subprocess.PIPE
+    ) as writer:
+        writer.stdout.readline()
+        writer.kill()
+        writer.wait(timeout=20)
+    rows = RunFolder(tmp_path / "run").metrics()
+    assert len(rows) > 20
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(json.loads(lines[20])) == 52

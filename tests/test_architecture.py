@@ -1,0 +1,84 @@
+"""The tree's promises: imports point up the levels, and the public surface changes on purpose only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "ludus"
+LEVELS = {
+    "core": 0,
+    "sandbox": 1, "algos": 1, "observe": 1,
+    "tools": 2, "rewards": 2,
+    "envs": 3, "engine": 3,
+    "rollout": 4,
+    "training": 5, "synth": 5, "serve": 5, "dist": 5,
+    "viewer": 6, "cli": 6,
+}  # fmt: skip
+TORCH_ROOMS = {"algos", "engine", "training", "dist"}
+CORE_MAY_IMPORT = {"numpy", "pydantic"}
+
+
+def _imports(tree: ast.Module, *, top_level_only: bool = False) -> Iterator[str]:
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the level they cross"
+            yield node.module or ""
+
+
+def _modules() -> list[tuple[str, str, ast.Module]]:
+    files = [f for f in SOURCE.rglob("*.py") if f.parent != SOURCE]
+    return [(f.relative_to(SOURCE).parts[0], str(f), ast.parse(f.read_text())) for f in files]
+
+
+def test_every_room_is_known() -> None:
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms <= LEVELS.keys()
+
+
+def test_imports_point_up_the_levels() -> None:
+    wrong = [
+        f"{file} imports {name}"
+        for room, file, tree in _modules()
+        for name in _imports(tree)
+        if name.startswith("ludus.")
+        and (other := name.split(".")[1]) != room
+        and LEVELS[other] >= LEVELS[room]
+    ]
+    assert not wrong
+
+
+def test_torch_is_imported_where_it_belongs() -> None:
+    wrong = [
+        f"{file} imports {name} at module level"
+        for room, file, tree in _modules()
+        if room not in TORCH_ROOMS
+        for name in _imports(tree, top_level_only=True)
+        if name.split(".")[0] in {"torch", "transformers"}
+    ]
+    assert not wrong
+
+
+def test_core_needs_little() -> None:
+    import sys
+
+    allowed = CORE_MAY_IMPORT | set(sys.stdlib_module_names) | {"ludus"}
+    wrong = [
+        f"{file} imports {name}"
+        for room, file, tree in _modules()
+        if room == "core"
+        for name in _imports(tree)
+        if name.split(".")[0] not in allowed
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("word", ["utils", "helpers", "common", "misc"])
+def test_no_drawer_for_odds_and_ends(word: str) -> None:
+    assert not [f for f in SOURCE.rglob("*") if re.fullmatch(rf"{word}(\.py)?", f.name)]

@@ -1,0 +1,411 @@
+"""One call: who runs it, for how long, and whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import process_samples
+import pytest
+
+from ludus.core.execution import shared_threads
+from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolResult
+from ludus.tools import Tool, tool
+from ludus.tools.limiter import Limiter
+
+CONTEXT = ToolContext("episode", Task.of("go"))
+
+
+async def call(one: Tool, context: ToolContext = CONTEXT, **arguments: Any) -> ToolResult:
+    return await one.call(arguments, context)
+
+
+async def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        await asyncio.sleep(0.01)
+
+
+def both_kinds(body):
+    """The same tool as a sync and as an async function."""
+
+    def plain() -> Any:
+        return body()
+
+    async def later() -> Any:
+        await asyncio.sleep(0)
+        return body()
+
+    return [tool(retries=1)(plain), tool(retries=1)(later)]
+
+
+def raiser(error: BaseException):
+    def body():
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize("one", both_kinds(lambda: {"a": 1}))
+async def test_sync_and_async_functions_give_results(one: Tool):
+    result = await call(one)
+    assert (result.content, result.fault) == ('{"a":1}', None)
+    assert result.seconds > 0
+
+
+@pytest.mark.parametrize("error", [ValueError("no such key"), SystemExit(2), KeyboardInterrupt("stop")])
+async def test_what_a_tool_raises_is_told_to_the_model(error: BaseException):
+    for one in both_kinds(raiser(error)):
+        result = await call(one)
+        assert result.fault is Fault.TOOL_RAISED
+        assert result.content.startswith(type(error).__name__) and str(error) in result.content
+
+
+async def test_long_and_broken_exceptions_stay_short():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for error in (ValueError("x" * 10**7 + "\udc80"), Mute()):
+        for one in both_kinds(raiser(error)):
+            content = (await call(one)).content
+            assert content.encode() and len(content) <= 2_000
+
+
+async def test_a_tool_fault_keeps_its_kind():
+    for one in both_kinds(raiser(ToolFault("only letters, please", Fault.BAD_ARGUMENTS))):
+        assert await call(one) == ToolResult(
+            "only letters, please", fault=Fault.BAD_ARGUMENTS, seconds=pytest.approx(0, abs=30)
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "boundary"),
+    [
+        (ConnectionResetError("peer"), Boundary.TOOL),
+        (InfraError(Boundary.SANDBOX, "lost"), Boundary.SANDBOX),
+    ],
+)
+async def test_failures_of_ours_are_retried_and_then_raised(error: Exception, boundary: Boundary):
+    for kind in (0, 1):
+        attempts: list[int] = []
+
+        def body(attempts=attempts):
+            attempts.append(1)
+            raise error
+
+        with pytest.raises(InfraError) as caught:
+            await call(both_kinds(body)[kind])
+        assert len(attempts) == caught.value.attempts == 2
+        assert caught.value.boundary is boundary
+
+
+async def test_a_failure_that_passes_is_not_seen_by_the_model():
+    attempts: list[int] = []
+
+    @tool
+    def flaky() -> str:
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise ConnectionError("not yet")
+        return "there"
+
+    assert (await call(flaky)).content == "there"
+
+
+async def test_a_reward_that_is_no_number_is_our_failure():
+    @tool
+    def f() -> ToolResult:
+        return ToolResult("x", reward=float("nan"))
+
+    with pytest.raises(InfraError, match="nan"):
+        await call(f)
+
+
+async def test_a_hanging_sync_tool_is_the_models_fault_and_blocks_nobody():
+    let_go = threading.Event()
+
+    @tool(timeout=0.1)
+    def hang() -> None:
+        let_go.wait()
+
+    @tool
+    def quick() -> str:
+        return "quick"
+
+    before = shared_threads().abandoned
+    results = await asyncio.gather(*(call(hang) for _ in range(20)), *(call(quick) for _ in range(20)))
+    assert [r.fault for r in results[:20]] == [Fault.TOOL_TIMEOUT] * 20
+    assert [r.content for r in results[20:]] == ["quick"] * 20
+    assert "0.1 seconds" in results[0].content
+    let_go.set()
+    await until(lambda: shared_threads().abandoned <= before)
+
+
+async def test_a_hanging_async_tool_is_cancelled():
+    ended: list[str] = []
+
+    @tool(timeout=0.05)
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("cleaned up")
+
+    assert (await call(hang)).fault is Fault.TOOL_TIMEOUT
+    assert ended == ["cleaned up"]
+
+
+async def test_a_tool_that_raises_timeout_or_cancels_itself_did_raise():
+    @tool
+    async def times_out() -> None:
+        raise TimeoutError("the server is slow")
+
+    @tool
+    async def cancels() -> None:
+        raise asyncio.CancelledError
+
+    assert (await call(times_out)).fault is Fault.TOOL_RAISED
+    assert (await call(cancels)).fault is Fault.TOOL_RAISED
+
+
+async def test_cancelling_a_call_stops_the_coroutine_and_frees_its_slot():
+    running: list[int] = []
+
+    @tool(max_concurrency=1)
+    async def work(n: int) -> int:
+        running.append(n)
+        try:
+            if n == 0:
+                await asyncio.sleep(3600)
+        finally:
+            running.remove(n)
+        return n
+
+    first = asyncio.create_task(call(work, n=0))
+    await until(lambda: running == [0])
+    waiting = [asyncio.create_task(call(work, n=n)) for n in (1, 2, 3)]
+    await asyncio.sleep(0.01)
+    waiting[0].cancel()
+    first.cancel()
+    done = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert [isinstance(result, asyncio.CancelledError) for result in done] == [True, True, False, False]
+    assert running == []
+    assert (await call(work, n=4)).content == "4"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_no_more_calls_run_at_once_than_allowed(is_async: bool):
+    lock, now, most = threading.Lock(), 0, 0
+
+    def enter(by: int) -> None:
+        nonlocal now, most
+        with lock:
+            now += by
+            most = max(most, now)
+
+    async def slow_async() -> None:
+        enter(1)
+        await asyncio.sleep(0.005)
+        enter(-1)
+
+    def slow_sync() -> None:
+        enter(1)
+        time.sleep(0.005)
+        enter(-1)
+
+    one = tool(max_concurrency=3)(slow_async if is_async else slow_sync)
+    await asyncio.gather(*(call(one) for _ in range(20)))
+    assert most == 3
+
+
+async def test_a_slot_granted_to_somebody_who_is_just_cancelled_goes_to_the_next():
+    limiter, order = Limiter(1), []
+
+    async def hold(name: str) -> None:
+        async with limiter.slot():
+            order.append(name)
+
+    async with limiter.slot():
+        waiting = [asyncio.create_task(hold(name)) for name in ("cancelled", "next")]
+        await asyncio.sleep(0.01)
+    waiting[0].cancel()  # the slot is on its way to it
+    await asyncio.wait_for(waiting[1], 20)
+    assert order == ["next"] and waiting[0].cancelled()
+
+
+def test_the_limit_holds_over_event_loops():
+    lock, now, most = threading.Lock(), 0, 0
+
+    @tool(max_concurrency=2)
+    async def slow() -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        await asyncio.sleep(0.01)
+        with lock:
+            now -= 1
+
+    async def several() -> None:
+        await asyncio.gather(*(call(slow) for _ in range(5)))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(several())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert most == 2 and now == 0
+
+
+async def test_huge_and_invalid_results_are_cut_and_cleaned():
+    for one in both_kinds(lambda: "\udcff" + "x" * 100_000_000):
+        content = (await call(one)).content
+        assert len(content) <= 20_000 and "characters left out" in content
+        content.encode()
+    for one in both_kinds(lambda: b"\xff\x00ok"):
+        assert (await call(one)).content == "\\xff\x00ok"
+
+
+async def test_a_sync_function_that_returns_a_coroutine_is_awaited():
+    async def inner() -> str:
+        return "inner"
+
+    assert (await call(tool(name="f")(lambda: inner()))).content == "inner"
+
+
+# Environments and context --------------------------------------------------------------------------
+
+
+class Cat: ...
+
+
+class Dog: ...
+
+
+@tool
+def pet(env: Cat, times: int = 1) -> str:
+    return type(env).__name__ * times
+
+
+@tool
+def pet_any(env) -> str:
+    return type(env).__name__
+
+
+@tool
+def where(context: ToolContext) -> str:
+    return context.episode
+
+
+async def test_a_tool_gets_the_episodes_environment_and_context():
+    zoo = ToolContext("e7", CONTEXT.task, {"dog": Dog(), "cat": Cat()})
+    assert (await call(pet, zoo, times=2)).content == "CatCat"
+    assert (await call(pet_any, ToolContext("e", CONTEXT.task, {"dog": Dog()}))).content == "Dog"
+    assert (await call(where, zoo)).content == "e7"
+    assert (await call(pet, zoo, env=3)).fault is Fault.BAD_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("one", "envs", "words"),
+    [
+        (pet, {}, "type Cat.*has none"),
+        (pet_any, {"a": Cat(), "b": Dog()}, "type hint of 'env'"),
+        (pet, {"a": Dog(), "b": Dog()}, "type Cat"),
+        (pet, {"a": Cat(), "b": Cat()}, "type hint"),
+    ],
+)
+def test_an_environment_that_cannot_be_found_is_a_config_error(one: Tool, envs: Any, words: str):
+    with pytest.raises(ConfigError, match=words):
+        one.check(ToolContext("e", CONTEXT.task, envs))
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+async def test_a_process_tool_gives_its_result_from_another_process():
+    result = await call(process_samples.add, pair={"a": 2})
+    assert result.content.startswith("3 in ")
+    assert result.content != f"3 in {__import__('os').getpid()}"
+    assert (result.reward, result.terminated) == (0.5, True)
+    assert (await call(process_samples.add_later, a=2)).content == "3"
+    assert (await call(process_samples.Shout("!"), text="hey")).content == "HEY!"
+    assert process_samples.add(process_samples.Pair(1)).reward == 0.5
+
+
+async def test_a_hanging_process_tool_is_killed():
+    assert (await call(process_samples.hang)).fault is Fault.TOOL_TIMEOUT
+
+
+async def test_a_tool_that_kills_its_process_is_our_failure_after_retries(tmp_path: Path):
+    with pytest.raises(InfraError, match="SIGKILL") as caught:
+        await call(process_samples.die, log=str(tmp_path / "log"))
+    assert caught.value.boundary is Boundary.TOOL
+    assert caught.value.attempts == 2
+    assert (tmp_path / "log").read_text() == "died\n" * 2
+
+
+async def test_a_process_that_dies_once_is_replaced_and_nobody_notices(tmp_path: Path):
+    assert (await call(process_samples.die_once, log=str(tmp_path / "log"))).content == "recovered"
+
+
+@pytest.mark.parametrize(
+    ("how", "fault", "words"),
+    [
+        ("raise", Fault.TOOL_RAISED, "LookupError: nothing there"),
+        ("fault", Fault.LIMIT, "say please"),
+        ("exit", Fault.TOOL_RAISED, "SystemExit: bye"),
+        ("huge", None, "99,980,0"),
+        ("bytes", None, "ok \\xff\\xfe"),
+        ("unpicklable", None, "function"),
+    ],
+)
+async def test_a_process_tool_may_misbehave(how: str, fault: Fault | None, words: str):
+    result = await call(process_samples.misbehave, how=how)
+    assert result.fault is fault
+    assert words in result.content
+
+
+async def test_an_infra_error_crosses_the_process_boundary():
+    with pytest.raises(InfraError, match="sandbox is gone") as caught:
+        await call(process_samples.misbehave, how="infra")
+    assert caught.value.boundary is Boundary.SANDBOX
+
+
+def test_process_is_refused_where_it_cannot_work():
+    with pytest.raises(ConfigError, match="copy of its object"):
+
+        class Thing:
+            @tool(process=True)
+            def act(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="another process"):
+
+        class WithEnv(Tool):
+            process = True
+
+            def run(self, env: Cat) -> None: ...
+
+        WithEnv()
+
+
+async def test_a_tool_of_a_file_without_import_path_runs_in_a_process(tmp_path: Path):
+    from ludus.core.registry import load_reference
+
+    file = tmp_path / "my tools.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from ludus.tools import tool\n"
+        "@dataclass\nclass N:\n    n: int\n"
+        "@tool(process=True)\ndef double(n: N) -> int:\n    return 2 * n.n\n"
+    )
+    double = load_reference(f"{file}:double")
+    assert (await call(double, n={"n": "21"})).content == "42"
+    assert "double" not in sys.modules
