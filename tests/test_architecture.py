@@ -15,7 +15,7 @@ LEVELS = {
     "sandbox": 1, "algos": 1, "observe": 1,
     "tools": 2, "rewards": 2,
     "envs": 3, "engine": 3,
-    "rollout": 4,
+    "rollouts": 4,
     "training": 5, "synth": 5, "serve": 5, "dist": 5,
     "viewer": 6, "cli": 6,
 }  # fmt: skip

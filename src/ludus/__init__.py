@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from ludus.core.trajectory import Group, Trajectory
     from ludus.envs import Env
     from ludus.rewards import group_reward, reward
-    from ludus.rollout import Agent, Episode
+    from ludus.rollouts import Agent, Episode
     from ludus.tools import Tool, tool
     from ludus.training import Recipe, evaluate, rollout, train
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Agent": "ludus.rollout",
+    "Agent": "ludus.rollouts",
     "Env": "ludus.envs",
-    "Episode": "ludus.rollout",
+    "Episode": "ludus.rollouts",
     "Group": "ludus.core.trajectory",
     "InfraError": "ludus.core.failures",
     "Message": "ludus.core.messages",

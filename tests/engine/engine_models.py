@@ -89,7 +89,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, VOCABULARY - 1, (n,), generator=generator).tolist() for n in lengths]
 
 
-def stock_greedy(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+def stock_greedy(model: PreTrainedModel, prompt: list[int], new: int, **settings: Any) -> list[int]:
     """What transformers itself generates, with its eager attention and its own cache."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -101,6 +101,7 @@ def stock_greedy(model: PreTrainedModel, prompt: list[int], new: int) -> list[in
             max_new_tokens=new,
             eos_token_id=None,
             pad_token_id=0,
+            **settings,
         )
     finally:
         model.set_attn_implementation(before)

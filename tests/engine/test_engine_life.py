@@ -79,6 +79,21 @@ async def test_new_weights_in_the_middle_of_an_action() -> None:
     await engine.close()
 
 
+async def test_new_weights_in_the_middle_of_a_score() -> None:
+    model = make()
+    engine = EmbeddedEngine(model, config=EngineConfig(max_running=1, tokens_per_step=2))
+    tokens = prompts([150])[0]
+    task = asyncio.create_task(engine.score(tokens))
+    await until(lambda: engine.stats.computed_tokens > 10)
+    await engine.pause()
+    assert engine.stats.computed_tokens < 150
+    _perturb(model)
+    await engine.update_weights()
+    await engine.resume()
+    assert await task == pytest.approx(plain_logprobs(model, tokens), abs=1e-4)
+    await engine.close()
+
+
 async def test_abort_gives_what_there_is() -> None:
     model = make()
     engine = EmbeddedEngine(model, config=EngineConfig(max_running=1, max_waiting=1))
@@ -108,6 +123,7 @@ async def test_a_cancelled_caller_takes_its_request_back() -> None:
     await engine.pause()
     scheduler = engine._worker.scheduler
     assert not scheduler.has_work
+    assert not engine._thread._unanswered
     assert scheduler.books.ledger.available == scheduler.books.ledger.pages
     await engine.resume()
     assert len((await engine.generate([1], GREEDY)).tokens) == 6
@@ -151,9 +167,9 @@ async def test_a_model_that_raises_fails_the_step_and_not_the_engine() -> None:
 
 async def test_diverged_weights_are_an_error_and_spoil_nothing_that_follows() -> None:
     model = make()
-    engine = EmbeddedEngine(model)
+    engine = EmbeddedEngine(model, config=EngineConfig(page_size=64))
     context = prompts([20])[0]
-    expected = await engine.generate(context, GREEDY)
+    expected = await engine.generate(context[:5], GREEDY)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     await engine.pause()
     with torch.no_grad():
@@ -166,7 +182,7 @@ async def test_diverged_weights_are_an_error_and_spoil_nothing_that_follows() ->
     model.load_state_dict(saved)
     await engine.update_weights()
     await engine.resume()
-    assert (await engine.generate(context, GREEDY, session="s")).tokens == expected.tokens
+    assert (await engine.generate(context[:5], GREEDY, session="s")).tokens == expected.tokens
     await engine.close()
 
 

@@ -29,6 +29,9 @@ def test_plain_calls_padding_and_generate_work_as_before(family: str) -> None:
                 model(input_ids=torch.tensor([long])).logits,
                 padded[mask.bool()],
                 model.generate(
+                    torch.tensor([long]), do_sample=False, max_new_tokens=8, eos_token_id=None
+                ),
+                model.generate(
                     ids, attention_mask=mask, do_sample=False, max_new_tokens=8, eos_token_id=None
                 ),
             ]

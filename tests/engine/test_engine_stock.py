@@ -54,6 +54,17 @@ async def test_greedy_tokens_are_those_of_stock_generate(family: str) -> None:
     await engine.close()
 
 
+async def test_a_repetition_penalty_counts_what_was_said_as_well_as_the_prompt() -> None:
+    model = make()
+    context = prompts([6])[0]
+    expected = stock_greedy(model, context, 40, repetition_penalty=1.7)
+    assert expected != stock_greedy(model, context, 40)
+    engine = EmbeddedEngine(model)
+    sampling = Sampling(max_tokens=40, temperature=0, repetition_penalty=1.7)
+    assert (await engine.generate(context, sampling)).tokens == expected
+    await engine.close()
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -88,6 +99,13 @@ def test_attention_sinks_are_refused_not_ignored() -> None:
     with pytest.raises(ConfigError, match="s_aux"):
         use_ludus_attention(model)
     assert model.config._attn_implementation == before
+
+
+def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+    model = make("mistral", sliding_window=200)
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="window"):
+        use_ludus_attention(model)
 
 
 def test_a_model_without_attention_is_refused() -> None:

@@ -106,6 +106,16 @@ def test_watcher_on_bytes_of_any_script(text: str, stop: str) -> None:
     assert found[:1] == expected[:1]
 
 
+@given(st.integers(0, 300), st.text("abé漢", min_size=1, max_size=30), st.integers(0, 5))
+def test_watcher_finds_a_long_stop_string_after_a_long_text(before: int, stop: str, period: int) -> None:
+    tokenizer = ByteTokenizer()
+    lead = ("xyz " * 80)[:before] + stop[:period]
+    tokens = tokenizer.encode(lead + stop)
+    watcher = StopWatcher([stop], tokenizer.decode)
+    found = [count for count, token in enumerate(tokens, 1) if watcher.push(token) is not None]
+    assert found[0] == len(tokenizer.encode(lead[: (lead + stop).find(stop)] + stop)[: len(tokens)])
+
+
 def test_watcher_decodes_a_short_tail_only() -> None:
     longest = 0
 

@@ -15,8 +15,8 @@ from ludus.core.tooling import ToolContext
 from ludus.engine import FakeEngine
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
-from ludus.rollout.tasksets import load_tasks
-from ludus.rollout.tokenizers import HFTokenizer
+from ludus.rollouts.tasksets import load_tasks
+from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.tools import as_toolset
 from ludus.training import Parts, Recipe, load_parts, load_recipe
 from ludus.training.models import fit_tokenizer

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.engine.attention import NAME
-from ludus.engine.backbone import decoder_of, hidden_states, sampling_mode, unwrapped
+from ludus.engine.backbone import (
+    decoder_of,
+    hidden_states,
+    sampling_mode,
+    text_config,
+    unwrapped,
+)
+from ludus.engine.dense import Rule
 from ludus.engine.head import agree, probe_head, probe_tokens
 from ludus.engine.packed import PackedContext
 
@@ -42,6 +51,33 @@ def use_ludus_attention(model: nn.Module) -> None:
             raise
 
 
+class _Recorder(PackedContext):
+    """Notes which window each layer asks for."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        self.windows[layer] = rule.window
+        return super().attend(layer, query, key, value, rule)
+
+
+def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
+    """Some architectures put the window into the mask alone, where a few probing tokens never meet it."""
+    for layer, kind in enumerate(getattr(text_config(model), "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"layer {layer} has attention of the kind {kind!r}, which Ludus cannot run"
+            )
+        if (kind == "sliding_attention") != (windows.get(layer) is not None):
+            raise ConfigError(
+                f"layer {layer} of {type(unwrapped(model)).__name__} is of the kind {kind!r} and asks its "
+                f"attention for the window {windows.get(layer)}: contexts longer than the window would be "
+                "read wrongly"
+            )
+
+
 def _one_by_one(model: nn.Module) -> Tensor:
     pieces = torch.split(probe_tokens(model, sum(_PROBE_LENGTHS)), list(_PROBE_LENGTHS))
     decoder = decoder_of(model)
@@ -51,10 +87,11 @@ def _one_by_one(model: nn.Module) -> Tensor:
 def _compare(model: nn.Module, expected: Tensor) -> None:
     name = type(unwrapped(model)).__name__
     tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
-    context = PackedContext(_PROBE_LENGTHS, tokens.device)
+    context = _Recorder(_PROBE_LENGTHS, tokens.device)
     given = hidden_states(model, tokens, context.position_ids, context)
     if context.calls == 0:
         raise ConfigError(f"{name} does not hand keyword arguments down to its attention")
+    _check_windows(model, context.windows)
     if not agree(given, expected):
         raise ConfigError(
             f"{name} gives other hidden states with packed sequences than with each one alone: "

@@ -14,7 +14,7 @@ class EngineConfig(Config):
 
     max_running: int = Field(default=256, ge=1)
     """How many requests are computed together."""
-    tokens_per_step: int = Field(default=4096, ge=1)
+    tokens_per_step: int = Field(default=2048, ge=1)
     """The most tokens one forward pass computes; long prompts are cut into chunks of what is left."""
     cache_tokens: int | None = Field(default=None, ge=1)
     """How many tokens the KV cache holds; by default as many as a share of memory allows."""

@@ -37,25 +37,44 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule, mask: Tensor |
             scale=rule.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+    if mask is None:
+        mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
     return _attend_softcapped(query, key, value, rule, rule.softcap, mask)
 
 
 def _attend_softcapped(
-    query: Tensor, key: Tensor, value: Tensor, rule: Rule, softcap: float, mask: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, rule: Rule, softcap: float, mask: Tensor
 ) -> Tensor:
-    """The explicit softmax: fused kernels know no soft cap."""
+    """Written out: fused kernels know no soft cap."""
     batch, heads, width, size = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
-    if mask is None:
-        mask = causal_mask(width, length, None, query.device)
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, width, size)
-    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(3, 4)) * rule.scaling
-    scores = torch.tanh(scores / softcap) * softcap
+    grouped = query.reshape(batch * kv_heads, -1, size)
+    scores = torch.bmm(grouped, key.reshape(batch * kv_heads, length, size).transpose(1, 2))
+    scores = torch.tanh(scores.view(batch, heads, width, length) * (rule.scaling / softcap)) * softcap
     # Not minus infinity: padding that may look at nothing must give something finite.
-    scores = scores.masked_fill(~mask.unsqueeze(2), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = functional.dropout(weights, p=rule.dropout, training=rule.dropout > 0)
-    return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, width, value.shape[-1])
+    values = value.reshape(batch * kv_heads, length, -1)
+    return torch.bmm(weights.view(batch * kv_heads, -1, length), values).view(batch, heads, width, -1)
+
+
+def attend_once(query: Tensor, key: Tensor, value: Tensor, rule: Rule, bias: Tensor) -> Tensor:
+    """`attend` for one query in each row and no soft cap: two batched products that serve all query
+    heads of a key head at once, which is faster than the fused kernel on a CPU.
+
+    `bias` [B, 1, K] is added to the scores: nothing, or so little that it is never looked at.
+    """
+    batch, heads, _, size = query.shape
+    kv_heads, length = key.shape[1], key.shape[2]
+    scores = torch.baddbmm(
+        bias[:, None].expand(batch, kv_heads, 1, length).reshape(-1, 1, length),
+        query.reshape(batch * kv_heads, -1, size),
+        key.reshape(batch * kv_heads, length, size).transpose(1, 2),
+        alpha=rule.scaling,
+    )
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.bmm(weights, value.reshape(batch * kv_heads, length, -1)).view(batch, heads, 1, -1)
 
 
 def causal_mask(width: int, length: int, window: int | None, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
 from ludus.core.protocols import Tokenizer
 from ludus.engine.adopt import use_ludus_attention
@@ -88,7 +88,8 @@ class EmbeddedEngine:
         watcher = self._watcher(sampling)
         if not await self._turnstile.enter(session):
             self._thread.check_open()
-            return Completion([], [], FinishReason.ABORTED, ())
+            versions = (VersionSpan(0, self.policy_version),)
+            return Completion([], [], FinishReason.ABORTED, versions)
         mailbox = Mailbox()
         request = Request(
             tokens=context,

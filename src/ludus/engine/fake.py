@@ -112,7 +112,9 @@ class FakeEngine:
                 raise EngineError("a script that replies with text needs a tokenizer", retriable=False)
             reply = [*self._tokenizer.encode(reply), *sampling.stop_tokens[:1]]
         watcher = None
-        if sampling.stop and self._tokenizer is not None:
+        if sampling.stop:
+            if self._tokenizer is None:
+                raise EngineError("stop strings need a tokenizer", retriable=False)
             watcher = StopWatcher(sampling.stop, self._tokenizer.decode)
         produced: list[int] = []
         for token in reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,4 +38,12 @@ def _memory(model: nn.Module) -> float:
     device = unwrapped(model).get_input_embeddings().weight.device
     if device.type == "cuda":
         return _SHARE["cuda"] * torch.cuda.mem_get_info(device)[0]
-    return _SHARE["cpu"] * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _SHARE["cpu"] * min([installed, *_container_limits()])
+
+
+def _container_limits() -> list[int]:
+    """What a container's memory is limited to, where it is (cgroups of either version)."""
+    files = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    texts = [Path(name).read_text().strip() for name in files if Path(name).is_file()]
+    return [int(text) for text in texts if text.isdigit()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from ludus.engine.backbone import hidden_states, unwrapped
 from ludus.engine.head import head_logits
-from ludus.engine.paged import KvStore, PagedBatch, PagedContext
+from ludus.engine.paged import PagedBatch, PagedContext
 from ludus.engine.sampling import log_softmax_at, sample
 from ludus.engine.scheduler import Chunk
+from ludus.engine.store import KvStore
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The next token of one chunk's request; `is_sound` is false when the model gave NaN."""
 
     chunk: Chunk

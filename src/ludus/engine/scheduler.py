@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,7 @@ from ludus.engine.kv import Holding, KvBooks
 from ludus.engine.requests import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `stop` of a request, to be computed in this step."""
 
     request: Request
@@ -67,13 +67,15 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, with pages for all of them."""
         chunks: list[Chunk] = []
-        prefill = self._budget - sum(1 for request in self.running if request.pending == 1)
-        for request in list(self.running):
+        pending = [(request, request.pending) for request in self.running]
+        prefill = self._budget - sum(1 for _, count in pending if count == 1)
+        for request, count in pending:
             if request.row < 0:  # it was preempted for an older one
                 continue
-            count = 1 if request.pending == 1 else min(request.pending, prefill)
+            if count > 1:
+                count = min(count, prefill)
+                prefill -= count
             if count and self._make_room(request, request.holding.length + count):
-                prefill -= 0 if request.pending == 1 else count
                 chunks.append(self._schedule(request, count))
         while self.waiting and self._rows and prefill > 0:
             chunk = self._admit(self.waiting[0], prefill)
@@ -84,16 +86,16 @@ class Scheduler:
         return chunks
 
     def _schedule(self, request: Request, count: int) -> Chunk:
-        start = request.holding.length
-        request.holding.length = start + count
-        pages = request.holding.pages
-        before, size = start // self.books.page_size, len(pages)
-        if start % self.books.page_size == 0 or count > 1:
+        holding, page_size = request.holding, self.books.page_size
+        start = holding.length
+        stop = holding.length = start + count
+        if count > 1 or start % page_size == 0:
+            before, size = start // page_size, len(holding.pages)
             self._widen_tables(size)
-            self.tables[request.row, before:size] = pages[before:]
-        if not request.is_score:
-            self.books.publish(request.holding, request.tokens)
-        return Chunk(request, start, start + count)
+            self.tables[request.row, before:size] = holding.pages[before:]
+        if (count > 1 or stop % page_size == 0) and not request.is_score:
+            self.books.publish(holding, request.tokens)
+        return Chunk(request, start, stop)
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
         """Give the queue's head a row, what it can reuse, and pages for its first chunk; or None."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class _Visitor:
     tag: str | None
     loop: asyncio.AbstractEventLoop
-    admitted: asyncio.Future[bool]
+    admitted: asyncio.Future[None]
+    is_expelled: bool = False
 
 
 class Turnstile:
@@ -21,7 +22,8 @@ class Turnstile:
     def __init__(self, capacity: int) -> None:
         self._lock = threading.Lock()
         self._free = capacity
-        self._visitors: deque[_Visitor] = deque()
+        self._line: deque[_Visitor] = deque()
+        self._arriving: set[_Visitor] = set()  # in line, or let in and not yet aware of it
 
     @property
     def free(self) -> int:
@@ -32,51 +34,56 @@ class Turnstile:
         """Wait for a place; False when turned away by `expel`."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._free > 0 and not self._visitors:
+            if self._free > 0 and not self._line:
                 self._free -= 1
                 return True
             visitor = _Visitor(tag, loop, loop.create_future())
-            self._visitors.append(visitor)
+            self._line.append(visitor)
+            self._arriving.add(visitor)
+        entered = False
         try:
-            return await visitor.admitted
-        except asyncio.CancelledError:
-            self._withdraw(visitor)
-            raise
+            await visitor.admitted
+            entered = not visitor.is_expelled
+        finally:
+            if not entered:
+                self._withdraw(visitor)
+            with self._lock:
+                self._arriving.discard(visitor)
+        return entered
 
     def leave(self) -> None:
         """Give a place back."""
         with self._lock:
-            while self._visitors:
-                if _tell(self._visitors.popleft(), True):
+            while self._line:
+                if _tell(self._line.popleft()):
                     return
             self._free += 1
 
-    def expel(self, tag: str | None = None) -> int:
-        """Turn away those who wait under this tag, or everybody; how many there were."""
+    def expel(self, tag: str | None = None) -> None:
+        """Turn away those who wait under this tag, or everybody."""
         with self._lock:
-            leaving = [v for v in self._visitors if tag is None or v.tag == tag]
-            self._visitors = deque(v for v in self._visitors if v not in leaving)
-        for visitor in leaving:
-            _tell(visitor, False)
-        return len(leaving)
+            for visitor in self._arriving:
+                if tag is None or visitor.tag == tag:
+                    visitor.is_expelled = True
+                    _tell(visitor)
 
     def _withdraw(self, visitor: _Visitor) -> None:
-        """A cancelled visitor gives up its place in the line, or the place it was just given."""
+        """Give up the place in the line, or the place that was just given."""
         with self._lock:
-            if visitor in self._visitors:
-                self._visitors.remove(visitor)
+            if visitor in self._line:
+                self._line.remove(visitor)
                 return
         self.leave()
 
 
-def _tell(visitor: _Visitor, admitted: bool) -> bool:
+def _tell(visitor: _Visitor) -> bool:
     try:
-        visitor.loop.call_soon_threadsafe(_settle, visitor.admitted, admitted)
+        visitor.loop.call_soon_threadsafe(_settle, visitor.admitted)
     except RuntimeError:  # its loop is closed: nobody is waiting any more
         return False
     return True
 
 
-def _settle(future: asyncio.Future[bool], value: bool) -> None:
+def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
-        future.set_result(value)
+        future.set_result(None)

@@ -15,10 +15,10 @@ from torch import nn
 from ludus.core.failures import Aborted, EngineError
 from ludus.core.generation import FinishReason
 from ludus.engine.kv import KvBooks
-from ludus.engine.paged import KvStore
 from ludus.engine.requests import Request
 from ludus.engine.runner import Runner, Sampled
 from ludus.engine.scheduler import Chunk, Scheduler
+from ludus.engine.store import KvStore
 
 
 @dataclass(slots=True)

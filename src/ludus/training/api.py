@@ -12,15 +12,15 @@ from ludus.core.config import apply_overrides, read_toml
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import Group
 from ludus.envs import Env
 from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
-from ludus.rollout.agent import Agent
-from ludus.rollout.demonstrator import Expert
-from ludus.rollout.tasksets import parse_tasks
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.demonstrator import Expert
 from ludus.training.evaluation import Evaluation, measure
+from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
-from ludus.training.parts import Parts, load_parts, with_system
+from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.report import Report, write_report
 from ludus.training.workshop import assemble
@@ -46,14 +46,14 @@ class Result:
 def train(
     recipe: Recipe | str | Path | None = None,
     *,
-    tasks: Iterable[Task | Mapping[str, Any]] | None = None,
-    held_out: Iterable[Task | Mapping[str, Any]] | None = None,
+    tasks: str | Iterable[Task | Mapping[str, Any]] | None = None,
+    held_out: str | Iterable[Task | Mapping[str, Any]] | None = None,
     tools: Sequence[Any] | None = None,
-    envs: Mapping[str, Callable[[], Env]] | None = None,
+    envs: Mapping[str, str | Callable[[], Env]] | None = None,
     rewards: Sequence[Any] | None = None,
     group_rewards: Sequence[Any] | None = None,
-    agent: Agent | None = None,
-    demonstrations: Expert | list[Trajectory] | None = None,
+    agent: Agent | Mapping[str, Any] | None = None,
+    demonstrations: Expert | Sequence[Conversation] | None = None,
     resume: str | Path | None = None,
     on_step: OnStep | None = None,
     **settings: Any,
@@ -61,9 +61,12 @@ def train(
     """Train an agent.
 
     Give a recipe (a TOML file's path, or a `Recipe`), or its tables as keywords: `model="folder or name"`,
-    `rl={"steps": 50}`, `budgets={"max_turns": 4}`. What is code can be passed as objects; it comes before
-    what the recipe names. `resume` is a run's folder to go on with, by its own recipe.
+    `rl={"steps": 50}`, `budgets={"max_turns": 4}`. What is code can be passed as objects, or by the names
+    that a recipe would use; it comes before what the recipe says. `resume` is a run's folder to go on with,
+    by its own recipe.
     """
+    if isinstance(agent, Mapping):
+        settings["agent"], agent = agent, None
     if resume is not None and (recipe is not None or settings):
         raise ConfigError(
             "a resumed run goes on by its own recipe; leave out the recipe and its settings"
@@ -133,12 +136,9 @@ async def play(
 def _parts(recipe: Recipe, **given: Any) -> Parts:
     """What the recipe names, replaced by what was passed in."""
     parts = load_parts(recipe)
-    for name in ("tasks", "held_out"):
-        if given.get(name) is not None:
-            given[name] = with_system(parse_tasks(given[name], name), recipe)
     for name, value in given.items():
         if value is not None:
-            setattr(parts, name, value)
+            setattr(parts, name, resolve_part(name, value, recipe))
     return parts
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ludus.observe import RunWriter
-from ludus.rollout.tokenizers import HFTokenizer
+from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.learner import Learner
+from ludus.training.models import without_bars
 
 OPTIMIZER = "optimizer.pt"
 
@@ -18,7 +19,8 @@ OPTIMIZER = "optimizer.pt"
 def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
     """Write a model and its tokenizer as Hugging Face's libraries read them."""
     module: Any = model
-    module.save_pretrained(folder)
+    with without_bars():
+        module.save_pretrained(folder)
     tokenizer.inner.save_pretrained(folder)
 
 

@@ -10,7 +10,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import rollout_metrics
-from ludus.rollout.runner import Rollout
+from ludus.rollouts.runner import Rollout
 
 
 @dataclass(frozen=True, slots=True)

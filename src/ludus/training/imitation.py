@@ -18,7 +18,7 @@ from ludus.core.task import Task
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import read_trajectories
-from ludus.rollout.renderers import Renderer
+from ludus.rollouts.renderers import Renderer
 
 Conversation = Sequence[Message]
 

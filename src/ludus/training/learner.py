@@ -35,20 +35,27 @@ class Learner:
         )
 
     def step(self, packs: Iterable[Pack], objective: Objective) -> dict[str, float]:
-        """One optimizer step over all packs. Metrics are means over action tokens, weighted as the loss."""
+        """One optimizer step over all packs.
+
+        The loss is the weighted sum over all action tokens. The other metrics are means over the tokens of
+        these packs, weighted in the same way.
+        """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {}
+        seen = 0.0
         for packed in packs:
             pack = packed.to(self.device)
             logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
             loss_A, metrics = objective(logprobs_A, entropy_A, pack)
             loss = (loss_A * pack.weights_A).sum()
             torch.autograd.backward(loss)
-            metrics = {"loss": loss_A, "entropy": entropy_A, **metrics}
-            for name, value_A in metrics.items():
+            seen += float(pack.weights_A.sum())
+            totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
+            for name, value_A in {"entropy": entropy_A, **metrics}.items():
                 value = float((value_A.detach() * pack.weights_A).sum())
                 totals[name] = totals.get(name, 0.0) + value
+        totals = {name: v if name == "loss" else v / seen for name, v in totals.items()}
         totals["gradient_norm"] = self._update()
         totals["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return totals

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ludus.core.failures import ConfigError
-from ludus.rollout.tokenizers import CHATML, HFTokenizer
+from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.recipe import ModelConfig, ScratchConfig
 
 CONTROL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -37,20 +39,41 @@ def load_model(
     device = device_of(config)
     dtype = dtype_of(config, device)
     if config.scratch is not None:
-        tokenizer = fit_tokenizer(corpus, config.scratch.vocabulary)
-        model = scratch_model(config.scratch, tokenizer, seed)
-        return model.to(device=device, dtype=dtype), HFTokenizer(tokenizer)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+        fitted = fit_tokenizer(corpus, config.scratch.vocabulary)
+        model = scratch_model(config.scratch, fitted, seed)
+        return model.to(device=device, dtype=dtype), HFTokenizer(fitted)
+    assert config.name is not None, "a recipe gives exactly one of name and scratch"
+    tokenizer = load_tokenizer(config.name)
+    return load_weights(config.name, dtype).to(device), tokenizer
+
+
+def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
+    """A causal LM from a folder or the hub."""
+    from transformers import AutoModelForCausalLM
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name)
-        model = AutoModelForCausalLM.from_pretrained(config.name, dtype=dtype)
-    except (OSError, ValueError) as error:
+        with without_bars():
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"model.name = {config.name!r} is neither a folder with a model in Hugging Face format nor a "
+            f"model.name = {name!r} is neither a folder with a whole model in Hugging Face format nor a "
             f"name that the hub answers to: {error}"
         ) from error
-    return model.to(device), HFTokenizer(tokenizer)
+    return model
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep the library's own progress bars off the terminal: ours is there already."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module:
@@ -68,6 +91,8 @@ def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module
                 num_attention_heads=config.heads,
                 num_key_value_heads=config.kv_heads,
                 max_position_embeddings=config.context,
+                # the library's 0.02 is for wide models; a narrow one starts learning far later with it
+                initializer_range=config.width**-0.5,
                 tie_word_embeddings=True,
                 bos_token_id=None,
                 eos_token_id=tokenizer.eos_token_id,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
 from ludus.envs import ENVS, Env
-from ludus.observe import read_trajectories
 from ludus.rewards import build_group_reward, build_reward
-from ludus.rollout.agent import Agent
-from ludus.rollout.demonstrator import Expert
-from ludus.rollout.tasksets import load_tasks
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.demonstrator import Expert
+from ludus.rollouts.tasksets import load_tasks, parse_tasks
+from ludus.training.imitation import Conversation, read_conversations
 from ludus.training.recipe import Recipe
 
 
@@ -31,24 +31,42 @@ class Parts:
     rewards: Sequence[Any] = ()
     group_rewards: Sequence[Any] = ()
     agent: Agent = field(default_factory=Agent)
-    demonstrations: Expert | list[Trajectory] | None = None
+    demonstrations: Expert | Sequence[Conversation] | None = None
 
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
     warm = recipe.warm_start
-    return Parts(
-        tasks=with_system(load_tasks(recipe.tasks.train), recipe) if recipe.tasks.train else [],
-        held_out=with_system(load_tasks(recipe.tasks.evaluation), recipe)
-        if recipe.tasks.evaluation
-        else [],
-        tools=[load_reference(name) for name in recipe.agent.tools],
-        envs={name: ENVS.load(reference) for name, reference in recipe.agent.envs.items()},
-        rewards=[build_reward(spec) for spec in recipe.rewards],
-        group_rewards=[build_group_reward(spec) for spec in recipe.group_rewards],
-        agent=_agent(recipe.agent.loop),
-        demonstrations=_demonstrations(warm.demonstrations) if warm else None,
-    )
+    named = {
+        "tasks": recipe.tasks.train,
+        "held_out": recipe.tasks.evaluation,
+        "tools": recipe.agent.tools,
+        "envs": recipe.agent.envs,
+        "rewards": recipe.rewards,
+        "group_rewards": recipe.group_rewards,
+        "agent": recipe.agent.loop,
+        "demonstrations": warm.demonstrations if warm else None,
+    }
+    given = {name: value for name, value in named.items() if value}
+    return Parts(**{name: resolve_part(name, value, recipe) for name, value in given.items()})
+
+
+def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
+    """A part as code, from the names a recipe uses or from objects, which stay as they are."""
+    if name in ("tasks", "held_out"):
+        found = load_tasks(value) if isinstance(value, str) else parse_tasks(value, name)
+        return with_system(found, recipe)
+    if name == "tools":
+        return [load_reference(tool) if isinstance(tool, str) else tool for tool in value]
+    if name == "envs":
+        return {key: ENVS.load(env) if isinstance(env, str) else env for key, env in value.items()}
+    if name == "rewards":
+        return [build_reward(spec) if isinstance(spec, str | Mapping) else spec for spec in value]
+    if name == "group_rewards":
+        return [build_group_reward(s) if isinstance(s, str | Mapping) else s for s in value]
+    if name == "agent":
+        return _agent(value) if isinstance(value, str) else value
+    return _demonstrations(value) if isinstance(value, str) else value
 
 
 def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
@@ -73,9 +91,9 @@ def _agent(reference: str) -> Agent:
     return made
 
 
-def _demonstrations(source: str) -> Expert | list[Trajectory]:
-    if source.endswith(".parquet"):
-        return list(read_trajectories(source))
+def _demonstrations(source: str) -> Expert | Sequence[Conversation]:
+    if source.endswith((".parquet", ".jsonl")):
+        return read_conversations(Path(source))
     expert: Expert = load_reference(source)
     if not callable(expert):
         raise ConfigError(f"warm_start.demonstrations = {source!r} is not a function of a task")

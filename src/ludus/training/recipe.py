@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
-from ludus.rollout.budgets import Budgets
+from ludus.rollouts.budgets import Budgets
 
 
 class ScratchConfig(Config):
@@ -73,7 +73,7 @@ class AgentConfig(Config):
     """Environments by name: a prebuilt one's name, or 'module:Class'."""
     env_pool: int = Field(default=256, ge=1)
     """Most instances of each environment alive at once."""
-    loop: str = "ludus.rollout.agent:Agent"
+    loop: str = "ludus.rollouts.agent:Agent"
     """The agent class."""
     format: str = "hermes"
     """How tool calls are written: hermes, llama3, tags, fenced, react, plain."""
@@ -132,8 +132,8 @@ class OptimizerConfig(Config):
 class WarmStartConfig(Config):
     """Supervised learning on demonstrations before RL."""
 
-    demonstrations: str
-    """'module:function' that returns trajectories' conversations (see docs/training.md), or a Parquet file."""
+    demonstrations: str | None = None
+    """An expert as 'module:function', or conversations in a .jsonl or .parquet file (docs/training.md)."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     batch: int = Field(default=32, ge=1)

@@ -15,16 +15,19 @@ from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.protocols import Tokenizer
 from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolSpec
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
-from ludus.envs import EnvPool
+from ludus.envs import EnvPool, call_env
 from ludus.rewards import Scorer
-from ludus.rollout.demonstrator import Demonstrator, Expert
-from ludus.rollout.formats import load_format
-from ludus.rollout.renderers import Renderer
-from ludus.rollout.runner import Rollout
-from ludus.rollout.tokenizers import HFTokenizer
-from ludus.tools import as_toolset
+from ludus.rollouts.demonstrator import Demonstrator, Expert
+from ludus.rollouts.env_tools import tools_of
+from ludus.rollouts.formats import load_format
+from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.runner import Rollout
+from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.tools import LocalTools, as_toolset
+from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
 from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
@@ -55,10 +58,7 @@ class Workshop:
 
     async def demonstrations(self) -> list[Trajectory]:
         """The trajectories to imitate, on the training tasks."""
-        source = self.parts.demonstrations
-        if source is None or isinstance(source, list):
-            return source or []
-        return await play_expert(self.rollout, source, self.parts.tasks, self.recipe.seed)
+        return await demonstrate(self.rollout, self.parts, self.parts.tasks, self.recipe.seed)
 
 
 async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> Workshop:
@@ -100,6 +100,30 @@ def build_rollout(
     )
 
 
+async def demonstrate(
+    rollout: Rollout, parts: Parts, tasks: list[Task], seed: int, most: int | None = None
+) -> list[Trajectory]:
+    """The trajectories to imitate: the expert's on these tasks, or the first `most` conversations given."""
+    source = parts.demonstrations
+    if source is None:
+        return []
+    if callable(source):
+        return await play_expert(rollout, source, tasks, seed)
+    specs = await tool_specs(rollout, parts)
+    return [trajectory_of(conversation, rollout.renderer, specs) for conversation in source[:most]]
+
+
+async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
+    """All tools of a run as the model is told of them, those of its environments included."""
+    context = ToolContext("demonstrations", Task("", ()))
+    specs = list(await rollout.tools.list(context))
+    for name, factory in parts.envs.items():
+        env = await call_env(factory)
+        specs += await LocalTools(await tools_of(env, name)).list(context)
+        await call_env(env.close)
+    return specs
+
+
 async def play_expert(
     rollout: Rollout, expert: Expert, tasks: list[Task], seed: int
 ) -> list[Trajectory]:
@@ -120,12 +144,8 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     """Texts to fit a tokenizer to: some demonstrations as the model will read them, or the bare tasks."""
     rollout = build_rollout(recipe, parts, FakeEngine([]), HFTokenizer(fit_tokenizer([], vocabulary=0)))
     sample = parts.tasks[:FITTING_SAMPLE]
-    source = parts.demonstrations
-    if isinstance(source, list):
-        played = source[:FITTING_SAMPLE]
-    elif source is not None:
-        played = await play_expert(rollout, source, sample, recipe.seed)
-    else:
-        return [message.content for task in sample for message in task.messages]
+    shown = await demonstrate(rollout, parts, sample, recipe.seed, most=FITTING_SAMPLE)
     await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
-    return [rollout.renderer.tokenizer.decode(trajectory.tokens) for trajectory in played]
+    if not shown:
+        return [message.content for task in sample for message in task.messages]
+    return [rollout.renderer.tokenizer.decode(trajectory.tokens) for trajectory in shown]

@@ -1,4 +1,4 @@
-"""A safe with three dials: find each dial's number from "too low" and "too high", then open the door.
+"""A safe with three dials: find each dial's number from what its answers leave, then open the door.
 
 Small enough to learn on a laptop's CPU in minutes, and still a real agent's task: every call depends on the
 results of those before it, the door must not be tried too early, and turns are scarce.
@@ -26,11 +26,14 @@ class Safe(Env):
 
     def __init__(self) -> None:
         self.combination: dict[Dial, int] = {}
+        self.left: dict[Dial, tuple[int, int]] = {}
+        """The numbers that each dial's answers have not ruled out, as (lowest, highest)."""
         self.found: set[Dial] = set()
         self.opened = False
 
     async def reset(self, task: Task, combination: Sequence[int]) -> None:
         self.combination = dict(zip(DIALS, combination, strict=True))
+        self.left = dict.fromkeys(DIALS, (0, NUMBERS - 1))
         self.found = set()
         self.opened = False
 
@@ -45,10 +48,16 @@ class Safe(Env):
         if not 0 <= to < NUMBERS:
             raise ToolFault(f"the dials go from 0 to {NUMBERS - 1}")
         secret = self.combination[dial]
-        if to != secret:
-            return "too low" if to < secret else "too high"
-        self.found.add(dial)
-        return "click"
+        if to == secret:
+            self.found.add(dial)
+            return "click"
+        low, high = self.left[dial]
+        if to < secret:
+            low = max(low, to + 1)
+        else:
+            high = min(high, to - 1)
+        self.left[dial] = low, high
+        return f"too {'low' if to < secret else 'high'}: {low} to {high} left"
 
     @tool
     async def open(self) -> ToolResult:

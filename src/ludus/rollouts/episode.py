@@ -1,0 +1,258 @@
+"""One episode as an agent sees it: generate, call, observe, answer.
+
+Behind these four verbs the episode keeps the exact tokens. New messages wait until the next `generate`,
+which renders them to tokens on their own, appends them as an observation, and asks the engine to continue.
+The tokens of an action are appended as sampled. What the engine is given is always the concatenation of
+the segments recorded so far, which is why the record cannot differ from what the model read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ludus.core.failures import Aborted, Fault
+from ludus.core.generation import Completion, FinishReason, Sampling
+from ludus.core.messages import Message, ToolCall
+from ludus.core.protocols import Engine
+from ludus.core.random import key
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.renderers import NextContext, Renderer
+from ludus.tools.results import OutputLimits
+
+
+class EpisodeOver(Exception):
+    """Raised by `generate` when there is nothing more to say; ends the agent's loop, and is no error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action as an agent reads it."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    answer: str
+    """The final answer when there are no calls."""
+    finish: FinishReason
+
+
+class Episode:
+    """The life of one attempt at a task."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        tools: ToolSet,
+        specs: Sequence[ToolSpec],
+        context: ToolContext,
+        budgets: Budgets,
+        sampling: Sampling,
+        opening: Sequence[Message],
+    ) -> None:
+        self.trajectory = trajectory
+        self.budgets = budgets
+        self.context = context
+        self._engine = engine
+        self._renderer = renderer.bound(specs)
+        self._tools = tools
+        self._specs = list(specs)
+        self._sampling = sampling
+        self._pending: list[Message] = list(opening)
+        self._stop: StopReason | None = None
+        trajectory.seconds.update(generate=0.0, tools=0.0)
+
+    @property
+    def task(self) -> Task:
+        return self.trajectory.task
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, what waits to be read included."""
+        return [*self.trajectory.messages, *self._pending]
+
+    @property
+    def over(self) -> bool:
+        return self._stop is not None
+
+    @property
+    def turns_left(self) -> int:
+        return self.budgets.max_turns - self.trajectory.turns
+
+    async def generate(self, *, max_tokens: int | None = None) -> Turn:
+        """The model's next action, given everything observed so far. Raises `EpisodeOver` at the end.
+
+        An action cut at `max_tokens`, the agent's own limit, is the agent's to judge (`turn.finish`); one
+        cut at a budget, with no complete call in it, ends the episode.
+        """
+        self._check_turns()
+        self._read_pending()
+        context = self._sequence.tokens
+        room = self.budgets.max_tokens - len(context)
+        budget = min(room, self.budgets.max_turn_tokens)
+        limit = min(budget, max_tokens or budget)
+        sampling = replace(
+            self._sampling,
+            max_tokens=limit,
+            stop=(*self._sampling.stop, *self._renderer.format.stops),
+            stop_tokens=(*self._sampling.stop_tokens, *self._renderer.tokenizer.stop_tokens),
+            seed=key(self.trajectory.seed, self.trajectory.turns),
+        )
+        started = time.perf_counter()
+        completion = await self._engine.generate(context, sampling, session=self.context.episode)
+        seconds = time.perf_counter() - started
+        self.trajectory.seconds["generate"] += seconds
+        return self._act(completion, seconds, may_be_cut=limit < budget)
+
+    def demonstrate(self, content: str = "", calls: Sequence[ToolCall] = ()) -> Turn:
+        """An action that an expert takes in the model's place: recorded like the model's own.
+
+        Its log-probabilities are 0, because nobody sampled it: such an episode is for imitation.
+        """
+        self._check_turns()
+        self._read_pending()
+        tokens = self._renderer.action_tokens(self._renderer.format.render_action(content, calls))
+        nobody = [0.0] * len(tokens)
+        return self._act(Completion(tokens, nobody, FinishReason.STOP_TOKEN), 0.0)
+
+    def _act(self, completion: Completion, seconds: float, *, may_be_cut: bool = False) -> Turn:
+        """Append an action's tokens as they came, and say what they mean."""
+        text = self._renderer.text_of(completion)
+        parsed = self._renderer.format.parse(text)
+        calls = tuple(
+            replace(call, id=call.id or self._call_id(i)) for i, call in enumerate(parsed.calls)
+        )
+        self._sequence.segments.append(
+            Segment(
+                SegmentKind.ACTION,
+                tokens=list(completion.tokens),
+                logprobs=list(completion.logprobs),
+                versions=completion.versions,
+                finish=completion.finish,
+                calls=calls,
+                seconds=seconds,
+            )
+        )
+        self.trajectory.messages.append(Message("assistant", text, calls))
+        if completion.finish is FinishReason.ABORTED:
+            raise Aborted("the engine aborted the request")
+        is_cut = completion.finish is FinishReason.LENGTH and not may_be_cut
+        if is_cut and all(call.fault is not None for call in calls):
+            self._end(StopReason.MAX_TOKENS)  # what it was going to say, nobody knows
+        answer = parsed.answer if parsed.answer is not None else text
+        return Turn(text, calls, answer, completion.finish)
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
+        """Run these calls at once; each comes back with its result, the model's mistakes included."""
+        started = time.perf_counter()
+        allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
+        pending = [asyncio.ensure_future(self._tools.call(call, self.context)) for call in allowed]
+        try:
+            results = await asyncio.gather(*pending)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            self.trajectory.seconds["tools"] += time.perf_counter() - started
+        refusal = ToolResult(
+            f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
+        )
+        bounded = [self._bounded(result) for result in results]
+        return [*zip(allowed, bounded, strict=True), *((call, refusal) for call in refused)]
+
+    def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
+        """Let the model read this before its next action: results of `call`, a message, or a text."""
+        if isinstance(what, str):
+            self._pending.append(Message("user", what))
+        elif isinstance(what, Message):
+            self._pending.append(what)
+        else:
+            self._record(what)
+            self._pending.extend(self._renderer.format.render_result(*pair) for pair in what)
+            if any(result.terminated for _, result in what):
+                self._stop = StopReason.TERMINATED
+
+    def answer(self, text: str) -> None:
+        """End the episode with this answer."""
+        self.trajectory.answer = text
+        self._stop = StopReason.ANSWERED
+
+    def finish(self) -> None:
+        """Write down how it ended. An agent that returns without an answer has ended it itself."""
+        self.trajectory.messages.extend(self._pending)
+        self._pending.clear()
+        self.trajectory.stop = self._stop or StopReason.TERMINATED
+
+    @property
+    def _sequence(self) -> TokenSequence:
+        return self.trajectory.sequences[-1]
+
+    def _call_id(self, index: int) -> str:
+        return f"call_{self.trajectory.turns}_{index}"
+
+    def _check_turns(self) -> None:
+        if self._stop is not None:
+            raise EpisodeOver
+        if self.turns_left < 1:
+            self._end(StopReason.MAX_TURNS)
+
+    def _end(self, reason: StopReason) -> None:
+        self._stop = reason
+        raise EpisodeOver
+
+    def _read_pending(self) -> None:
+        """Render what waits, and append it to the tokens: the prompt first, observations afterwards.
+
+        What leaves no room for an action is not appended: nobody would read it.
+        """
+        new, self._pending = self._reminded(self._pending), []
+        conversation = self.trajectory.messages
+        if self._sequence.segments:
+            step = self._renderer.next_context(self._sequence, conversation, new, self._specs)
+        else:
+            step = NextContext(self._renderer.prompt(new, self._specs), restart=True)
+        conversation.extend(new)
+        before = 0 if step.restart else len(self._sequence)
+        if before + len(step.tokens) >= self.budgets.max_tokens:
+            self._end(StopReason.MAX_TOKENS)
+        if step.restart and self._sequence.segments:
+            self.trajectory.sequences.append(TokenSequence())
+        kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
+        self._sequence.segments.append(Segment(kind, step.tokens))
+
+    def _bounded(self, result: ToolResult) -> ToolResult:
+        """The result within its budget of tokens; most are shorter in bytes already, which is quick to see."""
+        limit = self.budgets.max_observation_tokens
+        if len(result.content) <= limit and len(result.content.encode(errors="replace")) <= limit:
+            return result
+        tokenizer = self._renderer.tokenizer
+        limits = OutputLimits(len(result.content), limit, tokenizer.encode_text)
+        return replace(result, content=limits.apply(result.content))
+
+    def _record(self, pairs: Sequence[tuple[ToolCall, ToolResult]]) -> None:
+        """Note faults and per-call rewards on the actions that made the calls."""
+        actions = self.trajectory.actions
+        makers = {call.id: action for action in actions for call in action.calls}
+        for call, result in pairs:
+            # a call that an agent made up itself is put down to what the model said last, if anything
+            action = makers.get(call.id, actions[-1] if actions else None)
+            if action is None:
+                continue
+            if result.fault is not None:
+                action.faults = (*action.faults, result.fault)
+            if result.reward is not None:
+                action.reward = (action.reward or 0.0) + result.reward
+
+    def _reminded(self, new: list[Message]) -> list[Message]:
+        """The same messages, the last one ending with how many turns are left, where that is asked for."""
+        if not (self.budgets.remind and new):
+            return new
+        text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
+        return [*new[:-1], replace(new[-1], content=text)]

@@ -1,0 +1,37 @@
+"""Action formats: small classes that know how calls are written, read and answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.core.registry import Registry
+from ludus.rollouts.formats.base import ActionFormat, ParsedAction
+
+FORMATS = Registry(
+    "action format",
+    {
+        "hermes": "ludus.rollouts.formats.hermes:HermesFormat",
+        "llama3": "ludus.rollouts.formats.llama3:Llama3Format",
+        "tags": "ludus.rollouts.formats.tags:TagsFormat",
+        "fenced": "ludus.rollouts.formats.fenced:FencedFormat",
+        "react": "ludus.rollouts.formats.react:ReActFormat",
+        "plain": "ludus.rollouts.formats.plain:PlainFormat",
+    },
+)
+"""Short names of the formats; `FORMATS.load(name)` gives the class."""
+
+
+def load_format(name: str, **options: Any) -> ActionFormat:
+    """The format of that name (or `module:Class`) with these options."""
+    made = FORMATS.load(name)
+    try:
+        format_ = made(**options)
+    except TypeError as error:
+        raise ConfigError(f"the action format {name!r} does not take these options: {error}") from None
+    if not isinstance(format_, ActionFormat):
+        raise ConfigError(f"{name!r} is not an action format: it must be a subclass of ActionFormat")
+    return format_
+
+
+__all__ = ["FORMATS", "ActionFormat", "ParsedAction", "load_format"]

@@ -1,0 +1,128 @@
+"""Fenced code: a Markdown block such as ```python ... ``` runs; text without one is the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ludus.core.messages import Message, ToolCall
+from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.rollouts.formats.arguments import Target, targets
+from ludus.rollouts.formats.base import (
+    MAX_CALLS,
+    ActionFormat,
+    ParsedAction,
+    limited,
+    malformed,
+    split_thinking,
+    unfinished,
+)
+
+LANGUAGES = {
+    "python": "python.code",
+    "py": "python.code",
+    "sql": "sql.query",
+    "bash": "shell.command",
+    "sh": "shell.command",
+}
+_FENCE = re.compile(r"^(`{3,})([^`\n]*)$", re.MULTILINE)
+
+
+class FencedFormat(ActionFormat):
+    """Each block in a known language is a call; blocks in other languages are part of the text."""
+
+    name: ClassVar[str] = "fenced"
+    stops = ("\n```\n",)
+    result_tags = ("<output>", "</output>")
+
+    def __init__(self, languages: Mapping[str, str] = LANGUAGES) -> None:
+        """`languages` says which tool runs what, such as `{"python": "python.code"}`."""
+        self.languages = targets({name.lower(): target for name, target in languages.items()})
+
+    def parse(self, text: str) -> ParsedAction:
+        thought, spoken, closed = split_thinking(text)
+        if not closed:
+            return unfinished(thought)
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        position = 0
+        for block in _blocks(spoken):
+            target = self.languages.get(block.language)
+            if target is None:
+                continue
+            if block.code is None:
+                calls.append(malformed("the block is not closed; end it with a line of ``` alone"))
+            else:
+                calls.append(target.call(block.code, _example(block.language)))
+            said.append(spoken[position : block.start])
+            position = block.stop
+            if len(calls) > MAX_CALLS:
+                break
+        beside = "".join([*said, spoken[position:]]).strip()
+        return ParsedAction(beside, limited(calls), None if calls else beside, thought)
+
+    def describe(self, tools: Sequence[ToolSpec]) -> str:
+        known = {tool.name: tool for tool in tools}
+        shown: dict[str, str] = {}
+        for language, target in self.languages.items():
+            if target.tool in known and target.tool not in shown:
+                about = " ".join(known[target.tool].description.split())
+                shown[target.tool] = f"{about}\n{_example(language)}"
+        if not shown:
+            return ""
+        opening, closing = self.result_tags
+        return (
+            "You can run code. Write it in a fenced block and wait; its output comes back in "
+            f"{opening}{closing}.\n\n" + "\n\n".join(shown.values()) + "\n\n"
+            "When you need to run nothing more, write the final answer without such a block."
+        )
+
+    def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
+        written = [self._write(call) for call in calls]
+        return "\n".join([text, *written] if text else written)
+
+    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
+        return self._as_user(result)
+
+    def _write(self, call: ToolCall) -> str:
+        named = {target.tool: (lang, target) for lang, target in reversed(self.languages.items())}
+        language, target = named.get(call.name, (call.name, Target(call.name, None)))
+        block = target.block(call)
+        inside = [len(run) for run in re.findall(r"`{3,}", block)]
+        fence = "`" * (max(inside, default=2) + 1)
+        return f"{fence}{language}\n{block}\n{fence}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A fenced block; its code is None when it is never closed."""
+
+    language: str
+    code: str | None
+    start: int
+    stop: int
+
+
+def _blocks(text: str) -> Iterator[_Block]:
+    """The blocks of a Markdown text. A fence is closed by one that is as long, and has no label."""
+    opening: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opening is None:
+            opening = fence
+        elif not fence[2].strip() and len(fence[1]) >= len(opening[1]):
+            first = opening.end() + 1
+            code = text[first : max(first, fence.start() - 1)]
+            yield _Block(_language(opening), code, opening.start(), fence.end())
+            opening = None
+    if opening is not None:
+        yield _Block(_language(opening), None, opening.start(), len(text))
+
+
+def _language(fence: re.Match[str]) -> str:
+    return next(iter(fence[2].lower().split()), "")
+
+
+def _example(language: str) -> str:
+    return f"```{language}\n...\n```"

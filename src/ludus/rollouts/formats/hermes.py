@@ -1,0 +1,84 @@
+"""Hermes and Qwen: calls are JSON objects in `<tool_call>` tags; text without calls is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ludus.core.messages import ToolCall
+from ludus.core.tooling import ToolSpec
+from ludus.rollouts.formats.base import (
+    MAX_CALLS,
+    ActionFormat,
+    ParsedAction,
+    limited,
+    malformed,
+    skip_space,
+    split_thinking,
+    unfinished,
+)
+from ludus.rollouts.formats.json_calls import BadJson, read_call, read_json, write_json
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+EXAMPLE = f'{OPEN}\n{{"name": "tool", "arguments": {{"key": "value"}}}}\n{CLOSE}'
+
+
+class HermesFormat(ActionFormat):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around."""
+
+    name: ClassVar[str] = "hermes"
+    marks = (OPEN, CLOSE)
+
+    def parse(self, text: str) -> ParsedAction:
+        thought, spoken, closed = split_thinking(text)
+        if not closed:
+            return unfinished(thought)
+        said: list[str] = []
+        calls: list[ToolCall] = []
+        position = 0
+        while len(calls) <= MAX_CALLS and (start := spoken.find(OPEN, position)) >= 0:
+            said.append(spoken[position:start])
+            call, position = _read(spoken, start + len(OPEN))
+            calls.append(call)
+        rest = spoken[position:]
+        if not calls and CLOSE in rest:
+            calls.append(malformed(f"{OPEN} is missing before {CLOSE}; write {EXAMPLE}"))
+        beside = "".join([*said, rest]).strip()
+        return ParsedAction(beside, limited(calls), None if calls else beside, thought)
+
+    def describe(self, tools: Sequence[ToolSpec]) -> str:
+        if not tools:
+            return ""
+        listed = "\n".join(write_json(tool.as_openai()) for tool in tools)
+        return (
+            "# Tools\n\nYou may call one or more functions. You are given their signatures within "
+            f"<tools></tools>:\n<tools>\n{listed}\n</tools>\n\n"
+            "For each call, write a JSON object with the function's name and arguments within "
+            f"{OPEN}{CLOSE}:\n{EXAMPLE}\n"
+            "When you need no more calls, write the final answer as plain text."
+        )
+
+    def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
+        written = [
+            f"{OPEN}\n{write_json({'name': call.name, 'arguments': call.arguments})}\n{CLOSE}"
+            for call in calls
+        ]
+        return "\n".join([text, *written] if text else written)
+
+
+def _read(text: str, start: int) -> tuple[ToolCall, int]:
+    """The call whose JSON begins at `start`, and where to read on."""
+    try:
+        # The value decides where the call ends: its strings may well hold the closing tag.
+        value, stop = read_json(text, skip_space(text, start))
+    except BadJson as error:
+        problem = str(error)
+    else:
+        stop = skip_space(text, stop)
+        if text.startswith(CLOSE, stop):
+            return read_call(value, EXAMPLE), stop + len(CLOSE)
+        problem = "something follows the JSON object"
+    stop = text.find(CLOSE, start)
+    if stop < 0:
+        return malformed(f"{CLOSE} is missing; write {EXAMPLE}"), len(text)
+    return malformed(f"the call cannot be read: {problem}; write {EXAMPLE}"), stop + len(CLOSE)

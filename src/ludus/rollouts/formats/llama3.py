@@ -1,0 +1,90 @@
+"""Llama 3: an action that calls is JSON with `name` and `parameters`, perhaps after `<|python_tag|>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ludus.core.messages import ToolCall
+from ludus.core.tooling import ToolSpec
+from ludus.rollouts.formats.base import (
+    MAX_CALLS,
+    ActionFormat,
+    ParsedAction,
+    limited,
+    malformed,
+    split_thinking,
+    unfinished,
+)
+from ludus.rollouts.formats.json_calls import BadJson, read_call, read_json, write_json
+
+TAG = "<|python_tag|>"
+EXAMPLE = '{"name": "tool", "parameters": {"key": "value"}}'
+_BETWEEN = re.compile(r"[\s;,]*")
+
+
+class Llama3Format(ActionFormat):
+    """`{"name": ..., "parameters": {...}}`, several separated by `;`. Anything else is the answer.
+
+    Text and calls in one action are told apart by `<|python_tag|>`: the calls follow it.
+    """
+
+    name: ClassVar[str] = "llama3"
+    marks = (TAG,)
+
+    def parse(self, text: str) -> ParsedAction:
+        thought, spoken, closed = split_thinking(text)
+        if not closed:
+            return unfinished(thought)
+        before, tag, after = spoken.partition(TAG)
+        if not tag and not spoken.startswith("{"):
+            return ParsedAction(spoken, (), spoken, thought)
+        calls = _read(after if tag else spoken)
+        if not tag and not calls:
+            return ParsedAction(spoken, (), spoken, thought)
+        said = before.strip() if tag else ""
+        return ParsedAction(said, limited(calls or [_nothing()]), None, thought)
+
+    def describe(self, tools: Sequence[ToolSpec]) -> str:
+        if not tools:
+            return ""
+        listed = "\n\n".join(write_json(tool.as_openai()) for tool in tools)
+        return (
+            "You have access to the following functions. To call one, respond with nothing but JSON of "
+            f"the form {EXAMPLE}. Separate several calls by a semicolon. Do not use variables. When you "
+            f"need no more calls, write the final answer as plain text.\n\n{listed}"
+        )
+
+    def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
+        if not calls:
+            return text
+        written = "; ".join(
+            write_json({"name": call.name, "parameters": call.arguments}) for call in calls
+        )
+        return f"{text}{TAG}{written}" if text else written
+
+
+def _read(text: str) -> list[ToolCall]:
+    """The calls in `text`; none when it is JSON that names no tool, which an answer may well be."""
+    calls: list[ToolCall] = []
+    position = _after_separators(text, 0)
+    while position < len(text) and len(calls) <= MAX_CALLS:
+        try:
+            value, position = read_json(text, position)
+        except BadJson as problem:
+            return [*calls, malformed(f"the call cannot be read: {problem}; write {EXAMPLE}")]
+        if not calls and isinstance(value, dict) and "name" not in value:
+            return []
+        calls.append(read_call(value, EXAMPLE))
+        position = _after_separators(text, position)
+    return calls
+
+
+def _after_separators(text: str, position: int) -> int:
+    match = _BETWEEN.match(text, position)
+    return match.end() if match else position
+
+
+def _nothing() -> ToolCall:
+    return malformed(f"no call follows {TAG}; write {EXAMPLE}")

@@ -1,0 +1,87 @@
+"""Plain text for games: what the model says is what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Message, ToolCall
+from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.rollouts.formats.base import (
+    ActionFormat,
+    ParsedAction,
+    malformed,
+    split_thinking,
+    unfinished,
+)
+
+Take = Literal["text", "last_line", "label"]
+
+
+class PlainFormat(ActionFormat):
+    """The action is the whole text, its last line, or what follows a label; it goes to one tool.
+
+    There is no answer in this format: the environment ends the episode.
+    """
+
+    name: ClassVar[str] = "plain"
+
+    def __init__(
+        self,
+        *,
+        take: Take = "text",
+        tool: str = "step",
+        argument: str = "action",
+        label: str = "Action:",
+    ) -> None:
+        if take not in ("text", "last_line", "label"):
+            raise ConfigError(f"take must be 'text', 'last_line' or 'label', not {take!r}")
+        if not label.strip():
+            raise ConfigError("label cannot be empty; it is such as 'Action:'")
+        self.take, self.tool, self.argument, self.label = take, tool, argument, label
+
+    def parse(self, text: str) -> ParsedAction:
+        thought, spoken, closed = split_thinking(text)
+        if not closed:
+            return unfinished(thought)
+        said, action = self._divide(spoken)
+        if not action:
+            return ParsedAction(spoken, (malformed(self._how(), self.tool),), None, thought)
+        return ParsedAction(said, (ToolCall(self.tool, {self.argument: action}),), None, thought)
+
+    def describe(self, tools: Sequence[ToolSpec]) -> str:
+        return self._how()
+
+    def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
+        """Text cannot stand beside an action where the whole text is the action; it is left out."""
+        if not calls:
+            return text
+        if len(calls) > 1:
+            raise ValueError(f"a plain-text action is one call, not {len(calls)}")
+        action = str(calls[0].arguments.get(self.argument, ""))
+        if self.take == "text":
+            return action
+        line = f"{self.label} {action}" if self.take == "label" else action
+        return f"{text}\n{line}" if text else line
+
+    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
+        return Message("user", result.content, media=result.media)
+
+    def _divide(self, spoken: str) -> tuple[str, str]:
+        """What was said, and the action in it."""
+        if self.take == "text":
+            return "", spoken
+        if self.take == "last_line":
+            said, _, action = spoken.rpartition("\n")
+            return said.strip(), action.strip()
+        said, label, after = spoken.rpartition(self.label)
+        return (said.strip(), after.strip()) if label else (spoken, "")
+
+    def _how(self) -> str:
+        ways = {
+            "text": "Reply with your next action and nothing else.",
+            "last_line": "Write your next action alone on the last line.",
+            "label": f"End with a line of the form '{self.label} your next action'.",
+        }
+        return ways[self.take]

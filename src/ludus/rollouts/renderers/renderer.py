@@ -1,0 +1,200 @@
+"""From messages to tokens, and on from the tokens that were sampled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from ludus.core.failures import ConfigError
+from ludus.core.generation import Completion, FinishReason
+from ludus.core.messages import Message
+from ludus.core.protocols import Tokenizer
+from ludus.core.tooling import ToolSpec
+from ludus.core.trajectory import SegmentKind, TokenSequence
+from ludus.rollouts.formats.base import THINK, ActionFormat
+from ludus.rollouts.renderers.cache import RenderCache
+from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described, entries, marked
+from ludus.rollouts.renderers.probes import TOOL, is_rewritten, probe
+from ludus.rollouts.renderers.template import SafeTemplate, unused_word
+
+History = Literal["strict", "keep", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class NextContext:
+    """What the model reads next: tokens to append, or a whole context that starts a new sequence."""
+
+    tokens: list[int]
+    restart: bool = False
+
+
+class Renderer:
+    """Renders conversations for one tokenizer, its chat template, and one action format.
+
+    Tokens that were sampled are never decoded and encoded again. What is new since then is rendered and
+    encoded on its own, and appended.
+
+    `history` says what to do with a template that rewrites earlier turns (many drop old thinking):
+    "strict" refuses it, "keep" appends to the history as it was generated, "split" starts a new sequence
+    with the rewritten conversation as its prompt whenever the template rewrites something.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, format: ActionFormat, history: History = "strict") -> None:
+        if history not in ("strict", "keep", "split"):
+            raise ConfigError(f"history must be 'strict', 'keep' or 'split', not {history!r}")
+        self.tokenizer = tokenizer
+        self.format = format
+        self.history = history
+        self._template = SafeTemplate(tokenizer)
+        self._cache = RenderCache()
+        self.abilities = probe(self._template, format)
+        self.end_of_turn = self._find_end_of_turn()
+        if history == "strict" and self.abilities.rewrites:
+            raise ConfigError(
+                "this chat template rewrites earlier turns (seen with: "
+                f"{'; '.join(self.abilities.rewrites)}), so what the model is shown later is not what "
+                "it read and said before. Choose history='keep' (the history stays as it was generated) "
+                "or history='split' (a rewritten history starts a new training row)"
+            )
+
+    def bound(self, tools: Sequence[ToolSpec]) -> Self:
+        """The same renderer, its format fitted to these tools: for formats with a tag for each tool."""
+        format = self.format.bind(tools)
+        if format is self.format:
+            return self
+        made = copy.copy(self)
+        made.format = format
+        made._cache = RenderCache()
+        return made
+
+    @property
+    def preserves_prefixes(self) -> bool:
+        """Whether the template leaves earlier turns as they were."""
+        return not self.abilities.rewrites
+
+    def describe(self, tools: Sequence[ToolSpec]) -> str | None:
+        """What the system prompt says about the tools; None where the chat template says it."""
+        if self.abilities.native_tools:
+            return None
+        return self.format.describe(self._template.harmless_tools(tools))
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """The tokens of a whole conversation, up to where the model goes on."""
+        made = entries(messages, self.format, self.abilities)
+
+        def render() -> list[int]:
+            conversation, native = self._conversation(messages, tools)
+            return self._template.encode(self._template.render(conversation, native, True))
+
+        return self._cache.tokens("prompt", made, tools, render)
+
+    def observation(
+        self,
+        action: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        """What is appended after a sampled action: the rest of its turn, `messages`, the next opening.
+
+        An end-of-turn token that the model said itself is not repeated; one that it did not say (a stop
+        string, a length cut) is added here, and belongs to the observation.
+        """
+        new = entries(messages, self.format, self.abilities)
+        # Tools stand at the front, which is cut off here: any tool will do, and a small one is quick.
+        native = [TOOL] if tools and self.abilities.native_tools else []
+        rest = self._cache.tokens("rest", new, native, lambda: self._rest_of_turn(new, native))
+        return self._unsaid(action, rest)
+
+    def _rest_of_turn(self, new: Sequence[Entry], native: Sequence[ToolSpec]) -> list[int]:
+        """What the template writes after something that the assistant said, when `new` follows."""
+        word = unused_word(piece.text for entry in new for piece in entry.pieces)
+        stub = [Entry("user", (Piece("?", True),)), Entry("assistant", (Piece(word, True),))]
+        rendered = self._template.render([*stub, *new], native, True)
+        before, found, _ = rendered.text.partition(word)
+        if not found:
+            raise ConfigError(
+                "the chat template leaves out what the assistant said, so nothing can be appended to "
+                "it; give the tokenizer another chat_template"
+            )
+        return self._template.encode(rendered.after(len(before + found)))
+
+    def next_context(
+        self,
+        sequence: TokenSequence,
+        conversation: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> NextContext:
+        """What follows `sequence`, whose last action is the last message of `conversation`."""
+        if self.needs_split(conversation, messages, tools):
+            return NextContext(self.prompt([*conversation, *messages], tools), restart=True)
+        last = sequence.segments[-1] if sequence.segments else None
+        action = last.tokens if last and last.kind is SegmentKind.ACTION else []
+        return NextContext(self.observation(action, messages, tools))
+
+    def needs_split(
+        self,
+        conversation: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> bool:
+        """Whether the template rewrites this very conversation when `messages` follow, and we split."""
+        if self.history != "split" or self.preserves_prefixes:
+            return False
+        if not conversation or conversation[-1].role != "assistant":
+            return False
+        before, native = self._conversation(conversation, tools)
+        new = entries(messages, self.format, self.abilities)
+        return is_rewritten(self._template, before, new, native, self.abilities)
+
+    def text_of(self, completion: Completion) -> str:
+        """What an action says: without its stop token, and with the thought that the prompt opened."""
+        tokens = completion.tokens
+        if completion.finish is FinishReason.STOP_TOKEN and tokens[-1:] and self._is_stop(tokens[-1]):
+            tokens = tokens[:-1]
+        said = self.tokenizer.decode(tokens).removeprefix(self.abilities.lead)
+        return self.abilities.opens_thinking + said
+
+    def action_text(self, message: Message) -> str:
+        """What an assistant's message says as an action, its calls included."""
+        return action_text(message, self.format)
+
+    def action_tokens(self, text: str) -> list[int]:
+        """An action that somebody else wrote, as the model would have said it, end of turn included."""
+        opened = self.abilities.opens_thinking
+        if opened and not text.startswith(THINK[0]):
+            text = f"{opened}\n{THINK[1]}\n\n{text}"  # the prompt opens a thought: it is closed first
+        said = text.removeprefix(opened)
+        pieces = marked(self.abilities.lead + said, (*THINK, *self.format.marks))
+        tokens = self._template.encode_pieces(pieces)
+        return tokens if self.end_of_turn is None else [*tokens, self.end_of_turn]
+
+    def _find_end_of_turn(self) -> int | None:
+        """The stop token that the template writes after what the assistant said, if it does."""
+        rest = self.observation([], [])
+        found = next((index for index, token in enumerate(rest) if self._is_stop(token)), None)
+        if found is None or self.tokenizer.decode(rest[:found]).strip():
+            return None
+        return rest[found]
+
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> tuple[list[Entry], list[ToolSpec]]:
+        """What the template is given: entries, and the tools that it describes itself."""
+        made = entries(messages, self.format, self.abilities)
+        return described(made, self.describe(tools) or "", self.abilities), self._native(tools)
+
+    def _native(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
+        return self._template.harmless_tools(tools) if self.abilities.native_tools else []
+
+    def _unsaid(self, action: Sequence[int], rest: list[int]) -> list[int]:
+        """`rest` without the end of turn that the action already ends with."""
+        if not action or not self._is_stop(action[-1]) or action[-1] not in rest:
+            return rest
+        index = rest.index(action[-1])
+        return rest if self.tokenizer.decode(rest[:index]).strip() else rest[index + 1 :]
+
+    def _is_stop(self, token: int) -> bool:
+        return token in self.tokenizer.stop_tokens

@@ -1,0 +1,246 @@
+"""Many episodes at once: one coroutine each, and nothing waits for a batch.
+
+Who waits for whom: an episode waits for a place among those in flight (`max_in_flight`, the only bound
+here), then for its environments (their pools are bounded), then for the engine (which bounds its own
+queue). Groups are yielded as soon as their last episode ends. Cancelling the iteration cancels every
+episode, and each one releases what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ludus.core.failures import (
+    Aborted,
+    Boundary,
+    ConfigError,
+    EngineError,
+    Failure,
+    Fault,
+    InfraError,
+    MissingExtraError,
+)
+from ludus.core.generation import Sampling
+from ludus.core.messages import Message
+from ludus.core.protocols import Engine
+from ludus.core.random import key
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolSet
+from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.envs import EnvPool, Lease
+from ludus.rewards import Scorer
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.env_tools import tools_of
+from ludus.rollouts.episode import Episode, EpisodeOver
+from ludus.rollouts.renderers import Renderer
+from ludus.tools import CombinedTools, LocalTools
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Plays episodes: everything an episode needs, and how many run at once."""
+
+    engine: Engine
+    renderer: Renderer
+    scorer: Scorer
+    tools: ToolSet
+    pools: Mapping[str, EnvPool] = field(default_factory=dict)
+    agent: Agent = field(default_factory=Agent)
+    budgets: Budgets = field(default_factory=Budgets)
+    sampling: Sampling = field(default_factory=Sampling)
+    attempts: int = 1
+    max_in_flight: int = 256
+    retries: int = 1
+    """How often an episode is played again after a failure of ours."""
+
+    async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
+        """One group of `attempts` episodes for each task, in the order they finish."""
+        places = asyncio.Semaphore(self.max_in_flight)
+        seen: Counter[str] = Counter()
+        running = []
+        for task in tasks:
+            # a task that comes twice gets new attempts, not the same ones again
+            first = seen[task.id] * self.attempts
+            seen[task.id] += 1
+            running.append(asyncio.create_task(self._group(task, first, seed, places)))
+        try:
+            for finished in asyncio.as_completed(running):
+                yield await finished
+        finally:
+            await _cancelled(running)
+
+    async def _group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
+        async def one(attempt: int) -> Trajectory:
+            async with places:
+                return await self.play(task, attempt, seed)
+
+        running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
+        try:
+            group = Group(task, await asyncio.gather(*running))
+        finally:
+            await _cancelled(running)
+        try:
+            await self.scorer.score_group(group)
+        except InfraError as error:
+            for trajectory in group.trajectories:
+                if trajectory.failure is None and trajectory.stop is not StopReason.ABORTED:
+                    _fail(trajectory, Failure.of(error, Boundary.REWARD))
+        return group
+
+    async def play(self, task: Task, attempt: int, seed: int) -> Trajectory:
+        """One episode, played again when something of ours failed; a failure is in its trajectory.
+
+        Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
+        """
+        trajectory = Trajectory(task)
+        for trial in range(self.retries + 1):
+            trajectory = Trajectory(task, attempt=attempt, seed=key(seed, task.id, attempt))
+            name = f"{seed:x}/{task.id}/{attempt}/{trial}"
+            started = time.perf_counter()
+            try:
+                await self._in_time(trajectory, name)
+            except Aborted:
+                trajectory.stop = StopReason.ABORTED
+            except InfraError as error:
+                _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
+                if not error.retriable or error.boundary is Boundary.REWARD:
+                    break  # rewards have retries of their own; playing again would not mend them
+            except (ConfigError, MissingExtraError):
+                raise
+            except Exception as error:
+                log.exception("the agent failed on task %s", task.id)
+                _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
+                break
+            finally:
+                trajectory.seconds["total"] = time.perf_counter() - started
+                await self.engine.release(name)
+            if trajectory.failure is None:
+                break
+            log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
+        return trajectory
+
+    async def _in_time(self, trajectory: Trajectory, name: str) -> None:
+        """The episode within its deadline, which is ours: a `TimeoutError` of user code is another matter."""
+        limit = self.budgets.max_seconds
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await self._live(trajectory, name)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            message = f"the episode took longer than budgets.max_seconds = {limit:g}"
+            raise InfraError(Boundary.DEADLINE, message) from error
+
+    async def _live(self, trajectory: Trajectory, name: str) -> None:
+        """From the first environment to the last reward; whatever happens, all is released."""
+        task = trajectory.task
+        async with AsyncExitStack() as held:
+            leases = await self._leases(trajectory, name, held)
+            envs = {env_name: lease.env for env_name, lease in leases.items()}
+            seen = [lease.observation.text for lease in leases.values()]
+            context = ToolContext(name, task, envs)
+            own = LocalTools(
+                [tool for env_name, env in envs.items() for tool in await tools_of(env, env_name)],
+                encode=self.renderer.tokenizer.encode,
+                max_tokens=self.budgets.max_observation_tokens,
+            )
+            tools = CombinedTools([self.tools, own])
+            await tools.open(context)
+            held.push_async_callback(_close, tools, context)
+            episode = Episode(
+                trajectory,
+                engine=self.engine,
+                renderer=self.renderer,
+                tools=tools,
+                specs=await tools.list(context),
+                context=context,
+                budgets=self.budgets,
+                sampling=self.sampling,
+                opening=opening_messages(task.messages, [text for text in seen if text]),
+            )
+            try:
+                await self.agent.run(episode)
+            except EpisodeOver:
+                log.debug("task %s ended by its budget or its environment", task.id)
+            episode.finish()
+            started = time.perf_counter()
+            await self.scorer.score(trajectory, envs)
+            trajectory.seconds["rewards"] = time.perf_counter() - started
+
+    async def _leases(self, trajectory: Trajectory, name: str, held: AsyncExitStack) -> dict[str, Lease]:
+        """The episode's environments, in the order the task names them.
+
+        They are acquired in the order of their names, so that no two episodes wait for each other.
+        """
+        task = trajectory.task
+        names = list(task.envs or self.pools)
+        leases: dict[str, Lease] = {}
+        for env_name in sorted(names):
+            pool = self._pool(env_name)
+            leases[env_name] = await pool.acquire(name, task)
+            held.push_async_exit(_releaser(pool, name, trajectory))
+        return {env_name: leases[env_name] for env_name in names}
+
+    def _pool(self, name: str) -> EnvPool:
+        if name not in self.pools:
+            known = ", ".join(self.pools) or "none"
+            raise ConfigError(f"a task asks for the environment {name!r}, but this run has: {known}")
+        return self.pools[name]
+
+
+def opening_messages(messages: Sequence[Message], observations: Sequence[str]) -> list[Message]:
+    """The task's messages, with what the environments show first at the end of the last user message.
+
+    One message rather than two, because many chat templates refuse two user messages in a row.
+    """
+    if not observations:
+        return list(messages)
+    text = "\n\n".join(observations)
+    if messages and messages[-1].role == "user":
+        last = messages[-1]
+        return [*messages[:-1], replace(last, content=f"{last.content}\n\n{text}")]
+    return [*messages, Message("user", text)]
+
+
+def _releaser(pool: EnvPool, name: str, trajectory: Trajectory) -> Callable[..., Awaitable[None]]:
+    """Gives an environment back. One in which a call may still be running is not handed out again."""
+
+    async def release(kind: object, error: BaseException | None, trace: object) -> None:
+        is_cut_off = error is not None and not isinstance(error, Aborted | EngineError)
+        is_broken = is_cut_off or Fault.TOOL_TIMEOUT in trajectory.faults
+        await pool.release(name, is_broken=is_broken)
+
+    return release
+
+
+async def _close(tools: ToolSet, context: ToolContext) -> None:
+    """Close the tools; the episode has been played and scored, so an error here does not undo it."""
+    try:
+        await tools.close(context)
+    except Exception:
+        log.exception("the tools of episode %s could not be closed", context.episode)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs, and wait until it has released what it held."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _fail(trajectory: Trajectory, failure: Failure) -> None:
+    """A failure of ours: no reward, whatever had been scored before."""
+    trajectory.failure = failure
+    trajectory.stop = StopReason.FAILED
+    trajectory.reward = None
+    trajectory.rewards = {}

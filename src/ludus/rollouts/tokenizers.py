@@ -1,0 +1,222 @@
+"""Hugging Face tokenizers behind the `Tokenizer` protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json
+from ludus.rollouts.controls import ControlTexts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- if messages and messages[0].role == 'system' %}"
+    "{{- messages[0].content + '\\n\\n' }}{%- endif %}"
+    "{{- '# Tools\\n\\nYou may call one or more functions. You are given their signatures within "
+    "<tools></tools>:\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\\n</tools>\\n\\nFor each call, write a JSON object within <tool_call></tool_call>:\\n"
+    '<tool_call>\\n{"name": <function-name>, "arguments": <arguments-object>}\\n</tool_call>'
+    "<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- elif not (tools and loop.first and message.role == 'system') %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""Our template for tokenizers that come without one: ChatML, with tools the way Hermes writes them."""
+
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+"""Tokens that end a turn in the templates we know; a template's own is also found by rendering."""
+
+_TAG = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
+_PROBE = "0x5eed"
+
+
+class HFTokenizer:
+    """A `transformers` tokenizer. Its `chat_template` is used, or ChatML when it has none."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        stop_tokens: Iterable[int] = (),
+    ) -> None:
+        """`stop_tokens` are further ones, such as the `eos_token_id` of a generation config."""
+        self.inner: Any = tokenizer
+        self._template: str | None = chat_template
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            self._template = CHATML
+            self._require(("<|im_start|>", "<|im_end|>"))
+        self._controls = _controls(self.inner)
+        self._texts = ControlTexts(self._controls)
+        self._anchors = self._find_anchors()
+        self._stops = self._find_stops(stop_tokens)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return self._stops
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self.inner)
+
+    @property
+    def controls(self) -> Mapping[str, int]:
+        return MappingProxyType(self._controls)
+
+    def encode(self, text: str) -> list[int]:
+        """A tokenizer that puts a space before any text is kept from doing so: pieces must join."""
+        for anchor, known in self._anchors.items():
+            anchored = self._ids(anchor + text)
+            if anchored[: len(known)] == known:
+                return anchored[len(known) :]
+        return self._ids(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """The text is cut inside everything that would be special, so that no encoder sees it whole."""
+        forbidden = set(self._controls.values())
+        ids = [token for piece in self._texts.cut(text) for token in self.encode(piece)]
+        if forbidden.isdisjoint(ids):
+            return ids
+        # A normaliser can make a control token of text that did not look like one: one character at
+        # a time cannot be one.
+        return [t for character in text for t in self.encode(character) if t not in forbidden]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(
+            self.inner.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[Json], tools: Sequence[Json] | None, add_generation_prompt: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self.inner.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    chat_template=self._template,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                )
+            )
+        except (TemplateError, TypeError, KeyError, AttributeError, IndexError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ConfigError(
+                f"the chat template refuses a conversation of the roles ({roles}): {error}"
+            ) from error
+
+    def _ids(self, text: str) -> list[int]:
+        sound = text.encode("utf-8", errors="replace").decode("utf-8")  # halves of surrogate pairs
+        return list(self.inner.encode(sound, add_special_tokens=False))
+
+    def _require(self, texts: Sequence[str]) -> None:
+        known = self.inner.get_vocab()
+        missing = [text for text in texts if text not in known]
+        if missing:
+            raise ConfigError(
+                f"the tokenizer has no chat template, and ours (ChatML) needs {' and '.join(missing)}, "
+                "which it lacks: give chat_template=..., or add these as special tokens "
+                "(and resize the model's embeddings)"
+            )
+
+    def _find_anchors(self) -> dict[str, list[int]]:
+        """Texts to put before another, so that it is not the first; none where that makes no odds."""
+        known = {anchor: self._ids(anchor) for anchor in ("\n", "a", ".")}
+        return known if self._ids("\na") != known["\n"] + known["a"] else {}
+
+    def _find_stops(self, further: Iterable[int]) -> tuple[int, ...]:
+        found: list[int] = []
+        if self.inner.eos_token_id is not None:
+            found.append(int(self.inner.eos_token_id))
+        template = self._template or self.inner.chat_template
+        source = template if isinstance(template, str) else str(template)
+        found += [self._controls[t] for t in END_OF_TURN if t in self._controls and t in source]
+        found += [token for token in [self._rendered_end()] if token is not None]
+        found += [int(token) for token in further]
+        return tuple(dict.fromkeys(found))
+
+    def _rendered_end(self) -> int | None:
+        """The control token that the template writes right after what the assistant said."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            rendered = self.apply_chat_template(turns, None, False)
+        except ConfigError:
+            return None
+        rest = rendered.rpartition(_PROBE)[2].lstrip()
+        fitting = [text for text in self._controls if rest.startswith(text)]
+        return self._controls[max(fitting, key=len)] if fitting else None
+
+
+def load_tokenizer(
+    name_or_path: str | Path, *, chat_template: str | None = None, revision: str | None = None
+) -> HFTokenizer:
+    """The tokenizer of a local folder or a hub name, with the stop tokens of its generation config."""
+    from transformers import AutoTokenizer
+
+    where = str(name_or_path)
+    if not Path(where).is_dir() and (where.startswith((".", "/", "~")) or where.count("/") > 1):
+        raise ConfigError(f"there is no folder {where!r} with a tokenizer in it")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"no tokenizer could be loaded from {where!r}: it is neither a folder with tokenizer files "
+            f"nor a model that the hub gives ({type(error).__name__}: {str(error).strip():.200})"
+        ) from error
+    return HFTokenizer(
+        tokenizer, chat_template=chat_template, stop_tokens=_generation_stops(where, revision)
+    )
+
+
+def _controls(tokenizer: Any) -> dict[str, int]:
+    """Special tokens, and added ones that look like tags: `<tool_call>` is often not marked special."""
+    return {
+        str(token.content): int(number)
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if len(token.content) > 1 and (token.special or _TAG.fullmatch(token.content))
+    }
+
+
+def _generation_stops(name_or_path: str, revision: str | None) -> list[int]:
+    from transformers import GenerationConfig
+
+    try:
+        config: Any = GenerationConfig.from_pretrained(name_or_path, revision=revision)
+    except (OSError, ValueError):
+        return []  # a tokenizer need not come with a generation config
+    stops = config.eos_token_id
+    return list(stops) if isinstance(stops, (list, tuple)) else [] if stops is None else [stops]

@@ -1,0 +1,175 @@
+"""The command line as a user meets it: real processes, real signals, messages that say what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ludus.cli.errors import explained
+from ludus.cli.main import app
+from ludus.observe import RunFolder
+
+MODULE = '''
+import ludus
+
+@ludus.tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+@ludus.reward
+async def short(trajectory) -> float:
+    return 1.0 / (1 + sum(len(action.tokens) for action in trajectory.actions))
+
+def tasks():
+    return [ludus.Task.of(f"{n} plus {n}?", target=str(2 * n), id=str(n)) for n in range(8)]
+
+def held_out():
+    return [ludus.Task.of(f"{n} plus {n}?", target=str(2 * n), id=str(n)) for n in range(20, 22)]
+'''
+RECIPE = """
+name = "adding"
+threads = 1
+rewards = ["task.py:short"]
+
+[model.scratch]
+layers = 1
+width = 32
+heads = 2
+kv_heads = 1
+
+[tasks]
+train = "task.py:tasks"
+evaluation = "task.py:held_out"
+
+[agent]
+tools = ["task.py:add"]
+
+[budgets]
+max_turns = 2
+max_turn_tokens = 8
+
+[engine]
+cache_tokens = 4096
+max_running = 16
+
+[rl]
+steps = 2
+tasks = 2
+attempts = 2
+
+[run]
+checkpoint_every = 1
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "task.py").write_text(MODULE)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def ludus(*arguments: str) -> str:
+    """Run a command in this process; the output of one that succeeded."""
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from ludus.cli.main import run; run()", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], run: RunFolder, step: int) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise AssertionError(f"it ended early: {process.communicate()}")
+        if any(checkpoint.step >= step for checkpoint in run.checkpoints()):
+            return
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError("no checkpoint appeared")
+
+
+def test_train_evaluate_look(project: Path) -> None:
+    said = ludus("train", "recipe.toml", "rl.steps=1")
+    run = RunFolder(project / "runs" / "adding-001")
+    assert run.latest_checkpoint() is not None
+    assert "runs/adding-001" in said
+    assert "success" in ludus("eval", "runs/adding-001", "--attempts", "2")
+    out = project / "episodes.parquet"
+    said = ludus("rollout", "runs/adding-001", "--tasks", "1", "--top-p", "0.9", "--out", str(out))
+    assert "0 plus 0?" in said and out.exists()
+
+
+def test_checks(project: Path) -> None:
+    assert "recipe.toml: ok" in ludus("check", "recipe", "recipe.toml", 'rewards=["exact_match"]')
+    done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml"])
+    assert done.exit_code == 1 and "gold_fails" in done.output, "a right answer must get full marks"
+    said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "2", "b": 3}')
+    assert '"integer"' in said and "result: 5" in said
+    said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "two"}')
+    assert "bad_arguments" in said
+    said = ludus("check", "env", "safe", "--tasks", "ludus.envs.safe:training_tasks")
+    assert "safe: ok" in said
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
+    process = started("train", "recipe.toml", "rl.steps=100000", "run.folder=stopped")
+    run = RunFolder(project / "stopped")
+    wait_for_checkpoint(process, run, step=1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 130
+    assert "ludus train --resume" in errors and "Traceback" not in errors
+    latest = run.latest_checkpoint()
+    assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
+
+
+def test_a_killed_run_goes_on(project: Path) -> None:
+    """SIGKILL at any moment: the run resumes from its last checkpoint, and no step is recorded twice."""
+    process = started("train", "recipe.toml", "rl.steps=4", "run.folder=killed")
+    run = RunFolder(project / "killed")
+    wait_for_checkpoint(process, run, step=1)
+    process.kill()
+    process.communicate()
+    ludus("train", "--resume", "killed")
+    steps = [row["step"] for row in run.metrics() if "reward" in row]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train",), "give either a recipe, or --resume"),
+        (("train", "nothing.toml"), "there is no file nothing.toml"),
+        (("train", "recipe.toml", "rl.stepz=3"), "did you mean 'steps'"),
+        (("train", "recipe.toml", "rl.steps"), "key=value"),
+        (("train", "--resume", "nowhere"), "is not a run"),
+        (("eval", "recipe.toml", "-m", "./no-such-folder"), "no-such-folder"),
+        (("check", "tool", "task.py:nothing"), "has no 'nothing'"),
+        (("check", "env", "sofe"), "Did you mean 'safe'"),
+        (("train", "recipe.toml", "sampling.top_k=5"), "importance ratios"),
+    ],
+)
+def test_mistakes_are_explained(
+    project: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = explained(lambda **options: app(list(arguments), **options))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in " ".join(said.split()) and "Traceback" not in said

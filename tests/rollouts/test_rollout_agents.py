@@ -1,0 +1,300 @@
+"""Agents: the default loop, agents of one's own, the two examples, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_parts import assert_exact, called, fake, play_one, renderer, rollout
+
+from ludus.core.failures import ConfigError, Fault
+from ludus.core.generation import FinishReason
+from ludus.core.messages import Message, ToolCall
+from ludus.core.registry import load_reference
+from ludus.core.task import Task
+from ludus.core.tooling import ToolResult
+from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
+from ludus.envs import EnvPool
+from ludus.envs.safe import Safe, expert, held_out_tasks, opened
+from ludus.rollouts import Agent, Demonstrator, Episode
+from ludus.tools import tool
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents.py"
+
+
+def example(name: str) -> Any:
+    return load_reference(f"{EXAMPLES}:{name}")
+
+
+@tool
+def double(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
+@tool
+def finish() -> ToolResult:
+    """End the episode."""
+    return ToolResult("over", terminated=True, reward=0.5)
+
+
+def said(trajectory: Trajectory) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in trajectory.messages]
+
+
+async def test_the_default_loop() -> None:
+    trajectory = await play_one(rollout([called("double", number=4), "8"], tools=[double]))
+    assert said(trajectory)[2:] == [("tool", "8"), ("assistant", "8")]
+    assert trajectory.answer == "8" and trajectory.stop is StopReason.ANSWERED
+
+
+async def test_a_tool_that_terminates_ends_the_episode() -> None:
+    both = called("finish") + called("double", number=1)
+    playing = rollout([both, "never asked"], tools=[double, finish])
+    trajectory = await play_one(playing)
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.turns == 1
+    assert [m.content for m in trajectory.messages if m.role == "tool"] == ["over", "2"]
+    assert trajectory.actions[0].reward == 0.5
+    kinds = [segment.kind for segment in trajectory.sequences[0].segments]
+    assert kinds == [SegmentKind.PROMPT, SegmentKind.ACTION], "what nobody reads is not rendered"
+
+
+async def test_calls_beyond_the_limit_are_refused_one_by_one() -> None:
+    many = "".join(called("double", number=n) for n in range(5))
+    playing = rollout([many, "done"], tools=[double], budgets={"max_calls": 2})
+    trajectory = await play_one(playing)
+    contents = [m.content for m in trajectory.messages if m.role == "tool"]
+    assert contents[:2] == ["0", "2"]
+    assert all("at most 2 calls" in content for content in contents[2:]) and len(contents) == 5
+    assert trajectory.actions[0].faults == (Fault.LIMIT,) * 3
+
+
+async def test_turns_run_out() -> None:
+    playing = rollout(
+        lambda *_: called("double", number=1), tools=[double], budgets={"max_turns": 3, "remind": True}
+    )
+    trajectory = await play_one(playing)
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.turns == 3
+    read = playing.renderer.tokenizer.decode(fake(playing).calls[-1].consumed)
+    assert [f"[{n} turn" in read for n in (3, 2, 1, 0)] == [True, True, True, False]
+    assert "[1 turn left]" in read
+    assert trajectory.messages[-1].role == "tool", "the last result is there for rewards to read"
+
+
+async def test_tokens_run_out_before_an_observation_that_does_not_fit() -> None:
+    @tool
+    def recite() -> str:
+        """Say very much."""
+        return "la " * 100
+
+    playing = rollout(
+        lambda *_: called("recite"), tools=[recite], budgets={"max_tokens": 1500, "max_turns": 50}
+    )
+    trajectory = await play_one(playing)
+    assert trajectory.stop is StopReason.MAX_TOKENS
+    assert trajectory.turns > 1 and len(trajectory.tokens) <= 1500
+    assert trajectory.action_mask[-1], "it ends with what the model said"
+    assert trajectory.messages[-1].content.startswith("la la")
+
+
+async def test_a_prompt_that_is_too_long_leaves_nothing_to_say() -> None:
+    trajectory = await play_one(rollout(["done"], budgets={"max_tokens": 10}))
+    assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.turns == 0
+
+
+async def test_an_agent_may_call_before_the_model_has_spoken() -> None:
+    class Prefetch(Agent):
+        async def run(self, episode: Episode) -> None:
+            episode.observe(await episode.call([ToolCall("double", {"number": 21}), ToolCall("nobody")]))
+            await super().run(episode)
+
+    playing = rollout(["42"], tools=[double], agent=Prefetch())
+    trajectory = await play_one(playing)
+    assert trajectory.failure is None
+    assert trajectory.faults == [], "the model did not make these calls"
+    assert "42" in playing.renderer.tokenizer.decode(fake(playing).calls[0].consumed)
+
+
+async def test_faults_and_rewards_go_to_the_action_that_made_the_call() -> None:
+    class Patient(Agent):
+        """Lets the model speak twice, and only then runs what it asked for first."""
+
+        async def run(self, episode: Episode) -> None:
+            first = await episode.generate()
+            await episode.generate()
+            episode.observe(await episode.call(first.calls))
+            await super().run(episode)
+
+    playing = rollout([called("nobody") + called("pay"), "wait", "done"], tools=[pay], agent=Patient())
+    trajectory = await play_one(playing)
+    assert [a.faults for a in trajectory.actions] == [(Fault.UNKNOWN_TOOL,), (), ()]
+    assert [a.reward for a in trajectory.actions] == [2.0, None, None]
+    assert_exact(trajectory, fake(playing))
+
+
+@tool
+def pay() -> ToolResult:
+    """Be paid."""
+    return ToolResult("paid", reward=2.0)
+
+
+async def test_an_agents_own_limit_is_its_own_to_judge() -> None:
+    class Curious(Agent):
+        async def run(self, episode: Episode) -> None:
+            turn = await episode.generate(max_tokens=4)
+            assert turn.finish is FinishReason.LENGTH and turn.text == "a lo"
+            episode.observe(Message("user", "Shorter!"))
+            await super().run(episode)
+
+    trajectory = await play_one(rollout(["a long story", "ok"], agent=Curious()))
+    assert trajectory.answer == "ok" and trajectory.stop is StopReason.ANSWERED
+    assert len(trajectory.actions[0].tokens) == 4
+
+
+async def test_nothing_is_generated_after_the_end() -> None:
+    class Eager(Agent):
+        async def run(self, episode: Episode) -> None:
+            await super().run(episode)
+            assert episode.over
+            await episode.generate()
+            raise AssertionError("it went on after its answer")
+
+    trajectory = await play_one(rollout(["done", "more"], agent=Eager()))
+    assert trajectory.answer == "done" and trajectory.turns == 1 and trajectory.is_trainable
+
+
+async def test_an_agent_that_just_returns_has_ended_the_episode() -> None:
+    class Silent(Agent):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+
+    trajectory = await play_one(rollout(["hm"], agent=Silent()))
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.answer is None
+
+
+# The examples -----------------------------------------------------------------------------------------
+
+
+async def test_plan_then_act() -> None:
+    plan = "1. double it 2. answer " + called("double", number=1)
+    playing = rollout(
+        [plan, called("double", number=4), "8"], tools=[double], agent=example("PlanThenAct")()
+    )
+    trajectory = await play_one(playing)
+    agent = example("PlanThenAct")
+    users = [content for role, content in said(trajectory) if role == "user"]
+    assert users == ["Go.", agent.ask, agent.begin]
+    assert [m.content for m in trajectory.messages if m.role == "tool"] == ["8"], "the plan was not run"
+    assert trajectory.answer == "8" and trajectory.turns == 3
+    assert_exact(trajectory, fake(playing))
+
+
+async def test_a_plan_without_end_is_cut_and_the_episode_goes_on() -> None:
+    playing = rollout(["plan " * 400, "8"], agent=example("PlanThenAct")())
+    trajectory = await play_one(playing)
+    assert len(trajectory.actions[0].tokens) == 128 and trajectory.answer == "8"
+
+
+async def test_reflect_and_retry() -> None:
+    script = ["7", "No: 4 was to be doubled.", called("double", number=4), "8", "Yes."]
+    playing = rollout(script, tools=[double], agent=example("ReflectAndRetry")())
+    trajectory = await play_one(playing)
+    agent = example("ReflectAndRetry")
+    users = [content for role, content in said(trajectory) if role == "user"]
+    assert users == ["Go.", agent.ask, agent.again, agent.ask]
+    assert trajectory.answer == "8" and trajectory.turns == 5
+    assert_exact(trajectory, fake(playing))
+
+
+@pytest.mark.parametrize(("tries", "turns"), [(1, 1), (2, 3), (3, 5)])
+async def test_reflection_ends_after_its_tries(tries: int, turns: int) -> None:
+    playing = rollout(lambda *_: "wrong", agent=example("ReflectAndRetry")(tries))
+    trajectory = await play_one(playing)
+    assert trajectory.turns == turns and trajectory.answer == "wrong"
+
+
+async def test_reflection_keeps_its_answer_when_turns_run_out() -> None:
+    playing = rollout(lambda *_: "wrong", agent=example("ReflectAndRetry")(9), budgets={"max_turns": 4})
+    trajectory = await play_one(playing)
+    assert trajectory.turns == 3 and trajectory.stop is StopReason.ANSWERED
+
+
+async def test_reflection_stops_when_the_environment_ends_the_episode() -> None:
+    playing = rollout([called("finish")], tools=[finish], agent=example("ReflectAndRetry")())
+    trajectory = await play_one(playing)
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.turns == 1
+
+
+# Experts ----------------------------------------------------------------------------------------------
+
+
+async def test_an_expert_plays_real_episodes() -> None:
+    pool = EnvPool(Safe, name="safe", size=4)
+    playing = rollout(
+        [],
+        rewards=[opened],
+        pools={"safe": pool},
+        agent=Demonstrator(expert),
+        budgets={"max_turns": 100, "max_tokens": 100_000},
+    )
+    for task in held_out_tasks()[:3]:
+        trajectory = await play_one(playing, task)
+        assert trajectory.reward == 1.0 and trajectory.stop is StopReason.TERMINATED
+        assert trajectory.faults == []
+        assert set(trajectory.logprobs) == {0.0}, "nobody sampled it"
+        end = playing.renderer.tokenizer.stop_tokens[0]
+        assert all(action.tokens[-1] == end for action in trajectory.actions)
+    assert fake(playing).calls == []
+    await pool.close()
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3", "tags", "react"])
+async def test_a_demonstration_reads_like_what_a_model_would_have_said(format: str) -> None:
+    """Saying the expert's tokens gives the same episode: imitation is on what the model will meet."""
+
+    def shown(task: Task) -> Generator[ToolCall | str, str, None]:
+        heard = yield ToolCall("echo", {"text": "hi"})
+        yield f"it said {heard}"
+
+    @tool
+    def echo(text: str) -> str:
+        """Say it again.
+
+        Args:
+            text: What to say.
+        """
+        return text.upper()
+
+    by = renderer("chatml", format)
+    expert_plays = rollout([], tools=[echo], agent=Demonstrator(shown), rendered_by=by)
+    demonstration = await play_one(expert_plays)
+    assert demonstration.answer == "it said HI"
+    model_plays = rollout([a.tokens for a in demonstration.actions], tools=[echo], rendered_by=by)
+    played = await play_one(model_plays)
+    assert played.answer == demonstration.answer and played.messages == demonstration.messages
+    if format == "tags":
+        # the model's turn ends with the tag and we add the end of turn, which the expert says himself
+        assert [*played.tokens, by.end_of_turn] == demonstration.tokens
+        assert sum(demonstration.action_mask) == sum(played.action_mask) + 2
+    else:
+        assert played.tokens == demonstration.tokens
+        assert played.action_mask == demonstration.action_mask
+
+
+async def test_an_expert_that_stops_early() -> None:
+    def gives_up(task: Task) -> Generator[ToolCall | str, str, None]:
+        yield ToolCall("double", {"number": 2})
+
+    trajectory = await play_one(rollout([], tools=[double], agent=Demonstrator(gives_up)))
+    assert trajectory.stop is StopReason.TERMINATED and trajectory.turns == 1
+
+
+async def test_an_expert_whose_call_the_format_cannot_write() -> None:
+    def lost(task: Task) -> Generator[ToolCall | str, str, None]:
+        yield ToolCall("double", {"number": 2})
+
+    by = renderer("bytes", "fenced")
+    with pytest.raises(ConfigError, match="the expert calls 'double'"):
+        await play_one(rollout([], tools=[double], agent=Demonstrator(lost), rendered_by=by))

@@ -1,0 +1,309 @@
+"""Tokens appended turn by turn are those of the whole conversation; actions stay as sampled."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from format_templates import PRESERVING, REWRITING, LossyBytes, TemplatedBytes, hf_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludus.core.failures import ConfigError
+from ludus.core.generation import Completion, FinishReason
+from ludus.core.messages import Message, ToolCall
+from ludus.core.tokenizer import ByteTokenizer
+from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
+from ludus.rollouts.formats import FORMATS, load_format
+from ludus.rollouts.renderers import Renderer
+
+LOOKUP = ToolSpec(
+    "lookup",
+    "Look a key up.",
+    {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+)
+WORDS = st.text("abcé .,:+\n", min_size=1, max_size=12).map(str.strip).filter(bool)
+
+
+@st.composite
+def turns(draw):
+    """What happens in an episode: actions with calls and their results, or answers and questions."""
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        said, results = draw(WORDS), draw(st.lists(WORDS, max_size=2))
+        made.append((said, results, draw(WORDS), draw(st.booleans())))
+    return made
+
+
+@cache
+def make_renderer(kind, template: str, format: str) -> Renderer:
+    return Renderer(kind(template), load_format(format), "keep" if template in REWRITING else "strict")
+
+
+def play(
+    renderer: Renderer, opening: list[Message], script, tools
+) -> tuple[list[Segment], list[Message]]:
+    """An episode with scripted actions: its segments, and the conversation they stand for."""
+    conversation = list(opening)
+    sequence = TokenSequence([Segment(SegmentKind.PROMPT, renderer.prompt(opening, tools))])
+    one_call = renderer.format.name in ("react", "plain")
+    for said, results, question, is_cut in script:
+        calls = [ToolCall("lookup", {"key": r, "action": r}) for r in results][: 1 if one_call else 2]
+        if renderer.format.name in ("tags", "fenced"):
+            calls = [ToolCall("python", {"code": r}) for r in results]
+        text = renderer.format.render_action(said, calls)
+        tokens = renderer.action_tokens(text)
+        if is_cut:
+            assert tokens.pop() == renderer.end_of_turn
+        conversation.append(Message("assistant", text))
+        sequence.segments.append(Segment(SegmentKind.ACTION, tokens, [0.0] * len(tokens)))
+        new = [
+            renderer.format.render_result(c, ToolResult(r)) for c, r in zip(calls, results, strict=False)
+        ]
+        new = new or [Message("user", question)]
+        step = renderer.next_context(sequence, conversation, new, tools)
+        assert not step.restart
+        conversation += new
+        sequence.segments.append(Segment(SegmentKind.OBSERVATION, step.tokens))
+    return sequence.segments, conversation
+
+
+@pytest.mark.parametrize("kind", [TemplatedBytes, hf_tokenizer])
+@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("template", sorted(PRESERVING))
+@settings(max_examples=10)
+@given(script=turns(), system=st.none() | WORDS, question=WORDS)
+def test_appended_turns_read_like_the_whole_conversation(
+    kind, template, format, script, system, question
+):
+    renderer = make_renderer(kind, template, format)
+    opening = [Message("system", system)] if system else []
+    segments, conversation = play(renderer, [*opening, Message("user", question)], script, [LOOKUP])
+    played = renderer.tokenizer.decode([t for s in segments for t in s.tokens])
+    assert played == renderer.tokenizer.decode(renderer.prompt(conversation, [LOOKUP]))
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "trimming"])
+@given(script=turns(), question=WORDS)
+def test_the_text_is_the_templates_own(template, script, question):
+    """The reference is the template itself, given the conversation as dictionaries."""
+    renderer = make_renderer(hf_tokenizer, template, "plain")
+    segments, conversation = play(renderer, [Message("user", question)], script, [])
+    chat = [m.as_chat() for m in conversation]
+    chat.insert(0, {"role": "system", "content": renderer.describe([])})
+    played = renderer.tokenizer.decode([t for s in segments for t in s.tokens])
+    assert played == renderer.tokenizer.apply_chat_template(chat, None, True)
+
+
+@pytest.mark.parametrize("template", ["chatml", "mistral", "qwen3", "escaping"])
+@given(script=turns(), said=st.lists(st.integers(0, 255), max_size=12))
+def test_a_lossy_tokenizer_changes_no_action(template, script, said):
+    renderer = make_renderer(LossyBytes, template, "hermes")
+    segments, conversation = play(renderer, [Message("user", "Why  ME")], script, [LOOKUP])
+    sampled = [*said, renderer.end_of_turn]
+    sequence = TokenSequence([*segments, Segment(SegmentKind.ACTION, sampled, [0.0] * len(sampled))])
+    conversation.append(
+        Message("assistant", renderer.text_of(Completion(sampled, [], FinishReason.STOP_TOKEN)))
+    )
+    step = renderer.next_context(sequence, conversation, [Message("user", "x")], [LOOKUP])
+    assert not step.restart
+    assert sequence.segments[-1].tokens == sampled
+    assert renderer.end_of_turn not in step.tokens[:1]
+
+
+class TestEndOfTurn:
+    renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+    end = 257  # <|im_end|>
+
+    def test_said_by_the_model_it_is_not_repeated(self):
+        tokens = self.renderer.observation([104, self.end], [Message("user", "x")])
+        assert (
+            self.renderer.tokenizer.decode(tokens)
+            == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    @pytest.mark.parametrize("action", [[104], []])
+    def test_not_said_it_is_part_of_the_observation(self, action):
+        tokens = self.renderer.observation(action, [Message("user", "x")])
+        assert tokens[0] == self.end
+
+    def test_another_stop_token_does_not_stand_for_it(self):
+        tokenizer = hf_tokenizer("chatml")
+        renderer = Renderer(tokenizer, load_format("hermes"))
+        eos = tokenizer.controls["<|endoftext|>"]
+        assert (
+            renderer.observation([eos], [])[0]
+            == tokenizer.controls["<|im_end|>"]
+            == renderer.end_of_turn
+        )
+
+    def test_an_experts_action_ends_with_it(self):
+        tokens = self.renderer.action_tokens('<tool_call>\n{"name": "a"}\n</tool_call>')
+        assert tokens[0] == 259
+        assert tokens[-2:] == [260, self.end]
+
+    def test_white_space_before_it_is_left_out_with_it(self):
+        class Spaced(ByteTokenizer):
+            def apply_chat_template(self, messages, tools, add_generation_prompt):
+                text = super().apply_chat_template(messages, tools, add_generation_prompt)
+                return text.replace("<|im_end|>", " <|im_end|>")
+
+        renderer = Renderer(Spaced(), load_format("hermes"))
+        said = renderer.observation([104, self.end], [])
+        assert renderer.tokenizer.decode(said) == "\n<|im_start|>assistant\n"
+
+
+class TestText:
+    def test_the_stop_token_is_not_text(self):
+        renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+        completion = Completion([104, 105, 257], [0.0] * 3, FinishReason.STOP_TOKEN)
+        assert renderer.text_of(completion) == "hi"
+
+    def test_a_thought_that_the_prompt_opened_is_part_of_the_text(self):
+        renderer = Renderer(hf_tokenizer("r1"), load_format("hermes"), "keep")
+        tokens = renderer.tokenizer.encode("hm\n</think>\n\nyes")
+        text = renderer.text_of(Completion(tokens, [0.0] * len(tokens), FinishReason.LENGTH))
+        assert text == "<think>\nhm\n</think>\n\nyes"
+        assert renderer.format.parse(text).answer == "yes"
+        assert renderer.action_tokens(text)[:-1] == tokens
+
+    def test_an_expert_without_thoughts_closes_the_one_that_is_open(self):
+        renderer = Renderer(hf_tokenizer("r1"), load_format("hermes"), "keep")
+        assert renderer.tokenizer.decode(renderer.action_tokens("yes")).startswith("\n</think>\n\nyes")
+
+
+class TestRewrittenHistory:
+    @pytest.mark.parametrize("template", sorted(REWRITING))
+    def test_strict_refuses_and_names_both_choices(self, template):
+        with pytest.raises(ConfigError, match=r"thinking before a new user message.*'keep'.*'split'"):
+            Renderer(hf_tokenizer(template), load_format("hermes"))
+
+    @pytest.mark.parametrize("template", sorted(PRESERVING))
+    def test_templates_that_preserve_prefixes_are_not_refused(self, template):
+        assert Renderer(hf_tokenizer(template), load_format("hermes")).preserves_prefixes
+
+    def test_unknown_choices_are_refused(self):
+        with pytest.raises(ConfigError, match="history"):
+            Renderer(ByteTokenizer(), load_format("hermes"), "drop")  # type: ignore[arg-type]
+
+    def conversation(self, renderer: Renderer, text: str) -> tuple[TokenSequence, list[Message]]:
+        opening = [Message("user", "why")]
+        tokens = renderer.action_tokens(text)
+        prompt = Segment(SegmentKind.PROMPT, renderer.prompt(opening, [LOOKUP]))
+        sequence = TokenSequence([prompt, Segment(SegmentKind.ACTION, tokens, [0.0] * len(tokens))])
+        return sequence, [*opening, Message("assistant", text)]
+
+    def test_keep_appends_to_the_history_as_generated(self):
+        renderer = Renderer(hf_tokenizer("qwen3"), load_format("hermes"), "keep")
+        sequence, conversation = self.conversation(renderer, "<think>\nhm\n</think>\n\nyes")
+        step = renderer.next_context(sequence, conversation, [Message("user", "so?")], [LOOKUP])
+        assert not step.restart
+        assert (
+            renderer.tokenizer.decode(step.tokens)
+            == "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_split_starts_again_when_thinking_is_dropped(self):
+        renderer = Renderer(hf_tokenizer("qwen3"), load_format("hermes"), "split")
+        sequence, conversation = self.conversation(renderer, "<think>\nhm\n</think>\n\nyes")
+        step = renderer.next_context(sequence, conversation, [Message("user", "so?")], [LOOKUP])
+        assert step.restart
+        text = renderer.tokenizer.decode(step.tokens)
+        assert "hm" not in text
+        assert text.endswith("\nyes<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n")
+
+    def test_split_appends_while_nothing_is_rewritten(self):
+        """Such templates keep the thinking that belongs to the question at hand: tool results go on."""
+        renderer = Renderer(hf_tokenizer("qwen3"), load_format("hermes"), "split")
+        call = renderer.format.render_action("", [ToolCall("lookup", {"key": "k"})])
+        sequence, conversation = self.conversation(renderer, f"<think>\nhm\n</think>\n\n{call}")
+        step = renderer.next_context(sequence, conversation, [Message("tool", "v")], [LOOKUP])
+        assert not step.restart
+        whole = renderer.prompt([*conversation, Message("tool", "v")], [LOOKUP])
+        assert sequence.tokens + step.tokens == whole
+
+    def test_split_notices_what_the_prompt_opened(self):
+        renderer = Renderer(hf_tokenizer("r1"), load_format("hermes"), "split")
+        sequence, conversation = self.conversation(renderer, "<think>\nhm\n</think>\n\nyes")
+        assert renderer.next_context(sequence, conversation, [Message("user", "so?")]).restart
+
+
+class TestWhatTheTemplateCanDo:
+    def test_tools_go_through_the_template_that_writes_calls_as_the_format_reads_them(self):
+        hermes = Renderer(hf_tokenizer("chatml"), load_format("hermes"))
+        llama = Renderer(hf_tokenizer("llama3"), load_format("llama3"))
+        for renderer in (hermes, llama):
+            assert renderer.describe([LOOKUP]) is None
+            assert "Look a key up." in renderer.tokenizer.decode(
+                renderer.prompt([Message("user", "?")], [LOOKUP])
+            )
+
+    @pytest.mark.parametrize(
+        ("template", "format"), [("llama3", "hermes"), ("chatml", "llama3"), ("moving tools", "hermes")]
+    )
+    def test_otherwise_the_system_prompt_describes_them(self, template, format):
+        renderer = Renderer(hf_tokenizer(template), load_format(format))
+        text = renderer.tokenizer.decode(
+            renderer.prompt([Message("system", "Be kind."), Message("user", "?")], [LOOKUP])
+        )
+        description = renderer.describe([LOOKUP])
+        assert description is not None
+        assert text.count(f"Be kind.\n\n{description}") == 1
+
+    def test_without_a_system_role_the_first_message_takes_it(self):
+        renderer = Renderer(hf_tokenizer("mistral"), load_format("hermes"))
+        text = renderer.tokenizer.decode(
+            renderer.prompt([Message("system", "Be kind."), Message("user", "why")], [LOOKUP])
+        )
+        assert text.startswith("<s>[INST] # Tools")
+        assert text.endswith("Be kind.\n\nwhy [/INST]")
+
+    def test_without_a_tool_role_results_come_from_the_user(self):
+        renderer = Renderer(hf_tokenizer("mistral"), load_format("hermes"))
+        tokens = renderer.observation([], [Message("tool", "a"), Message("tool", "b")])
+        assert renderer.tokenizer.decode(tokens) == (
+            "</s>[INST] <tool_response>\na\n</tool_response>\n\n"
+            "<tool_response>\nb\n</tool_response> [/INST]"
+        )
+
+    def test_results_come_from_the_user_where_only_users_open_a_thought(self):
+        class Thinking(ByteTokenizer):
+            def apply_chat_template(self, messages, tools, add_generation_prompt):
+                text = super().apply_chat_template(messages, None, add_generation_prompt)
+                thinks = add_generation_prompt and messages[-1]["role"] == "user"
+                return text + "<think>\n" if thinks else text
+
+        renderer = Renderer(Thinking(), load_format("hermes"), "keep")
+        text = renderer.tokenizer.decode(renderer.observation([], [Message("tool", "v")]))
+        assert text.endswith(
+            "user\n<tool_response>\nv\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
+        )
+
+    def test_calls_given_as_data_are_written_as_the_format_writes_them(self):
+        renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+        call = ToolCall("lookup", {"key": "k"})
+        prompt = renderer.prompt(
+            [Message("user", "?"), Message("assistant", "Hm.", (call,)), Message("tool", "v")]
+        )
+        written = json.dumps({"name": "lookup", "arguments": {"key": "k"}})
+        assert f"Hm.\n<tool_call>\n{written}\n</tool_call><|im_end|>" in renderer.tokenizer.decode(
+            prompt
+        )
+
+    def test_a_template_that_renders_nothing_is_refused(self):
+        class Mute(ByteTokenizer):
+            def apply_chat_template(self, messages, tools, add_generation_prompt):
+                return "<|im_start|>"
+
+        with pytest.raises(ConfigError, match="plain conversation"):
+            Renderer(Mute(), load_format("hermes"))
+
+    def test_bound_to_tools(self):
+        renderer = Renderer(ByteTokenizer(), load_format("tags"))
+        bound = renderer.bound([LOOKUP])
+        assert bound.format.parse("<lookup>k</lookup>").calls == (ToolCall("lookup", {"key": "k"}),)
+        assert "<lookup>" in bound.tokenizer.decode(bound.prompt([Message("user", "?")], [LOOKUP]))
+        hermes = Renderer(ByteTokenizer(), load_format("hermes"))
+        assert hermes.bound([LOOKUP]) is hermes

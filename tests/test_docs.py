@@ -1,0 +1,42 @@
+"""Every Python block in the documentation runs, on its own, as a reader would paste it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "documentation", "exec", dont_inherit=True), {"__name__": "documentation"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http:", "https:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_keeps_its_promise() -> None:
+    """A tool, a reward and a run in at most 20 lines of Python, and in at most 40 lines of TOML."""
+    text = (ROOT / "README.md").read_text()
+    python = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
+    assert len([line for line in python.splitlines() if line.strip()]) <= 20
+    toml = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)[0]
+    assert len(toml.splitlines()) <= 40
+
+
+def test_the_quickstart_recipe_is_short() -> None:
+    assert len((ROOT / "recipes" / "safe.toml").read_text().splitlines()) <= 40

@@ -1,0 +1,144 @@
+"""Whole runs: what they leave behind, and that going on after a stop changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ludus
+from conftest import TINY, add, expert, short, tasks
+from ludus.core.failures import ConfigError, LudusError
+from ludus.observe import RunFolder, undefined
+from ludus.training import Parts, Recipe
+
+
+def settings(folder: Path, **tables: Any) -> dict[str, Any]:
+    merged = {**TINY, **tables}
+    merged["run"] = {**TINY["run"], **tables.get("run", {}), "folder": str(folder)}
+    merged["rl"] = {**TINY["rl"], **tables.get("rl", {})}
+    return merged
+
+
+def code() -> dict[str, Any]:
+    return {"tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [short]}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_is_a_folder(tmp_path: Path) -> None:
+    result = ludus.train(**settings(tmp_path / "run"), **code(), demonstrations=expert,
+                         warm_start={"steps": 2, "batch": 2})  # fmt: skip
+    run = RunFolder(tmp_path / "run")
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 3, 4, 5]
+    assert result.model == run.checkpoints()[-1].path
+    rows = run.metrics()
+    assert [row["step"] for row in rows if "reward" in row] == [3, 4, 5]
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 5]
+    logged = {name for row in rows for name in row} - {"step", "time", "nonfinite"}
+    assert undefined(logged) == [], "every number that is logged has a written definition"
+    assert run.curve_path.read_bytes().startswith(b"\x89PNG")
+    assert "after the warm start" in run.report_path.read_text()
+    episodes = run.trajectories(4)
+    assert len(episodes) == 6 and all(t.reward is not None for t in episodes)
+    reloaded = ludus.rollout(model=str(result.model), tasks=tasks(1), tools=[add], rewards=[short],
+                             budgets=TINY["budgets"], attempts=2)  # fmt: skip
+    assert len(reloaded[0].trajectories) == 2
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """With one episode at a time nothing depends on timing, and the weights are equal bit by bit."""
+    whole = settings(tmp_path / "whole", max_in_flight=1)
+    ludus.train(**whole, **code())
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
+    ludus.train(resume=tmp_path / "cut", **code())
+    old, new = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
+    assert [c.step for c in new.checkpoints()] == [0, 1, 2, 3]
+    for name, value in weights(old.checkpoints()[-1].path).items():
+        assert torch.equal(value, weights(new.checkpoints()[-1].path)[name]), name
+    steps = [row["step"] for row in new.metrics() if "reward" in row]
+    assert steps == [1, 2, 3], "no step is recorded twice"
+    rewards = [[row["reward"] for row in run.metrics() if "reward" in row] for run in (old, new)]
+    assert rewards[0] == rewards[1]
+
+
+def test_resuming_with_a_reference_keeps_the_first_one(tmp_path: Path) -> None:
+    whole = settings(tmp_path / "whole", max_in_flight=1, rl={"kl": 0.5})
+    ludus.train(**whole, **code())
+    assert all("kl" in row for row in RunFolder(tmp_path / "whole").metrics() if "reward" in row)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000003")
+    ludus.train(resume=tmp_path / "cut", **code())
+    last = [RunFolder(tmp_path / name).metrics()[-2] for name in ("whole", "cut")]
+    assert last[0]["kl"] == last[1]["kl"] > 0
+
+
+def test_no_reference_is_loaded_without_a_weight(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run", rl={"steps": 1}), **code())
+    run = RunFolder(tmp_path / "run")
+    assert not (run.path / "reference").exists()
+    assert all("kl" not in row for row in run.metrics())
+
+
+def test_too_many_failures_stop_the_run_and_name_the_cause(tmp_path: Path) -> None:
+    @ludus.reward
+    async def broken(answer: str) -> float:
+        raise RuntimeError("the judge is on strike")
+
+    parts = code() | {"rewards": [broken], "held_out": None}
+    with pytest.raises(LudusError, match=r"max_failures(.|\n)*boundary 'reward'(.|\n)*on strike"):
+        ludus.train(**settings(tmp_path / "run"), **parts)
+
+
+def test_conversations_can_be_imitated(tmp_path: Path) -> None:
+    """Files of conversations are rendered with the tokenizer that learns from them."""
+    file = tmp_path / "demos.jsonl"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    conversation = [
+        {"role": "user", "content": "1 plus 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
+    file.write_text(json.dumps({"messages": conversation}) + "\n")
+    warm = {"demonstrations": str(file), "steps": 60, "batch": 4, "optimizer": {"learning_rate": 1e-2}}
+    result = ludus.train(**settings(tmp_path / "run", rl={"steps": 0}, warm_start=warm), **code())
+    losses = [row["sft/loss"] for row in result.metrics if "sft/loss" in row]
+    assert losses[-1] < 0.1 < losses[0]
+    played = ludus.rollout(model=str(result.model), tasks=[{"prompt": "1 plus 2?"}], tools=[add],
+                           rewards=[short], budgets=TINY["budgets"])  # fmt: skip
+    trajectory = played[0].trajectories[0]
+    assert [call.name for call in trajectory.calls] == ["add"] and trajectory.answer == "3"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"modle": {}}, "did you mean 'model'"),
+        ({"rl": {"step": 3}}, "rl.step: unknown key; did you mean 'steps'"),
+        ({"rl": {"steps": "many"}}, "rl.steps"),
+        ({"model": {}}, "exactly one of model.name and model.scratch"),
+        ({"sampling": {"top_p": 0.9}}, "importance ratios wrong"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "importance ratios wrong"),
+        ({"model": {"scratch": {"width": 30}}}, "even multiple"),
+        ({"agent": {"format": "hermse"}}, "Did you mean 'hermes'"),
+        ({"tasks": "nothing"}, "no source of tasks"),
+        ({"rewards": ["exact_mach"]}, "exact_match"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, override: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ludus.train(**{**settings(tmp_path / "run"), **override})
+
+
+def test_the_recipe_survives_the_run_folder(recipe: Recipe, parts: Parts) -> None:
+    assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
