@@ -70,7 +70,9 @@ class SafeBox:
     word to say on both sides, and episodes end in the same way.
     """
 
-    job: Job
+    latency = 0.0
+    """Mean seconds that a call takes besides its own work."""
+    sigma = 1.0
     calls: list[float] = []  # noqa: RUF012  (shared on purpose: how long each call of the process slept)
     started = 0
 
@@ -113,15 +115,16 @@ class SafeBox:
 
     def _wait(self) -> None:
         seconds = 0.0
-        if self.job.latency:
-            location = math.log(self.job.latency) - self.job.sigma**2 / 2
-            seconds = self._draws.lognormvariate(location, self.job.sigma)
+        if self.latency:
+            location = math.log(self.latency) - self.sigma**2 / 2
+            seconds = self._draws.lognormvariate(location, self.sigma)
             time.sleep(seconds)
         SafeBox.calls.append(seconds)
 
 
 def main(job_path: str, result_path: str) -> None:
-    job = SafeBox.job = Job(**json.loads(Path(job_path).read_text(encoding="utf-8")))
+    job = Job(**json.loads(Path(job_path).read_text(encoding="utf-8")))
+    SafeBox.latency, SafeBox.sigma = job.latency, job.sigma
     records = train(job)
     Path(result_path).write_text(json.dumps([asdict(record) for record in records]), encoding="utf-8")
 

@@ -56,13 +56,17 @@ class LudusSafe(SafeBox, ludus.Env):
 
 
 class LoopLikeTRL(ludus.Agent):
-    """The default loop, but for the calls of the very last turn: TRL does not run them, as nobody reads the results."""
+    """The loop as TRL has it, so that both sides play the same episodes.
+
+    It differs from Ludus's own in two ways: a malformed call ends the episode, where Ludus would tell the model what
+    was wrong; and the calls of the last turn are not run, as nobody would read the results.
+    """
 
     async def run(self, episode: ludus.Episode) -> None:
         while not episode.over:
             turn = await episode.generate()
-            if not turn.calls:
-                episode.answer(turn.answer)
+            if not turn.calls or any(call.fault for call in turn.calls):
+                episode.answer(turn.text)
             elif episode.turns_left > 0:
                 episode.observe(await episode.call(turn.calls))
             else:
@@ -168,7 +172,7 @@ def with_tasks(job: Job) -> Job:
 
 def run_ludus(job: Job, folder: Path) -> list[StepRecord]:
     """Train with Ludus, and measure every step."""
-    SafeBox.job = job
+    SafeBox.latency, SafeBox.sigma = job.latency, job.sigma
     records: list[StepRecord] = []
     before = len(SafeBox.calls)
     last = time.perf_counter()
@@ -207,7 +211,7 @@ def run_ludus(job: Job, folder: Path) -> list[StepRecord]:
             "steps": job.steps,
             "tasks": job.prompts,
             "attempts": job.generations,
-            "optimizer": {"learning_rate": job.learning_rate},
+            "optimizer": {"learning_rate": job.learning_rate, "micro_batch_tokens": 4096},
         },
         run={"folder": str(folder), "checkpoint_every": job.steps, "trajectories_every": 0},
         on_step=on_step,

@@ -23,10 +23,10 @@ async def add(a: int, b: int) -> int:
 
 
 @ludus.reward
-async def short(trajectory: ludus.Trajectory) -> float:
-    """Fewer tokens are better: something that a random model can learn."""
-    said = sum(len(action.tokens) for action in trajectory.actions)
-    return 1.0 / (1.0 + said)
+async def even(trajectory: ludus.Trajectory) -> float:
+    """The share of tokens with an even number: something that even a random model differs in."""
+    said = [token for action in trajectory.actions for token in action.tokens]
+    return sum(token % 2 == 0 for token in said) / len(said)
 
 
 def expert(task: ludus.Task) -> Generator[ludus.ToolCall | str, str, None]:
@@ -71,5 +71,5 @@ def recipe() -> Recipe:
 @pytest.fixture
 def parts() -> Parts:
     return Parts(
-        tasks=tasks(6), held_out=tasks(2, first=50), tools=[add], rewards=[short], agent=Chatty()
+        tasks=tasks(6), held_out=tasks(2, first=50), tools=[add], rewards=[even], agent=Chatty()
     )

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import ludus
-from conftest import TINY, add, expert, short, tasks
+from conftest import TINY, add, even, expert, tasks
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.generation import Sampling
 from ludus.observe import RunFolder, undefined
 from ludus.training import Parts, Recipe
 
@@ -26,7 +27,7 @@ def settings(folder: Path, **tables: Any) -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    return {"tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [short]}
+    return {"tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [even]}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,7 +49,7 @@ def test_a_run_is_a_folder(tmp_path: Path) -> None:
     assert "after the warm start" in run.report_path.read_text()
     episodes = run.trajectories(4)
     assert len(episodes) == 6 and all(t.reward is not None for t in episodes)
-    reloaded = ludus.rollout(model=str(result.model), tasks=tasks(1), tools=[add], rewards=[short],
+    reloaded = ludus.rollout(model=str(result.model), tasks=tasks(1), tools=[add], rewards=[even],
                              budgets=TINY["budgets"], attempts=2)  # fmt: skip
     assert len(reloaded[0].trajectories) == 2
 
@@ -115,7 +116,8 @@ def test_conversations_can_be_imitated(tmp_path: Path) -> None:
     losses = [row["sft/loss"] for row in result.metrics if "sft/loss" in row]
     assert losses[-1] < 0.1 < losses[0]
     played = ludus.rollout(model=str(result.model), tasks=[{"prompt": "1 plus 2?"}], tools=[add],
-                           rewards=[short], budgets=TINY["budgets"])  # fmt: skip
+                           rewards=[even], budgets=TINY["budgets"],
+                           sampling=Sampling(temperature=0))  # fmt: skip
     trajectory = played[0].trajectories[0]
     assert [call.name for call in trajectory.calls] == ["add"] and trajectory.answer == "3"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -136,6 +137,9 @@ def rollout(
 
 def run() -> None:
     """The entry point: errors on purpose are one message and exit code 2; Ctrl-C is 130."""
+    # Before torch loads its thread pool: threads that spin while they wait bring a small model to a crawl
+    # as soon as anything else wants the same cores, and gain nothing measurable when nothing does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # references such as file.py:function are looked for where the user stands
     sys.path.insert(0, str(Path.cwd()))
     sys.exit(explained(app))

@@ -156,7 +156,8 @@ class GatherBackend:
                 )
                 for place, pages in enumerate((keys, values))
             )
-            if block.width == 1 and rule.softcap is None:
+            # Half precision stays with the fused kernel, which keeps its scores in single precision.
+            if block.width == 1 and rule.softcap is None and query.dtype == torch.float32:
                 output = attend_once(query, key, value, rule, block.bias(rule.window, query.dtype))
             else:
                 output = attend(query, key, value, rule, block.mask(rule.window))

@@ -110,6 +110,8 @@ class Scheduler:
             return None
         self.waiting.popleft()
         request.started()
+        if request.cached_tokens is None:  # what it finds again after a preemption does not count
+            request.cached_tokens = request.holding.length
         request.row = self._rows.pop()
         self.running.append(request)
         size = len(request.holding.pages)
@@ -125,14 +127,11 @@ class Scheduler:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(size, 2 * width) - width)))
 
     def _reuse(self, request: Request) -> None:
-        if request.is_score:
-            request.cached_tokens = 0
+        if request.is_score:  # every position's hidden state is needed
             return
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
         held, tokens = (idle.holding, idle.tokens) if idle else (Holding(), [])
         request.holding = self.books.reuse(request.tokens, held, tokens)
-        if request.cached_tokens is None:
-            request.cached_tokens = request.holding.length
 
     def _hand_back(self, request: Request) -> None:
         """A request that cannot start yet leaves what it found where others may take it from."""

@@ -59,6 +59,10 @@ def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
             f"model.name = {name!r} is neither a folder with a whole model in Hugging Face format nor a "
             f"name that the hub answers to: {error}"
         ) from error
+    for parameter in model.parameters():
+        # A file's tensors lie wherever the file has them. Matrix products round differently on memory that
+        # is not aligned, and a resumed run must not differ from one that was never stopped.
+        parameter.data = parameter.data.clone()
     return model
 
 

@@ -148,4 +148,6 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
     if not shown:
         return [message.content for task in sample for message in task.messages]
-    return [rollout.renderer.tokenizer.decode(trajectory.tokens) for trajectory in shown]
+    # segment by segment, because that is how they are encoded: a token must not span two of them
+    segments = [segment for t in shown for sequence in t.sequences for segment in sequence.segments]
+    return [rollout.renderer.tokenizer.decode(segment.tokens) for segment in segments]
