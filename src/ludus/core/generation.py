@@ -43,6 +43,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        # made for every action of every episode, so the usual case is one expression
+        if (
+            self.max_tokens >= 1
+            and self.temperature >= 0
+            and 0 < self.top_p <= 1
+            and self.top_k >= 0
+            and 0 <= self.min_p <= 1
+            and self.repetition_penalty > 0
+            and all(self.stop)
+        ):
+            return
         checks = {
             "max_tokens": self.max_tokens >= 1,
             "temperature": self.temperature >= 0,

@@ -1,7 +1,7 @@
 """A demonstrator who knows the rules and always gets there, but is careful rather than quick.
 
 It never tries a number that the answers have ruled out; among the others it picks any, where the middle one
-would tell the most. And it mostly turns a dial that has clicked once more, to be sure. Imitating it teaches
+would tell the most. And a dial that has clicked it turns again, until it feels sure. Imitating it teaches
 how to call the tools and what the answers mean. That turns are scarce is left for reinforcement
 learning to find out.
 """
@@ -16,7 +16,7 @@ from ludus.core.task import Task
 from ludus.envs.safe.env import DIALS, NUMBERS
 
 DOUBT = 0.6
-"""How often it turns a dial again that has clicked."""
+"""How often it is not sure yet that a dial has clicked."""
 
 
 def expert(task: Task) -> Generator[ToolCall, str, None]:
@@ -30,6 +30,7 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
             low = number + 1 if heard.startswith("too low") else low
             high = number - 1 if heard.startswith("too high") else high
             tries += 1
-        if uniform(mood, tries) < DOUBT:
+        while uniform(mood, tries) < DOUBT:
             yield ToolCall("turn", {"dial": dial, "to": number})
+            tries += 1
     yield ToolCall("open")
