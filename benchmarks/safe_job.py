@@ -101,7 +101,7 @@ class SafeBox:
 
     def _start(self, combination: Sequence[int]) -> None:
         self._secret = dict(zip(DIALS, combination, strict=True))
-        self._left = {dial: (0, NUMBERS - 1) for dial in DIALS}
+        self._left = dict.fromkeys(DIALS, (0, NUMBERS - 1))
         self._found: set[str] = set()
         self._opened = False
         SafeBox._episodes += 1

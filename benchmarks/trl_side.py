@@ -89,7 +89,8 @@ def load_tokenizer(job: Job) -> Any:
     """The checkpoint's tokenizer, told how to read tool calls and how the tools were described.
 
     TRL derives a tool's schema from its signature in slightly other words and in another order than Ludus. A
-    small model that has learned one prompt is not asked to read another, so the template writes the tools it knows.
+    small model that has learned one prompt is not asked to read another, so the template
+    writes the tools it knows.
     """
     tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
     tokenizer.response_template = qwen3_template  # the same <tool_call> JSON in the same ChatML turns

@@ -4,10 +4,10 @@
                                     [--vocabulary 400] [--slow-prompts 4] [--slow-steps 2]
                                     [--latency 0.1] [--trl-python PATH] [--checkpoint FOLDER] [--seed 0]
 
-The quickstart's model is warm-started once. Then both frameworks train it with GRPO from that checkpoint: first with
-tools that answer at once, then with tools that take a while. Each side runs in a process of its own, one after the
-other; TRL in its own virtual environment, `.venvs/trl`, which is made when it is missing. What is compared, what is
-not, and what was measured: docs/benchmarks.md.
+The quickstart's model is warm-started once. Then both frameworks train it with GRPO from that
+checkpoint: first with tools that answer at once, then with tools that take a while. Each side runs in a
+process of its own, one after the other; TRL in its own virtual environment, `.venvs/trl`, which is made
+when it is missing. What is compared, what is not, and what was measured: docs/benchmarks.md.
 """
 
 from __future__ import annotations
