@@ -144,3 +144,17 @@ def test_mistakes_are_named(tmp_path: Path, override: dict[str, Any], message: s
 
 def test_the_recipe_survives_the_run_folder(recipe: Recipe, parts: Parts) -> None:
     assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
+
+
+def test_rewards_that_remember_go_on_where_they_were(tmp_path: Path) -> None:
+    """Curiosity counts tool use over the whole run; a resumed run must not start counting anew."""
+    curious = {**code(), "group_rewards": ["curiosity"]}
+    ludus.train(**settings(tmp_path / "whole", max_in_flight=1), **curious)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000003")
+    ludus.train(resume=tmp_path / "cut", **code() | {"group_rewards": ["curiosity"]})
+    states = [
+        (tmp_path / name / "checkpoints" / "step-000003" / "rewards.json").read_text()
+        for name in ("whole", "cut")
+    ]
+    assert states[0] == states[1] != "{}"

@@ -152,7 +152,9 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
         raw = {}
     for name, value in settings.items():
         if name == "model" and isinstance(value, str):
-            value = {"scratch": {}} if value == "scratch" else {"name": value}
+            value = (
+                {"scratch": {}, "name": None} if value == "scratch" else {"name": value, "scratch": None}
+            )
         if isinstance(value, Mapping) and isinstance(raw.get(name), Mapping):
             value = {**raw[name], **value}
         raw[name] = value

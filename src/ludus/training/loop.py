@@ -28,7 +28,7 @@ from ludus.core.trajectory import Group
 from ludus.engine import use_ludus_attention
 from ludus.observe import Checkpoint, RunWriter, atomic_directory, prefixed, rollout_metrics
 from ludus.training.batches import items_of_step
-from ludus.training.checkpoint import load_learner, save_checkpoint, save_model
+from ludus.training.checkpoint import load_state, save_checkpoint, save_model
 from ludus.training.evaluation import Evaluation, in_order, measure
 from ludus.training.learner import Learner, frozen
 from ludus.training.models import load_model
@@ -68,7 +68,7 @@ class Trainer:
             await self._start()
         else:
             self.step = self._saved = checkpoint.step
-            load_learner(checkpoint.path, self.learner)
+            load_state(checkpoint.path, self.learner, self.workshop.rollout.scorer)
         self._load_reference()
         try:
             while self.step < self._warm_steps + self.recipe.rl.steps:
@@ -81,7 +81,10 @@ class Trainer:
         """A checkpoint of the last completed step, unless there is one already."""
         if self._saved == self.step:
             return
-        save_checkpoint(self.run, self.step, self.workshop.model, self.workshop.tokenizer, self.learner)
+        made = self.workshop
+        save_checkpoint(
+            self.run, self.step, made.model, made.tokenizer, self.learner, made.rollout.scorer
+        )
         self._saved = self.step
         self.run.prune_checkpoints(self.recipe.run.keep_checkpoints)
 

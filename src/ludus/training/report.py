@@ -46,6 +46,8 @@ def stage_of(step: int, recipe: Recipe) -> str:
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
     names = ("eval/success", "eval/reward", "eval/turns", "eval/invalid_call_share")
+    # by step, because a run that was resumed at its end has measured there twice
+    measured = {row["step"]: row for row in run.metrics() if row.get("eval/success") is not None}
     return [
         [
             stage_of(row["step"], recipe),
@@ -53,8 +55,7 @@ def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
             f"{row['eval/success']:.1%}",
             *_cells(row, names[1:]),
         ]
-        for row in run.metrics()
-        if row.get("eval/success") is not None
+        for row in measured.values()
     ]
 
 
