@@ -1,13 +1,13 @@
 """Tool-calling GRPO in Ludus and in TRL, on the same CPU, tasks, checkpoint and number of episodes.
 
-    python benchmarks/versus_trl.py [--prompts 16] [--generations 8] [--steps 4] [--threads 2]
-                                    [--vocabulary 400] [--slow-prompts 4] [--slow-steps 2]
-                                    [--latency 0.1] [--trl-python PATH] [--checkpoint FOLDER] [--seed 0]
+    python benchmarks/versus_trl.py [--prompts 16] [--generations 8] [--steps 3] [--threads 2]
+                                    [--vocabulary 400] [--slow-prompts 8] [--slow-steps 2]
+                                    [--latency 0.05] [--trl-python PATH] [--checkpoint FOLDER] [--seed 0]
 
-The quickstart's model is warm-started once. Then both frameworks train it with GRPO from that
-checkpoint: first with tools that answer at once, then with tools that take a while. Each side runs in a
-process of its own, one after the other; TRL in its own virtual environment, `.venvs/trl`, which is made
-when it is missing. What is compared, what is not, and what was measured: docs/benchmarks.md.
+The quickstart's model is warm-started once. Then both frameworks train it with GRPO from that checkpoint:
+first with tools that answer at once, then with tools that take a while. Each side runs in a process of its
+own, one after the other; TRL in its own virtual environment, `.venvs/trl`, which is made when it is missing.
+What is compared, what is not, and what was measured: docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -216,12 +216,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tool-calling GRPO in Ludus and in TRL.")
     parser.add_argument("--prompts", type=int, default=16, help="tasks in a step")
     parser.add_argument("--generations", type=int, default=8, help="episodes for each task")
-    parser.add_argument("--steps", type=int, default=4, help="measured steps; one more comes before")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps; one more comes before")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=400, help="of the tokenizer that is fitted")
-    parser.add_argument("--slow-prompts", type=int, default=4, help="with slow tools; 0 leaves it out")
+    parser.add_argument("--slow-prompts", type=int, default=8, help="with slow tools; 0 leaves it out")
     parser.add_argument("--slow-steps", type=int, default=2)
-    parser.add_argument("--latency", type=float, default=0.1, help="mean seconds of a slow tool's call")
+    parser.add_argument("--latency", type=float, default=0.05, help="mean seconds of a slow tool's call")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL")
     parser.add_argument("--checkpoint", type=Path, help="a warm start that was made before")
     parser.add_argument("--seed", type=int, default=0, help="decides the tasks and the sampling")

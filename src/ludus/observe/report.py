@@ -27,6 +27,9 @@ def plot_curve(
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     success_axis = figure.add_subplot()
     reward_axis = success_axis.twinx()
+    imitation, _ = series(rows, "sft/loss")
+    if imitation:
+        success_axis.axvspan(imitation[0] - 1, imitation[-1], color="0.93", label="warm start")
     _draw(success_axis, rows, "success", "tab:blue", window)
     _draw(reward_axis, rows, "reward", "tab:orange", window)
     success_axis.set_ylim(-0.03, 1.03)
@@ -38,7 +41,7 @@ def plot_curve(
         success_axis.set_title(printable(title), parse_math=False)
     handles = [h for axis in (success_axis, reward_axis) for h in axis.get_legend_handles_labels()[0]]
     if handles:
-        success_axis.legend(handles=handles, loc="lower right")
+        success_axis.legend(handles=handles, loc="upper left")
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
