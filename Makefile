@@ -31,7 +31,7 @@ bench: $(VENV)/.installed-dev  ## The benchmarks that need no peer's installatio
 	$(BIN)/python benchmarks/latency.py
 	$(BIN)/python benchmarks/engine_cpu.py
 
-# torch first and pinned: a plain `torch` may pull several GB of CUDA packages.
+# torch first, and pinned, so that no other package's range decides which build is installed.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Ludus needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

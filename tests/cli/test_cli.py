@@ -140,6 +140,39 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
 
 
+def test_stopping_in_the_warm_start_loses_nothing(project: Path) -> None:
+    """SIGTERM stops as Ctrl-C does, also while imitating, and the run goes on where it was."""
+    demonstrations = project / "demos.jsonl"
+    demonstrations.write_text(
+        '{"messages": [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]}\n'
+    )
+    warm = ["warm_start.demonstrations=demos.jsonl", "warm_start.steps=100000", "run.folder=imitating"]
+    process = started("train", "recipe.toml", *warm)
+    run = RunFolder(project / "imitating")
+    wait_for_checkpoint(process, run, step=2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 130 and "ludus train --resume" in errors
+    latest = run.latest_checkpoint()
+    assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
+
+
+def test_a_run_can_be_used_from_another_folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ludus("train", "recipe.toml", "rl.steps=1", "run.folder=here")
+    (project / "elsewhere").mkdir()
+    monkeypatch.chdir(project / "elsewhere")
+    assert "success" in ludus("eval", "../here")
+
+
+@pytest.mark.parametrize("words", [["--bogus"], ["train", "--bogus"], ["nonsense"], ["eval"], []])
+def test_usage_errors_are_no_tracebacks(words: list[str]) -> None:
+    """Through the real entry point, where the command line's own exceptions must be caught."""
+    process = started(*words)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+
+
 def test_a_killed_run_goes_on(project: Path) -> None:
     """SIGKILL at any moment: the run resumes from its last checkpoint, and no step is recorded twice."""
     process = started("train", "recipe.toml", "rl.steps=4", "run.folder=killed")
@@ -164,6 +197,13 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("check", "tool", "task.py:nothing"), "has no 'nothing'"),
         (("check", "env", "sofe"), "Did you mean 'safe'"),
         (("train", "recipe.toml", "sampling.top_k=5"), "importance ratios"),
+        (("train", "rl.steps=9", "--resume", "somewhere"), "goes on by its own recipe"),
+        (("train", "recipe.toml", "rl.attempts=1"), "can teach nothing"),
+        (("train", "recipe.toml", "rl.updates=3"), "cannot split"),
+        (("train", "recipe.toml", "rewards=[]"), "nothing is rewarded"),
+        (("train", "recipe.toml", "model.device=junk"), "cannot be used here"),
+        (("check", "recipe", "recipe.toml", "agent.format=hermse"), "Did you mean 'hermes'"),
+        (("check", "recipe", "recipe.toml", "agent.loop=task:tasks"), "no coroutine"),
     ],
 )
 def test_mistakes_are_explained(

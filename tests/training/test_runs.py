@@ -142,6 +142,42 @@ def test_mistakes_are_named(tmp_path: Path, override: dict[str, Any], message: s
         ludus.train(**{**settings(tmp_path / "run"), **override})
 
 
+def test_a_run_that_could_not_learn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing is rewarded"):
+        ludus.train(**settings(tmp_path / "a"), tasks=tasks(2), tools=[add])
+    with pytest.raises(ConfigError, match="no \\[warm_start\\]"):
+        ludus.train(**settings(tmp_path / "b"), **code(), demonstrations=expert)
+
+    @ludus.reward
+    async def silent(answer: str) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match="every reward returned None"):
+        ludus.train(**settings(tmp_path / "c"), **code() | {"rewards": [silent], "held_out": None})
+
+
+def test_a_stopped_warm_start_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Bit by bit, as with RL: the checkpoint of an unfinished warm start holds its own optimizer."""
+    warm = {"steps": 4, "batch": 2}
+    both = code() | {"demonstrations": expert}
+    ludus.train(
+        **settings(tmp_path / "whole", max_in_flight=1, warm_start=warm, rl={"steps": 1}), **both
+    )
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (3, 4, 5):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
+    ludus.train(resume=tmp_path / "cut", **both)
+    old, new = (RunFolder(tmp_path / name).checkpoints()[-1].path for name in ("whole", "cut"))
+    for name, value in weights(old).items():
+        assert torch.equal(value, weights(new)[name]), name
+
+
+def test_single_things_need_no_list(tmp_path: Path) -> None:
+    one = {"tasks": tasks(2), "tools": add, "rewards": even, "agent": ludus.Agent}
+    result = ludus.train(**settings(tmp_path / "run", rl={"steps": 1}), **one)
+    assert result.model.exists()
+
+
 def test_the_recipe_survives_the_run_folder(recipe: Recipe, parts: Parts) -> None:
     assert Recipe.parse(recipe.model_dump(mode="json")) == recipe
 

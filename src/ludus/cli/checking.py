@@ -19,7 +19,7 @@ from ludus.rollouts.tasksets import load_tasks
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.tools import as_toolset
 from ludus.training import Parts, Recipe, load_parts, load_recipe
-from ludus.training.models import fit_tokenizer
+from ludus.training.models import device_of, fit_tokenizer
 from ludus.training.workshop import build_rollout, play_expert
 
 Findings = list[tuple[str, str]]
@@ -36,13 +36,40 @@ def recipe_findings(path: Path, overrides: list[str]) -> Findings:
         findings.append(("error", "there are no tasks to train on: set tasks.train"))
     if not parts.rewards and not parts.group_rewards:
         findings.append(("error", "nothing is rewarded: list rewards"))
-    both = {task.id for task in parts.tasks} & {task.id for task in parts.held_out}
+    seen = {_content(task) for task in parts.tasks}
+    both = [task.id for task in parts.held_out if _content(task) in seen]
     if both:
-        findings.append(("warning", f"{len(both)} tasks are in both sets, such as {sorted(both)[0]!r}"))
+        findings.append(
+            ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
+        )
+    device_of(recipe.model)
     for name, factory in parts.envs.items():
         findings += _env(factory, parts.tasks[:1], name)
-    findings += asyncio.run(_scores(recipe, parts))
+    if parts.tasks:
+        findings += asyncio.run(_episode(recipe, parts))
+        findings += asyncio.run(_scores(recipe, parts))
     return findings
+
+
+def _content(task: Task) -> str:
+    return repr((task.messages, task.envs))
+
+
+async def _episode(recipe: Recipe, parts: Parts) -> Findings:
+    """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
+    rollout = build_rollout(recipe, parts, engine, tokenizer)
+    try:
+        trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+    if trajectory.failure is not None:
+        failure = trajectory.failure
+        return [("error", f"an episode failed at the boundary '{failure.boundary}': {failure.message}")]
+    if trajectory.reward is None and not parts.group_rewards:
+        return [("warning", "an episode was played and not scored: every reward returned None")]
+    return [("info", f"an episode was played: {trajectory.stop}, reward {trajectory.reward}")]
 
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
@@ -99,7 +126,7 @@ def tool_findings(reference: str, arguments: str | None) -> Findings:
             except LudusError as error:
                 return [*findings, ("error", str(error))]
             fault = f" (the model's fault: {result.fault})" if result.fault else ""
-            findings.append(("info", f"result{fault}: {result.content}"))
+            findings.append(("warning" if fault else "info", f"result{fault}: {result.content}"))
         return findings
 
     return asyncio.run(used())

@@ -6,11 +6,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import click
+import typer
 from rich.console import Console
 from rich.text import Text
 
 from ludus.core.failures import LudusError
+
+# Which package the command line's errors come from differs between versions of typer (some bring their own
+# copy of click), so the class is found as an ancestor of one that typer exports.
+UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def explained(command: Callable[..., Any]) -> int:
@@ -22,10 +26,15 @@ def explained(command: Callable[..., Any]) -> int:
             raise
         _say(f"error: {error}")
         return 2
-    except click.ClickException as error:
+    except OSError as error:
+        _say(f"error: {error}")
+        return 2
+    except UsageProblem as error:
         error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+        return int(error.exit_code)
+    except typer.Exit as ending:
+        return int(ending.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         _say("stopped")
         return 130
     return result if isinstance(result, int) else 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -28,7 +31,7 @@ class Display:
 
     def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
         if phase == "evaluation":
-            self._evaluated(metrics)
+            self._evaluated(step, metrics)
             return
         if phase != self._phase or self._bar is None:
             self.close()
@@ -38,8 +41,8 @@ class Display:
             self._bar = self._open.enter_context(bar)
         self._bar.update(step, metrics)
 
-    def _evaluated(self, metrics: dict[str, float]) -> None:
-        text = f"held-out success {metrics.get('eval/success', float('nan')):.1%}"
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        text = f"held-out success after step {step}: {metrics.get('eval/success', float('nan')):.1%}"
         if self._bar is not None:
             self._bar.say(text)
         else:
@@ -53,7 +56,9 @@ class Display:
 def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | None) -> None:
     """Train, show, report."""
     console = Console(stderr=True)
-    if (recipe_path is None) == (resume is None):
+    if recipe_path is not None and resume is not None:
+        raise ConfigError(f"a resumed run goes on by its own recipe: leave out {str(recipe_path)!r}")
+    if recipe_path is None and resume is None:
         raise ConfigError("give either a recipe, or --resume and a run's folder")
     if resume is not None:
         run = RunWriter.resume(resume)
@@ -67,16 +72,23 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
     console.print(Text(f"run folder: {run.path}"))
     display = Display(console)
     try:
-        result = asyncio.run(train_async(recipe, parts, run, display))
-    except KeyboardInterrupt:
+        result = asyncio.run(_until_told(train_async(recipe, parts, run, display)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
         display.close()
         latest = run.latest_checkpoint()
         saved = f"saved after step {latest.step}" if latest else "nothing to save yet"
         console.print(Text(f"stopped; {saved}. Go on with: ludus train --resume {run.path}"))
-        raise
+        raise KeyboardInterrupt from None
     finally:
         display.close()
     _report(console, result)
+
+
+async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`; SIGTERM stops it as Ctrl-C does, so that `kill` and schedulers lose nothing."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def _report(console: Console, result: Result) -> None:

@@ -34,6 +34,10 @@ class Task:
         if isinstance(prompt, str):
             messages: tuple[Message, ...] = (Message("user", prompt),)
         else:
+            if not hasattr(prompt, "__iter__"):
+                raise ValueError(
+                    f"a prompt is a text or a list of messages, not {type(prompt).__name__}"
+                )
             messages = tuple(Message.parse(message) for message in prompt)
         if system is not None:
             messages = (Message("system", system), *messages)
@@ -44,6 +48,8 @@ class Task:
         """A task from a row of a task file: `prompt` or `messages`, and what else `of` takes."""
         if isinstance(raw, Task):
             return raw
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"a task is a table of fields, not {type(raw).__name__}")
         fields = dict(raw)
         if ("prompt" in fields) == ("messages" in fields):
             raise ValueError("a task needs exactly one of 'prompt' and 'messages'")

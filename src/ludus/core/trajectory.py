@@ -14,7 +14,7 @@ the observation, because the model did not say it. Tokens are kept as sampled: n
 decoded and encoded again, and every derived view below is computed, never stored twice.
 
 With rewards 1 for this attempt and 0 for the other one of its group, GRPO gives each of the five action
-tokens the advantage +1 and each action token of the other attempt -1; observations get none.
+tokens the advantage +0.71 and each action token of the other attempt -0.71; observations get none.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class EmbeddedEngine:
         if limit > room:
             raise EngineError(
                 f"a request of up to {limit} tokens can never fit into the KV cache of {room}: raise "
-                "engine.cache_tokens or lower sampling.max_tokens",
+                "engine.cache_tokens, or lower budgets.max_turn_tokens or budgets.max_tokens",
                 retriable=False,
             )
         return limit

@@ -164,7 +164,7 @@ class RunWriter(RunFolder):
             file.path.unlink()
         checkpoints = remove_checkpoints_after(self.checkpoints_path, step)
         _log.info(
-            "resuming after step %d: dropped %d rows of metrics, %d files of episodes, %d checkpoints",
+            "going on after step %d: dropped %d rows of metrics, %d files of episodes, %d checkpoints",
             step,
             dropped,
             len(files),

@@ -97,7 +97,7 @@ class Episode:
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
         budget = min(room, self.budgets.max_turn_tokens)
-        limit = min(budget, max_tokens or budget)
+        limit = budget if max_tokens is None else min(budget, max_tokens)
         sampling = replace(
             self._sampling,
             max_tokens=limit,

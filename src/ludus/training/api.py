@@ -17,6 +17,7 @@ from ludus.envs import Env
 from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
+from ludus.training.anchoring import anchored
 from ludus.training.evaluation import Evaluation, measure
 from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
@@ -163,13 +164,18 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe from a TOML file, with `a.b=value` overrides."""
-    return Recipe.parse(apply_overrides(read_toml(path), overrides), str(path))
+    given = list(overrides)
+    raw = apply_overrides(read_toml(path), given)
+    if any(override.startswith("model.name=") for override in given):
+        raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
+    return Recipe.parse(raw, str(path))
 
 
 async def train_async(
     recipe: Recipe, parts: Parts, run: RunWriter | None = None, on_step: OnStep | None = None
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made."""
+    check_parts(recipe, parts)
     writer = run or new_run(recipe)
     with writer, setup_logging(writer):
         checkpoint = _continue(writer) if run is not None else None
@@ -183,8 +189,23 @@ async def train_async(
         return Result(RunFolder(writer.path), latest.path, report)
 
 
+def check_parts(recipe: Recipe, parts: Parts) -> None:
+    """Refuse what could run and would not learn."""
+    if recipe.rl.steps and not (parts.rewards or parts.group_rewards):
+        raise ConfigError(
+            "nothing is rewarded, so nothing can be learned: list rewards, or pass rewards="
+        )
+    if recipe.rl.steps and not parts.tasks:
+        raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
+    if parts.demonstrations is not None and recipe.warm_start is None:
+        raise ConfigError(
+            "there are demonstrations, but no [warm_start] to imitate them in: add the table, or pass "
+            "warm_start={...}"
+        )
+
+
 def new_run(recipe: Recipe) -> RunWriter:
-    raw = recipe.model_dump(mode="json")
+    raw = anchored(recipe.model_dump(mode="json"))
     if recipe.run.folder is not None:
         return RunWriter.create(recipe.run.folder, raw)
     return RunWriter.create_numbered(recipe.name, raw)

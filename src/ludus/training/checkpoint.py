@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from ludus.core.failures import LudusError
 from ludus.observe import RunWriter
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -22,8 +24,11 @@ REWARDS = "rewards.json"
 def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
     """Write a model and its tokenizer as Hugging Face's libraries read them."""
     module: Any = model
-    with without_bars():
-        module.save_pretrained(folder)
+    try:
+        with without_bars():
+            module.save_pretrained(folder)
+    except SafetensorError as error:
+        raise LudusError(f"the model could not be written to {folder.parent}: {error}") from error
     tokenizer.inner.save_pretrained(folder)
 
 

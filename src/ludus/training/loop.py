@@ -13,6 +13,7 @@ Steps are counted through the whole run: first those of the warm start, then tho
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import time
@@ -59,22 +60,27 @@ class Trainer:
         self.learner = Learner(
             workshop.model, rl.optimizer, rl.steps * rl.updates, self.recipe.sampling.temperature
         )
+        self._active = self.learner
+        """Whose state a checkpoint holds: the warm start has a learner of its own."""
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
-        if self.recipe.rl.steps and not self.workshop.parts.tasks:
-            raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
         if checkpoint is None:
-            await self._start()
+            await self._evaluate("at the start")
         else:
             self.step = self._saved = checkpoint.step
-            load_state(checkpoint.path, self.learner, self.workshop.rollout.scorer)
-        self._load_reference()
         try:
+            if self.step < self._warm_steps:
+                await self._warm_start(checkpoint)
+            elif checkpoint is not None:
+                load_state(checkpoint.path, self.learner, self.workshop.rollout.scorer)
+            self.save()
+            self._load_reference()
             while self.step < self._warm_steps + self.recipe.rl.steps:
                 await self._rl_step()
         finally:
-            self.save()
+            if self.step:
+                self.save()
         await self._evaluate("after RL")
 
     def save(self) -> None:
@@ -83,34 +89,33 @@ class Trainer:
             return
         made = self.workshop
         save_checkpoint(
-            self.run, self.step, made.model, made.tokenizer, self.learner, made.rollout.scorer
+            self.run, self.step, made.model, made.tokenizer, self._active, made.rollout.scorer
         )
         self._saved = self.step
         self.run.prune_checkpoints(self.recipe.run.keep_checkpoints)
 
-    async def _start(self) -> None:
-        """From nothing to where RL begins: measure, imitate, measure, save."""
-        await self._evaluate("at the start")
-        if self.recipe.warm_start is not None:
-            await self._warm_start()
-            await self._evaluate("after the warm start")
-        self.save()
-
-    async def _warm_start(self) -> None:
+    async def _warm_start(self, checkpoint: Checkpoint | None) -> None:
         config = self.recipe.warm_start
         assert config is not None
         demonstrations = await self.workshop.demonstrations()
         if not demonstrations:
             raise ConfigError("warm_start.demonstrations gave no demonstrations")
-        learner = Learner(self.workshop.model, config.optimizer, config.steps)
+        self._active = learner = Learner(self.workshop.model, config.optimizer, config.steps)
+        if checkpoint is not None:
+            load_state(checkpoint.path, learner, self.workshop.rollout.scorer)
         seed = key(self.recipe.seed, "warm start")
-        for number in range(config.steps):
+        while self.step < config.steps:
             started = time.perf_counter()
-            metrics = imitate(learner, items_of_step(demonstrations, number, config.batch, seed))
+            metrics = imitate(learner, items_of_step(demonstrations, self.step, config.batch, seed))
             metrics["step_seconds"] = time.perf_counter() - started
             self.step += 1
-            self._log("warm start", number + 1, config.steps, prefixed("sft", metrics))
+            self._log("warm start", self.step, config.steps, prefixed("sft", metrics))
+            if self.step < config.steps and self.step % self.recipe.run.checkpoint_every == 0:
+                self.save()
+            await asyncio.sleep(0)  # where Ctrl-C is heard
+        self._active = self.learner
         await self.workshop.engine.update_weights()
+        await self._evaluate("after the warm start")
 
     async def _rl_step(self) -> None:
         rl, workshop = self.recipe.rl, self.workshop
@@ -186,6 +191,11 @@ class Trainer:
         """Stop when too much of what we are responsible for is broken: training would be on luck."""
         failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
         played = sum(len(group.trajectories) for group in groups)
+        if played and not failures and not any(group.trainable for group in groups):
+            raise ConfigError(
+                f"none of {played} episodes was scored: every reward returned None. Return a number for at "
+                "least some of them"
+            )
         if played and len(failures) / played > self.recipe.rl.max_failures:
             (boundary, message), count = Counter((f.boundary, f.message) for f in failures).most_common(
                 1

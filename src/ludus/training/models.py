@@ -22,7 +22,12 @@ def device_of(config: ModelConfig) -> torch.device:
     """The device a recipe asks for; auto is the first GPU, or else the CPU."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    try:
+        device = torch.device(config.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device = {config.device!r} cannot be used here: {error}") from None
+    return device
 
 
 def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -132,7 +137,8 @@ def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
     )
     # the trainer does not know where control tokens will cut a text, so it is cut for it
     cut = re.compile("|".join(re.escape(token) for token in CONTROL_TOKENS))
-    tokenizer.train_from_iterator((piece for text in corpus for piece in cut.split(text)), trainer)
+    pieces = (piece for text in corpus for piece in cut.split(text))
+    tokenizer.train_from_iterator((p.encode("utf-8", "replace").decode() for p in pieces), trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,10 @@ def load_parts(recipe: Recipe) -> Parts:
 
 def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     """A part as code, from the names a recipe uses or from objects, which stay as they are."""
+    if name in ("tools", "rewards", "group_rewards") and not isinstance(value, list | tuple):
+        value = [value]
+    if name == "envs" and not isinstance(value, Mapping):
+        raise ConfigError('envs is a table of names and environments, such as {"safe": Safe}')
     if name in ("tasks", "held_out"):
         found = load_tasks(value) if isinstance(value, str) else parse_tasks(value, name)
         return with_system(found, recipe)
@@ -65,7 +70,7 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     if name == "group_rewards":
         return [build_group_reward(s) if isinstance(s, str | Mapping) else s for s in value]
     if name == "agent":
-        return _agent(value) if isinstance(value, str) else value
+        return _agent(load_reference(value) if isinstance(value, str) else value)
     return _demonstrations(value) if isinstance(value, str) else value
 
 
@@ -82,11 +87,10 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
     ]
 
 
-def _agent(reference: str) -> Agent:
-    agent = load_reference(reference)
-    agent = agent() if isinstance(agent, type) else agent
-    if not callable(getattr(agent, "run", None)):
-        raise ConfigError(f"agent.loop = {reference!r} has no coroutine 'run(self, episode)'")
+def _agent(found: Any) -> Agent:
+    agent = found() if isinstance(found, type) else found
+    if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+        raise ConfigError(f"the agent {found!r} has no coroutine 'async def run(self, episode)'")
     made: Agent = agent
     return made
 

@@ -172,6 +172,19 @@ class RLConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
+    @model_validator(mode="after")
+    def _can_learn(self) -> RLConfig:
+        if self.algorithm == "grpo" and self.attempts == 1 and self.steps:
+            raise ValueError(
+                "grpo compares the attempts at a task with each other, so rl.attempts = 1 can teach nothing; "
+                'use at least 2, or rl.algorithm = "reinforce"'
+            )
+        if self.updates > self.tasks:
+            raise ValueError(
+                f"rl.updates = {self.updates} cannot split the {self.tasks} group(s) of a step (rl.tasks)"
+            )
+        return self
+
 
 class EvaluationConfig(Config):
     """When and how to measure on held-out tasks."""
