@@ -38,7 +38,7 @@ def test_a_run_is_a_folder(tmp_path: Path) -> None:
     result = ludus.train(**settings(tmp_path / "run"), **code(), demonstrations=expert,
                          warm_start={"steps": 2, "batch": 2})  # fmt: skip
     run = RunFolder(tmp_path / "run")
-    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 3, 4, 5]
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [1, 2, 3, 4, 5]
     assert result.model == run.checkpoints()[-1].path
     rows = run.metrics()
     assert [row["step"] for row in rows if "reward" in row] == [3, 4, 5]
@@ -139,7 +139,7 @@ def test_conversations_can_be_imitated(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named(tmp_path: Path, override: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ludus.train(**{**settings(tmp_path / "run"), **override})
+        ludus.train(**{**settings(tmp_path / "run"), **code(), **override})
 
 
 def test_a_run_that_could_not_learn_is_refused(tmp_path: Path) -> None:

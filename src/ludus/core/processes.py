@@ -10,7 +10,7 @@ with this process however it ends.
 The function and its arguments travel by pickle, so the function must be importable by name. A function
 of the main script makes the worker load that script, under another name, as `multiprocessing` does:
 what the script *does* belongs behind `if __name__ == "__main__":`. A worker is as trusted as the
-process that started it; what a model wrote belongs in the sandbox.
+process that started it; it is no place for code that a model wrote.
 """
 
 from __future__ import annotations

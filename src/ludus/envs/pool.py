@@ -7,7 +7,7 @@ which then free their place. Only `close` waits for a close, so releasing is saf
 being cancelled. A pool belongs to one event loop.
 
 Environments are closed when the pool is, and at the interpreter's exit otherwise. A process that is
-killed cannot close anything: what must not outlive it has to watch its parent, as the sandbox does.
+killed cannot close anything: what must not outlive it has to watch its parent, as process tools do.
 """
 
 from __future__ import annotations
