@@ -1,6 +1,6 @@
 """What the quickstart reaches, seed by seed, and what imitation alone reaches on the same demonstrations.
 
-    python benchmarks/quickstart.py [--seeds 0 1 2] [--imitation 600 1200] [--threads 2]
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--imitation 1000] [--threads 2]
 
 Each run is the recipe of `make quickstart`; imitation runs have more warm-start steps and no RL. Measured on
 the 200 held-out safes, sampled at temperature 1 and greedily. Wall time is the whole training, without the
@@ -46,7 +46,7 @@ def measured(seed: int, folder: Path, **settings: Any) -> tuple[dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--imitation", type=int, nargs="*", default=[600, 1200])
+    parser.add_argument("--imitation", type=int, nargs="*", default=[1000])
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     rows: list[list[str]] = []
