@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-check_app = typer.Typer(help="Check a recipe, an environment or a tool.", no_args_is_help=True)
+check_app = typer.Typer(
+    help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
+)
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that replace the recipe's.")]
 
 
@@ -45,6 +47,17 @@ def check_tool(
     from ludus.cli.checking import tool_findings
 
     _finish(tool_findings(tool, arguments), tool)
+
+
+@check_app.command("sandbox")
+def check_sandbox(
+    preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,
+    network: Annotated[bool, typer.Option(help="Let code inside use the network.")] = False,
+) -> None:
+    """Show which layers of isolation hold on this machine, found out by trying every door from inside."""
+    from ludus.cli.sandboxing import sandbox_findings
+
+    _finish(sandbox_findings(tuple(preload or ()), network), "sandbox")
 
 
 def _finish(findings: list[tuple[str, str]], what: str) -> None:

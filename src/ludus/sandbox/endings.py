@@ -1,0 +1,81 @@
+"""From what the inside said, or from how its process ended, to a result. Pure."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from ludus.sandbox.config import Limits
+from ludus.sandbox.execution import Execution, Outcome
+from ludus.sandbox.worker import Ending
+
+_MOST_TEXT = 50_000
+_SAID = {
+    "ok": Outcome.OK,
+    "raised": Outcome.RAISED,
+    "exited": Outcome.EXITED,
+    "memory": Outcome.MEMORY,
+    "cpu": Outcome.CPU,
+    "interrupted": Outcome.TIMEOUT,
+    "signal": Outcome.KILLED,
+}
+_EXCESS = {"memory": Outcome.MEMORY, "processes": Outcome.PROCESSES}
+
+
+def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
+    """What the inside reported. It may be lying about itself, but not about its time being up."""
+    outcome = _SAID.get(str(said.get("done")), Outcome.RAISED)
+    error = _text(said.get("error"))
+    if outcome is Outcome.TIMEOUT and said.get("done") == "interrupted" and stopped is None and error:
+        outcome = Outcome.RAISED  # a KeyboardInterrupt of its own making
+    if stopped is Outcome.TIMEOUT:
+        outcome = Outcome.TIMEOUT
+    number = said.get("signal")
+    return Execution(
+        outcome=outcome,
+        value=_text(said.get("value")),
+        error=error,
+        exit_code=_whole(said.get("code")),
+        signal=signal_name(number) if isinstance(number, int) else None,
+    )
+
+
+def unfinished(ending: Ending, stopped: Outcome | None, limits: Limits) -> Execution:
+    """The process ended without a word: why, from the kernel's account of it."""
+    if ending.excess is not None:
+        return Execution(_EXCESS.get(ending.excess, Outcome.MEMORY))
+    if stopped is not None:
+        return Execution(stopped)
+    if ending.status is None:
+        return Execution(Outcome.KILLED, error="the session's process ended")
+    if os.WIFEXITED(ending.status):
+        return Execution(Outcome.EXITED, exit_code=os.WEXITSTATUS(ending.status))
+    number = os.WTERMSIG(ending.status)
+    if number in (signal.SIGKILL, signal.SIGXCPU) and ending.cpu_seconds >= limits.cpu_seconds:
+        return Execution(Outcome.CPU)
+    return Execution(Outcome.KILLED, signal=signal_name(number))
+
+
+def ended_at_once(ending: Ending) -> str:
+    """Why a session that never began is not there."""
+    if ending.status is None:
+        return "its process ended at once"
+    code = os.waitstatus_to_exitcode(ending.status)
+    how = f"with status {code}" if code >= 0 else f"by {signal_name(-code)}"
+    return f"its process ended at once, {how}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)[:_MOST_TEXT]
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,80 @@
+"""Shell commands and other programs, started by a session in its own file system.
+
+A shell keeps its state without a shell that stays: each command runs in a fresh bash that first reads what
+the last one wrote down (variables, functions, aliases, options, working directory). So a command that hangs
+is killed without loss of what was before it, and a session with a shell can be forked like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from typing import Any
+
+SHELL_SCRIPT = r"""
+__ludus_state=$1; __ludus_command=$2
+shopt -s expand_aliases
+[ -f "$__ludus_state" ] && source "$__ludus_state" 2>/dev/null
+__ludus_keep() {
+  local code=$? name
+  trap - EXIT
+  {
+    for name in $(compgen -v); do
+      case $name in
+        BASH*|__ludus*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|PWD|OLDPWD|\
+        RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|COMP_WORDBREAKS|OPTIND|OPTERR|IFS|_|code|name) continue;;
+      esac
+      [[ ${!name@a} == *r* ]] && continue
+      declare -p "$name"
+    done
+    declare -f; alias -p; shopt -p; set +o
+    printf 'cd %q\n' "$PWD"
+  } > "$__ludus_state.new" 2>/dev/null && mv -f "$__ludus_state.new" "$__ludus_state"
+  exit $code
+}
+trap __ludus_keep EXIT
+eval "$__ludus_command"
+"""
+
+
+def run_shell(command: str, state: str, wall_seconds: float) -> dict[str, Any]:
+    """Run a command in the session's shell."""
+    script = ["bash", "--norc", "--noprofile", "-c", SHELL_SCRIPT, "bash", f"{state}/shell", command]
+    return run_program(script, wall_seconds)
+
+
+def run_program(argv: list[str], wall_seconds: float) -> dict[str, Any]:
+    """Run a program with the session's standard streams; at its deadline it is killed with its group."""
+    started = time.monotonic()
+    try:
+        process = subprocess.Popen(argv, start_new_session=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return {"done": "raised", "error": f"{argv[0][:200]}: {reason}", "code": 127}
+    in_time = _ended(process, started + wall_seconds)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if not in_time:
+            os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    if not in_time:
+        return {"done": "interrupted", "error": None}
+    if code < 0:
+        return {"done": "signal", "signal": -code, "error": None}
+    return {"done": "ok" if code == 0 else "raised", "code": code, "error": None}
+
+
+def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    fd = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            if poll.poll(left * 1000):
+                return True
+        return bool(poll.poll(0))
+    finally:
+        os.close(fd)

@@ -1,0 +1,227 @@
+"""What a session sees of the file system, where mount namespaces are to be had.
+
+Once per warm interpreter a root is built: the system and the Python installation, read-only, under a root of
+our own; nobody's home, no sockets, no secrets. Each session adds one private tmpfs with a bounded size and
+number of files, which is its working directory, its /tmp and its /dev/shm. It vanishes with the session.
+
+All of it is mounted below /home, because Landlock's rules stick to folders: a rule on the plain folder /home
+holds for whatever is mounted below it, also for what is mounted later, over the original's files, in a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+
+from ludus.sandbox.inside import kernel
+
+ABOVE = "/home"
+HOME = f"{ABOVE}/agent"
+_BOX = f"{ABOVE}/.box"
+STATE = f"{_BOX}/state"
+_SHOWN = "/run/shown"
+_PLACES = {"home": HOME, "tmp": "/tmp", "shm": "/dev/shm"}
+_LINKED = ("tmp", "shm")
+
+_TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC = (
+    "alternatives", "ca-certificates", "fonts", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "localtime", "magic", "mime.types", "python3", "ssl/certs", "terminfo",
+)  # fmt: skip
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_FILES = {
+    "etc/passwd": "root:x:0:0:root:/:/bin/false\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n",
+    "etc/group": "root:x:0:\nagent:x:1000:\n",
+    "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+_BLOCK = 1 << 20
+
+
+def build_root(shown: Sequence[str]) -> None:
+    """Enter a root in which `shown` and the system can be read, and nothing else is."""
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID, "size=16m,nr_inodes=20000,mode=755")
+    os.makedirs("/tmp/old")
+    os.makedirs("/tmp/new")
+    kernel.pivot_root("/tmp", "/tmp/old")
+    os.chdir("/")
+    kernel.bind("/new", "/new")
+    for path, text in _FILES.items():
+        _write("/new/" + path, text)
+    for name in _TOP:
+        _show_top(name)
+    for path in ("/usr", *(f"/etc/{name}" for name in _ETC), *shown):
+        _show(path, _place(path))
+    for place in (_BOX, HOME, "/proc", "/dev"):
+        os.makedirs("/new" + place, exist_ok=True)
+    for name in _LINKED:
+        os.symlink(f"{_BOX}/{name}", "/new" + _PLACES[name])
+    for name in _DEVICES:
+        _write(f"/new/dev/{name}", "")
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"/new/dev/{name}")
+    kernel.protect("/new")
+    for name in _DEVICES:
+        kernel.bind(f"/old/dev/{name}", f"/new/dev/{name}")
+    kernel.mount("proc", "/new/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    os.chdir("/new")
+    kernel.pivot_root(".", ".")  # the old root now lies over the new one, and is taken away
+    kernel.unmount(".")
+    os.chdir("/")
+
+
+def enter_box(disk_mb: int, shown: Sequence[str]) -> None:
+    """Mount the session's own files over the common root, and a /proc that shows its processes alone."""
+    _mount_box(disk_mb)
+    for name in ("state", *_PLACES):
+        os.mkdir(f"{_BOX}/{name}", 0o700)
+    for path in filter(_is_covered, shown):
+        if os.path.isdir(_SHOWN + path):
+            os.makedirs(_in_box(path), exist_ok=True)
+        else:
+            _write(_in_box(path), "")
+    _bind_places(shown)
+    _mount_proc()
+    os.chdir(HOME)
+
+
+def graft_copy(disk_mb: int, shown: Sequence[str]) -> None:
+    """Give a forked session, whose mount namespace this process has entered, files of its own: a copy."""
+    os.chdir(_BOX)  # the original's files, still reachable from here once the new ones lie above
+    _mount_box(disk_mb)
+    hard_links: dict[tuple[int, int], str] = {}
+    _copy_tree(".", _BOX, hard_links)
+    os.chdir("/")
+    _bind_places(shown)
+    _mount_proc()
+
+
+def copy_folder(source: str, target: str) -> None:
+    """A copy of a folder, links and times and modes included."""
+    _copy_tree(source, target, {})
+
+
+def _mount_box(disk_mb: int) -> None:
+    options = f"size={disk_mb}m,nr_inodes={1000 + 100 * disk_mb},mode=700"
+    kernel.mount("tmpfs", _BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+
+
+def _bind_places(shown: Sequence[str]) -> None:
+    kernel.mount(f"{_BOX}/home", HOME, None, kernel.MS_BIND)
+    for path in filter(_is_covered, shown):
+        kernel.bind(_SHOWN + path, path)
+
+
+def _mount_proc() -> None:
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+
+
+def _is_covered(path: str) -> bool:
+    """Whether the session's own files lie over the place where `path` is to be seen."""
+    return any(path == place or path.startswith(place + "/") for place in _PLACES.values())
+
+
+def _in_box(path: str) -> str:
+    """Where among the session's own files a covered path lies."""
+    name, place = next((n, p) for n, p in _PLACES.items() if path == p or path.startswith(p + "/"))
+    return f"{_BOX}/{name}{path[len(place) :]}"
+
+
+def _place(path: str) -> str:
+    return _SHOWN + path if _is_covered(path) else path
+
+
+def _show_top(name: str) -> None:
+    if os.path.islink(f"/old/{name}"):
+        os.symlink(os.readlink(f"/old/{name}"), f"/new/{name}")
+    else:
+        _show(f"/{name}", f"/{name}")
+
+
+def _show(path: str, place: str) -> None:
+    """Bind `path` of the old root to `place` in the new one, if it is there and not shown already."""
+    source, target = "/old" + path, "/new" + place
+    if os.path.islink(source):
+        source = _resolved(path)
+    if not os.path.exists(source) or os.path.exists(target):
+        return
+    if os.path.isdir(source):
+        os.makedirs(target)
+    else:
+        _write(target, "")
+    kernel.bind(source, target)
+
+
+def _resolved(path: str) -> str:
+    """Where a link of the old root leads, followed by hand because its targets count from the old root."""
+    for _ in range(40):
+        if not os.path.islink("/old" + path):
+            break
+        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink("/old" + path)))
+    return "/old" + path
+
+
+def _write(path: str, text: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _copy_tree(source: str, target: str, hard_links: dict[tuple[int, int], str]) -> None:
+    """Copy without recursion and without following links: a tree may be deep, and its maker hostile.
+
+    Of what is mounted inside, only the place is made.
+    """
+    device = os.stat(source).st_dev
+    folders = [(source, target)]
+    done: list[tuple[str, os.stat_result]] = []
+    while folders:
+        here, there = folders.pop()
+        for entry in _entries(here):
+            status = entry.stat(follow_symlinks=False)
+            goal = f"{there}/{entry.name}"
+            if stat.S_ISDIR(status.st_mode):
+                os.mkdir(goal, 0o700)
+                if status.st_dev == device:
+                    folders.append((entry.path, goal))
+                    done.append((goal, status))
+            elif status.st_dev != device:
+                _write(goal, "")
+            else:
+                _copy_entry(entry.path, goal, status, hard_links)
+    for goal, status in reversed(done):
+        os.chmod(goal, stat.S_IMODE(status.st_mode))
+        os.utime(goal, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _entries(folder: str) -> Iterable[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
+def _copy_entry(
+    source: str, target: str, status: os.stat_result, hard_links: dict[tuple[int, int], str]
+) -> None:
+    key = (status.st_dev, status.st_ino)
+    if status.st_nlink > 1 and key in hard_links:
+        os.link(hard_links[key], target, follow_symlinks=False)
+        return
+    if stat.S_ISLNK(status.st_mode):
+        os.symlink(os.readlink(source), target)
+    elif stat.S_ISREG(status.st_mode):
+        _copy_content(source, target, status)
+    elif stat.S_ISFIFO(status.st_mode):
+        os.mkfifo(target, stat.S_IMODE(status.st_mode))
+    else:
+        return  # a socket's name means nothing without the process behind it
+    hard_links[key] = target
+
+
+def _copy_content(source: str, target: str, status: os.stat_result) -> None:
+    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+        while os.sendfile(writer.fileno(), reader.fileno(), None, _BLOCK):
+            pass
+        os.fchmod(writer.fileno(), stat.S_IMODE(status.st_mode))
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -1,0 +1,159 @@
+"""System calls that Python has no words for. Each wrapper raises `OSError` with the kernel's own reason.
+
+Everything in `inside` runs in the warm interpreter and in the sessions forked from it. It uses the standard
+library alone and imports little, because every session carries it along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
+MNT_DETACH = 2
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+CLONE_PIDFD, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x00001000, 0x00200000, 0x01000000
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_TID_ADDRESS = 36, 38, 40
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+_LAST_CAPABILITY = 63
+
+MACHINE = platform.machine()
+_CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
+_CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
+_MOUNT_SETATTR = 442
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+
+# PyDLL keeps the interpreter's lock during a call: a child made by `clone` then owns it, as after `os.fork`.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def supported() -> bool:
+    """Whether this is a kind of machine whose system calls we know by number."""
+    return _CLONE is not None
+
+
+def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """Any system call; integers are passed as machine words."""
+    words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    result: int = _libc.syscall(ctypes.c_long(number), *words)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+
+
+def prctl(option: int, value: int = 0, third: int = 0) -> None:
+    words = [ctypes.c_ulong(word) for word in (value, third, 0, 0)]
+    _checked(_libc.prctl(ctypes.c_int(option), *words), f"prctl {option}")
+
+
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
+
+
+def setns(fd: int, kinds: int) -> None:
+    _checked(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kinds)), f"setns {kinds:#x}")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    result = _libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        data.encode(),
+    )
+    _checked(result, f"mount {target}")
+
+
+def bind(source: str, target: str) -> None:
+    """Show `source` at `target` too, with whatever is mounted below it."""
+    mount(source, target, None, MS_BIND | MS_REC)
+
+
+def protect(target: str) -> None:
+    """Make `target` and every mount below it read-only, without devices or set-uid programs."""
+    # struct mount_attr { set, clear, propagation, userns_fd }
+    wanted = (_ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV).to_bytes(8, "little") + bytes(24)
+    syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, wanted, len(wanted))
+
+
+def unmount(target: str) -> None:
+    _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    assert _PIVOT_ROOT is not None
+    syscall(_PIVOT_ROOT, new.encode(), old.encode())
+
+
+def bar_capabilities() -> None:
+    """Make sure that no program started from here can ever gain a capability."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:
+            return  # past the last one this kernel knows, or none of them ours to drop
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for this process and for all it may ever start."""
+    bar_capabilities()
+    with contextlib.suppress(OSError):
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    assert _CAPSET is not None
+    header = (0x20080522).to_bytes(4, "little") + bytes(4)
+    syscall(_CAPSET, header, bytes(24))
+
+
+def thread_id_address() -> int:
+    """Where the C library keeps this thread's id, or 0 where the kernel does not tell."""
+    address = ctypes.c_ulong(0)
+    words = (ctypes.byref(address), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    return address.value if _libc.prctl(ctypes.c_int(PR_GET_TID_ADDRESS), *words) == 0 else 0
+
+
+def fork_into(namespaces: int) -> tuple[int, int]:
+    """Fork, the child in new `namespaces`: (its pid, a pidfd of it), and (0, -1) in the child.
+
+    What `os.fork` does around the system call is done here too, so that Python's own state and that of the
+    modules that registered for it is right in the child.
+    """
+    assert _CLONE is not None
+    pidfd = ctypes.c_int(-1)
+    flags = namespaces | CLONE_PIDFD | signal.SIGCHLD
+    tid = thread_id_address()
+    if tid:
+        flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
+    fd_at = ctypes.addressof(pidfd)
+    last = (tid, 0) if MACHINE == "x86_64" else (0, tid)  # the two machines differ in their order
+    ctypes.pythonapi.PyOS_BeforeFork()
+    try:
+        pid = syscall(_CLONE, flags, 0, fd_at, *last)
+    except OSError:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+        raise
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0, -1
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return pid, pidfd.value

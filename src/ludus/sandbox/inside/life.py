@@ -1,0 +1,319 @@
+"""The life of a session: lock the doors, then do what the host asks for, one thing at a time, until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel, landlock, seccomp
+from ludus.sandbox.inside.interpreter import Interpreter, redirect
+
+_CONTROL = 3
+_MOST_READ = frames.MOST_BODY
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers hold, and what is to be seen. Decided by the host from what the machine allows."""
+
+    namespaces: bool
+    landlock: int
+    seccomp: bool
+    network: bool
+    shown: tuple[str, ...]
+    folder: str
+    """Without namespaces: where sessions have their folders."""
+    uid: int | None
+    """Without namespaces, as root: the first of the user ids that sessions get."""
+    base_bytes: int = 0
+    """Address space that the warm interpreter takes itself."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The limits of one session."""
+
+    cpu_seconds: float
+    memory_mb: int
+    processes: int
+    open_files: int
+    file_mb: int
+    disk_mb: int
+
+
+@dataclass
+class Places:
+    """Where the session's own files are."""
+
+    home: str
+    state: str
+    folder: str | None = None
+
+
+def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> None:
+    """Everything from the fork to the end of the session; does not return."""
+    code = 1
+    link: socket.socket | None = None
+    try:
+        link = _only_link(control)
+        places = isolate(plan, bounds, number, one_shot)
+        frames.send(link, {"state": "ready"})
+        _serve(link, plan, bounds, places, one_shot)
+        code = 0
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        code = 0  # the host has closed the session
+    except BaseException as error:  # noqa: BLE001 - the last thing this process says
+        with contextlib.suppress(BaseException):
+            if link is not None:
+                frames.send(link, {"broken": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(code)
+
+
+def isolate(plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> Places:
+    """Give up, layer by layer, everything that model-written code must not have."""
+    if plan.namespaces:
+        branching.map_user(0)
+        filesystem.enter_box(bounds.disk_mb, plan.shown)
+        places = Places(filesystem.HOME, filesystem.STATE)
+        writable: tuple[str, ...] = (filesystem.ABOVE,)
+        readable: tuple[str, ...] = ("/",)
+    else:
+        places = _own_folder(plan, number)
+        # its forks need /proc too; environments and memory of others stay closed to it there
+        writable, readable = (os.path.dirname(str(places.folder)),), (*plan.shown, "/proc")
+    os.environ.update(HOME=places.home, PWD=places.home, TMPDIR=_temporary(plan, places))
+    os.setsid()
+    _limit(plan, bounds, one_shot)
+    if not plan.namespaces and plan.uid is not None:
+        _become(plan.uid + number)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not plan.namespaces:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if plan.landlock:
+        _restrict_files(plan, writable, readable)
+    if plan.seccomp:
+        _restrict_calls(plan)
+    _new_dice()
+    return places
+
+
+def _become(user: int) -> None:
+    """Where we are root and have no namespaces: a user that nobody else is."""
+    kernel.bar_capabilities()
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _only_link(control: int) -> socket.socket:
+    """The control socket as the one descriptor left beside the standard streams."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.dup2(control, _CONTROL, inheritable=False)
+    os.closerange(_CONTROL + 1, 1 << 20)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    return socket.socket(fileno=_CONTROL)
+
+
+def _own_folder(plan: Plan, number: int) -> Places:
+    """Without namespaces: a folder of its own, beside which its forks will have theirs."""
+    family = f"{plan.folder}/{number}-{os.getpid()}"
+    home = f"{family}/0"
+    for path in (family, home, f"{home}/home", f"{home}/tmp", f"{home}/state"):
+        os.mkdir(path, 0o700)
+        if plan.uid is not None:
+            os.chown(path, plan.uid + number, plan.uid + number)
+    os.chdir(f"{home}/home")
+    return Places(f"{home}/home", f"{home}/state", home)
+
+
+def _temporary(plan: Plan, places: Places) -> str:
+    return "/tmp" if plan.namespaces else f"{places.folder}/tmp"
+
+
+def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
+    mega = 1 << 20
+    cpu = int(bounds.cpu_seconds + 2) if one_shot else resource.RLIM_INFINITY
+    limits = {
+        resource.RLIMIT_AS: plan.base_bytes + bounds.memory_mb * mega,
+        resource.RLIMIT_FSIZE: bounds.file_mb * mega,
+        resource.RLIMIT_NOFILE: bounds.open_files,
+        resource.RLIMIT_NPROC: bounds.processes + (_user_processes() if _shares_user(plan) else 0),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_MEMLOCK: mega,
+    }
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
+            value = hard
+        resource.setrlimit(kind, (value, value))
+
+
+def _shares_user(plan: Plan) -> bool:
+    return not plan.namespaces and plan.uid is None
+
+
+def _user_processes() -> int:
+    """Threads that this user has already, since the kernel counts them all against the limit."""
+    own, count = os.getuid(), 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == own:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def _restrict_files(plan: Plan, writable: tuple[str, ...], readable: tuple[str, ...]) -> None:
+    everything = landlock.write_rights(plan.landlock)
+    rules = [(path, landlock.READ) for path in readable]
+    rules += [(path, everything) for path in writable]
+    rules += [
+        (f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")
+    ]
+    if plan.namespaces:
+        rules.append(("/proc", landlock.DEVICE))  # a fork writes its own user map
+    landlock.restrict(plan.landlock, rules, network=plan.network)
+
+
+def _restrict_calls(plan: Plan) -> None:
+    flags = 0
+    if plan.namespaces:
+        flags = branching.NAMESPACES | kernel.CLONE_PIDFD | signal.SIGCHLD
+        if kernel.thread_id_address():
+            flags |= kernel.CLONE_CHILD_SETTID | kernel.CLONE_CHILD_CLEARTID
+    keeps = plan.namespaces or landlock.keeps_signals(plan.landlock)
+    own_pid = None if keeps else os.getpid()
+    seccomp.install(seccomp.program(network=plan.network, branching=flags, own_pid=own_pid))
+
+
+def _new_dice() -> None:
+    """Random numbers of its own; the standard generator is reseeded by the fork itself."""
+    numbers = sys.modules.get("numpy.random")
+    if numbers is not None:
+        numbers.seed()
+
+
+def _serve(link: socket.socket, plan: Plan, bounds: Bounds, places: Places, one_shot: bool) -> None:
+    interpreter = Interpreter()
+    forks: set[int] = set()
+    while True:
+        header, body, fds = frames.receive(link)
+        operation = header["op"]
+        if operation == "fork":
+            link = _branch(link, plan, places, forks, fds)
+        elif operation in ("write", "read"):
+            frames.send(link, *_file(operation, header, body))
+        else:
+            undo = redirect(fds)
+            outcome = _run(interpreter, operation, header, body, bounds, places)
+            undo()
+            frames.send(link, outcome)
+            if one_shot:
+                return
+
+
+def _run(
+    interpreter: Interpreter,
+    operation: str,
+    header: dict[str, Any],
+    body: bytes,
+    bounds: Bounds,
+    places: Places,
+) -> dict[str, Any]:
+    if operation == "python":
+        interpreter.fresh_input()
+        return interpreter.run(body.decode("utf-8", "surrogatepass"), bounds.cpu_seconds)
+    if operation == "shell":
+        return commands.run_shell(os.fsdecode(body), places.state, header["wall"])
+    return commands.run_program(header["argv"], header["wall"])
+
+
+def _file(operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    path = header["path"]
+    try:
+        if operation == "write":
+            folder = os.path.dirname(path)
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(body)
+            return {"done": "ok"}, b""
+        with open(path, "rb", opener=_no_waiting) as file:
+            return {"done": "ok"}, file.read(min(header["most"], _MOST_READ))
+    except OSError as error:
+        return {"done": "oserror", "errno": error.errno, "error": error.strerror}, b""
+    except ValueError as error:
+        return {"done": "oserror", "errno": 22, "error": str(error)}, b""
+
+
+def _no_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer must not hold the session
+
+
+def _branch(
+    link: socket.socket, plan: Plan, places: Places, forks: set[int], fds: list[int]
+) -> socket.socket:
+    """Fork on request. Goes on with the old link in the original, and with the new one in the fork."""
+    forks &= branching.living_children()
+    reason = (
+        branching.obstacle({_CONTROL, *fds}, forks)
+        if len(fds) == 1
+        else "no descriptor came with the request"
+    )
+    if reason is not None:
+        frames.close_all(fds)
+        frames.send(link, {"refused": reason})
+        return link
+    control = fds[0]
+    working, old = os.getcwd(), places.folder or filesystem.ABOVE
+    try:
+        pid, pidfd = branching.fork_session(plan.namespaces)
+    except OSError as error:
+        frames.close_all(fds)
+        frames.send(link, {"refused": f"the kernel allows no further fork here: {error.strerror}"})
+        return link
+    if pid:
+        frames.close_all(fds)
+        forks.add(pid)
+        frames.send(link, {"forked": True}, fds=(pidfd,))
+        os.close(pidfd)
+        return link
+    forks.clear()
+    link.close()
+    os.dup2(control, _CONTROL, inheritable=False)
+    os.close(control)
+    twin = socket.socket(fileno=_CONTROL)
+    frames.receive(twin)  # the host says when the files are there
+    if plan.namespaces:
+        kernel.drop_capabilities()
+    else:
+        working = _move_home(places, working)
+    os.chdir(working)
+    branching.reopen_files(_CONTROL, old, places.folder or filesystem.ABOVE)
+    frames.send(twin, {"state": "ready"})
+    return twin
+
+
+def _move_home(places: Places, working: str) -> str:
+    """Without namespaces: copy the folder beside the original, and say where the working directory went."""
+    assert places.folder is not None
+    old, new = places.folder, f"{os.path.dirname(places.folder)}/{os.getpid()}"
+    os.mkdir(new, 0o700)
+    filesystem.copy_folder(old, new)
+    places.folder, places.home, places.state = new, f"{new}/home", f"{new}/state"
+    os.environ.update(HOME=places.home, PWD=places.home, TMPDIR=f"{new}/tmp")
+    return new + working[len(old) :] if working.startswith(old) else places.home

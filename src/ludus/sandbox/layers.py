@@ -1,0 +1,243 @@
+"""Which layers of isolation this machine allows, found out by using them.
+
+Two arrangements. *Namespaces*: every session has user, pid and mount namespaces of its own inside those of its
+worker (user, pid, mount, network, ipc, uts), with Landlock and seccomp on top. *Bare*: where namespaces are
+refused, as in an unprivileged container, Landlock and seccomp alone keep a session from files, network and
+processes. A worker is started with the best arrangement that works, a program inside tries the doors, and
+what it finds open is not reported as closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.sandbox.cgroups import ControlGroup, make_group
+from ludus.sandbox.config import SandboxConfig
+from ludus.sandbox.errors import SandboxError, SandboxUnavailable
+from ludus.sandbox.inside import kernel, landlock
+from ludus.sandbox.session import Session
+from ludus.sandbox.worker import Worker
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_FIRST_USER = 1_954_300_000
+_DESCRIPTORS = 65_536
+_NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "uts")
+_PROBE_SECONDS = 10.0
+# Tries the doors from inside. What it can open is open, whatever we believe to have closed.
+_PROBE = """
+import json, os, socket
+def tries(attempt):
+    try:
+        attempt()
+    except BaseException as error:
+        return type(error).__name__
+    return None
+def write_outside():
+    with open(SECRET + ".written", "w") as file:
+        file.write("x")
+with open("/proc/self/status") as file:
+    status = dict(line.split(":", 1) for line in file.read().splitlines())
+print(json.dumps({
+    "doors": {
+        "files": tries(lambda: open(SECRET).read()),
+        "writing": tries(write_outside),
+        "network": tries(lambda: socket.socket().connect(("127.0.0.1", PORT))),
+        "processes": tries(lambda: os.kill(HOST, 0)),
+        "environment": tries(lambda: open(f"/proc/{HOST}/environ").read()),
+        "privileges": tries(lambda: os.setuid(0)) if os.getuid() else None,
+    },
+    "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMES},
+    "seccomp": status["Seccomp"].strip() == "2",
+    "no new privileges": status["NoNewPrivs"].strip() == "1",
+    "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16) | int(status["CapAmb"], 16),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What keeps code inside, and what was refused and why."""
+
+    order: dict[str, Any]
+    """What workers are told."""
+    active: dict[str, bool]
+    """The layers, by name."""
+    doors: dict[str, str | None]
+    """What a program inside tried: the error that it met, or None where it got through."""
+    group: ControlGroup
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why a layer is not there."""
+
+    @property
+    def open_doors(self) -> list[str]:
+        return [name for name, error in self.doors.items() if error is None]
+
+    def tidy(self) -> None:
+        """Remove what was made for the sandbox as a whole."""
+        _remove(self.order)
+        self.group.remove()
+
+
+async def prepare(config: SandboxConfig, on_death: Callable[[Worker], None]) -> tuple[Layers, Worker]:
+    """The best arrangement that works here, and a first worker in it. Too little is refused."""
+    _check(config)
+    _allow_descriptors()
+    reasons: dict[str, str] = {}
+    group = make_group()
+    if not group.counts:
+        reasons["control group"] = "no hierarchy in which this user may make one"
+    for order in _orders(config, reasons):
+        worker = Worker(order, group, on_death)
+        try:
+            told = await worker.start()
+            found = await _probe(worker, config)
+        except SandboxError as error:
+            await worker.close()
+            _remove(order)
+            if not order["namespaces"]:
+                group.remove()
+                raise
+            reasons["namespaces"] = str(error)
+            continue
+        active = {**_active(found, told), "control group": group.counts}
+        layers = Layers(order, active, _doors(found, config), group, reasons)
+        if layers.open_doors and not config.accept_risk:
+            await worker.close()
+            layers.tidy()
+            raise SandboxUnavailable(_refusal(layers))
+        return layers, worker
+    raise SandboxUnavailable("no arrangement was tried")
+
+
+def _check(config: SandboxConfig) -> None:
+    if sys.platform != "linux" or not kernel.supported():
+        raise SandboxUnavailable(
+            "the sandbox needs Linux on x86_64 or aarch64; run `ludus serve tools` on such a machine and give "
+            "its address in place of the tools"
+        )
+    for path in config.readable:
+        if not Path(path).exists():
+            raise ConfigError(f"sandbox.readable names {path!r}, which does not exist")
+
+
+def _allow_descriptors() -> None:
+    """Each live session takes a descriptor; the usual soft limit of 1,024 is for programs that use few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _orders(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The arrangements, best first."""
+    has_landlock = bool(landlock.version())
+    if not has_landlock:
+        reasons["landlock"] = "the kernel has none, or it is switched off"
+    shown = [str(Path(path).absolute()) for path in (*_python_folders(), *config.readable)]
+    common: dict[str, Any] = {
+        "preload": list(config.preload),
+        "network": config.network,
+        "landlock": has_landlock,
+        "seccomp": True,
+        "shown": list(dict.fromkeys(shown)),
+        "folder": "",
+        "uid": None,
+    }
+    yield {**common, "namespaces": True}
+    folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
+    Path(folder).chmod(0o711)
+    user = _FIRST_USER if os.geteuid() == 0 else None
+    yield {
+        **common,
+        "namespaces": False,
+        "shown": [*_SYSTEM, *common["shown"]],
+        "folder": folder,
+        "uid": user,
+    }
+
+
+def _python_folders() -> list[str]:
+    """Where this Python and its packages live, so that code inside can import what we could."""
+    program = Path(sys.executable).resolve().parent
+    return [sys.prefix, sys.base_prefix, sys.exec_prefix, str(program)]
+
+
+async def _probe(worker: Worker, config: SandboxConfig) -> dict[str, Any]:
+    """Run the program that tries the doors, with a secret and a listening port for it to find."""
+    with tempfile.TemporaryDirectory(prefix="ludus-probe-") as folder:
+        secret = _plant_secret(folder)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            values = (secret, listening.getsockname()[1], os.getpid(), _NAMESPACES)
+            limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
+            ours, theirs = socket.socketpair()
+            process = worker.spawn(theirs, limits, one_shot=True)
+            theirs.close()
+            async with Session(process, ours, limits, asyncio.Semaphore(0)) as session:
+                await session.opened()
+                tried = await session.python(f"SECRET, PORT, HOST, NAMES = {values!r}\n{_PROBE}")
+    try:
+        found: dict[str, Any] = json.loads(tried.stdout)
+    except ValueError:
+        raise SandboxError(f"the probe of the sandbox failed: {tried.text()}") from None
+    return found
+
+
+def _plant_secret(folder: str) -> str:
+    """A file that anybody may read: what keeps code from it must be the sandbox, not its owner."""
+    secret = Path(folder, "secret")
+    secret.write_text(secrets.token_hex())
+    for path in (Path(folder), secret):
+        path.chmod(0o777)
+    return str(secret)
+
+
+def _doors(found: dict[str, Any], config: SandboxConfig) -> dict[str, str | None]:
+    doors: dict[str, str | None] = dict(found["doors"])
+    if found["capabilities"]:
+        doors["capabilities"] = None
+    if config.network:
+        del doors["network"]
+    return doors
+
+
+def _active(found: dict[str, Any], told: dict[str, Any]) -> dict[str, bool]:
+    inside: dict[str, str] = found["namespaces"]
+    own = {
+        f"{name} namespace": str(Path(f"/proc/self/ns/{name}").readlink()) != inside[name]
+        for name in _NAMESPACES
+    }
+    return {
+        **own,
+        "Landlock": bool(told["landlock"]),
+        "seccomp": bool(found["seccomp"]),
+        "no new privileges": bool(found["no new privileges"]),
+        "no capabilities": not found["capabilities"],
+    }
+
+
+def _remove(order: dict[str, Any]) -> None:
+    if order["folder"]:
+        shutil.rmtree(order["folder"], ignore_errors=True)
+
+
+def _refusal(layers: Layers) -> str:
+    missing = ", ".join(name for name, is_active in layers.active.items() if not is_active) or "nothing"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in layers.reasons.items()) or "no reasons"
+    return (
+        f"code in the sandbox still reaches: {', '.join(layers.open_doors)} (missing: {missing}; {reasons}). "
+        "Untrusted code is not run like this. `ludus check sandbox` shows what the machine allows; "
+        "accept_risk = true runs it all the same"
+    )

@@ -1,0 +1,261 @@
+"""The sandbox: warm interpreters, and the sessions and one-shot executions that are forked from them.
+
+Who waits for whom. An execution waits for a place among those alive (`max_sessions`), then for a worker with
+fewer than `max_starting` young executions: those in their first tenth of a second, which is when they cost
+processor time; older ones mostly sleep, and do not hold up others. A worker that dies is replaced by the next
+caller that finds it dead; executions that were in it are run again elsewhere, sessions are lost and say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ludus.sandbox.config import Limits, SandboxConfig
+from ludus.sandbox.errors import SandboxError, SessionLost
+from ludus.sandbox.execution import Execution
+from ludus.sandbox.layers import Layers, prepare
+from ludus.sandbox.session import Session
+from ludus.sandbox.worker import Worker
+
+_YOUNG_SECONDS = 0.1
+_ATTEMPTS = 3
+Files = Mapping[str, bytes | str]
+
+
+class Sandbox:
+    """Isolated execution of Python, shell commands and programs. Starts at its first use."""
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self.config = config or SandboxConfig()
+        self._layers: Layers | None = None
+        self._workers: list[Worker] = []
+        self._changing = asyncio.Lock()
+        self._alive = asyncio.Semaphore(self.config.max_sessions)
+        self._queue: deque[asyncio.Future[Worker]] = deque()
+        self._closed = False
+        self.replaced = 0
+        """How many workers died and were replaced."""
+
+    async def start(self) -> Layers:
+        """Start the workers now rather than at the first use, and say which layers hold."""
+        async with self._changing:
+            if self._closed:
+                raise SandboxError("the sandbox is closed", retriable=False)
+            if self._layers is None:
+                self._layers, first = await prepare(self.config, self._on_death)
+                self._workers = [first]
+                _open.add(self)
+            missing = self.config.worker_count - len(self._workers)
+            if missing > 0:
+                layers = self._layers
+                started = [Worker(layers.order, layers.group, self._on_death) for _ in range(missing)]
+                await asyncio.gather(*(worker.start() for worker in started))
+                self._workers += started
+            return self._layers
+
+    @property
+    def layers(self) -> Layers | None:
+        """Which layers of isolation are active; None before the start."""
+        return self._layers
+
+    @property
+    def alive(self) -> int:
+        """Sessions and executions there are now."""
+        return sum(worker.sessions for worker in self._workers)
+
+    async def python(
+        self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
+    ) -> Execution:
+        """Run a Python program from start to end in a world of its own."""
+        return await self._once("python", code, stdin, files, limits)
+
+    async def shell(
+        self, command: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
+    ) -> Execution:
+        """Run a bash command in a world of its own."""
+        return await self._once("shell", command, stdin, files, limits)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        files: Files | None = None,
+        limits: Limits | None = None,
+    ) -> Execution:
+        """Run a program in a world of its own."""
+        return await self._once("run", argv, stdin, files, limits)
+
+    async def session(self, *, files: Files | None = None, limits: Limits | None = None) -> Session:
+        """A world that stays until it is closed."""
+        session = await self._open(limits or self.config.limits, one_shot=False)
+        try:
+            await session.put(files)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        """End everything, and wait until it is gone."""
+        self._closed = True
+        async with self._changing:
+            workers, self._workers = self._workers, []
+            await asyncio.gather(*(worker.close() for worker in workers))
+            if self._layers is not None:
+                self._layers.tidy()
+        for waiting in self._queue:
+            if not waiting.done():
+                waiting.set_exception(SandboxError("the sandbox was closed", retriable=False))
+        self._queue.clear()
+        _open.discard(self)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _once(
+        self,
+        what: Literal["python", "shell", "run"],
+        code: Any,
+        stdin: str,
+        files: Files | None,
+        limits: Limits | None,
+    ) -> Execution:
+        """One execution in a session of its own; one that a dying worker took along is run again."""
+        limits = limits or self.config.limits
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                session = await self._open(limits, one_shot=True)
+                async with session:
+                    await session.put(files)
+                    run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
+                    said = await run(code, stdin=stdin)
+                return session.accounted(said)
+            except SessionLost as lost:
+                if attempt == _ATTEMPTS or self._closed:
+                    raise SandboxError(f"{lost} ({attempt} attempts)") from lost
+        raise AssertionError("unreachable")
+
+    async def _open(self, limits: Limits, *, one_shot: bool) -> Session:
+        if self._layers is None or len(self._workers) < self.config.worker_count:
+            await self.start()
+        await self._alive.acquire()
+        try:
+            worker = await self._young_place()
+        except BaseException:
+            self._alive.release()
+            raise
+        ours, theirs = socket.socketpair()
+        try:
+            process = worker.spawn(theirs, limits, one_shot=one_shot)
+        finally:
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        place = _Place(self, worker)
+        timer = loop.call_later(_YOUNG_SECONDS, place.give_back)
+
+        def grown(_: object) -> None:
+            timer.cancel()
+            place.give_back()
+
+        process.ended.add_done_callback(grown)
+        session = Session(process, ours, limits, self._alive)
+        await session.opened()
+        return session
+
+    async def _young_place(self) -> Worker:
+        worker = self._least_loaded()
+        if worker is not None and not self._queue:
+            worker.starting += 1
+            return worker
+        waiting: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self._leave(waiting.result())
+            else:
+                with contextlib.suppress(ValueError):
+                    self._queue.remove(waiting)
+            raise
+
+    def _least_loaded(self) -> Worker | None:
+        free = [worker for worker in self._workers if worker.is_alive]
+        free = [worker for worker in free if worker.starting < self.config.max_starting]
+        return min(free, key=lambda worker: (worker.starting, worker.sessions), default=None)
+
+    def _leave(self, worker: Worker) -> None:
+        """A young place is free again: the first in the queue gets it."""
+        worker.starting -= 1
+        self._serve_queue()
+
+    def _serve_queue(self) -> None:
+        while self._queue and (worker := self._least_loaded()) is not None:
+            waiting = self._queue.popleft()
+            if not waiting.done():
+                worker.starting += 1
+                waiting.set_result(worker)
+
+    def _on_death(self, worker: Worker) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+            if not self._closed:
+                self.replaced += 1
+                task = asyncio.get_running_loop().create_task(self._replace())
+                _background.add(task)
+                task.add_done_callback(_background.discard)
+
+    async def _replace(self) -> None:
+        """A new worker in place of a dead one; those who wait for one are told if that fails."""
+        try:
+            await self.start()
+        except Exception as error:  # noqa: BLE001 - told to those who wait
+            while self._queue:
+                waiting = self._queue.popleft()
+                if not waiting.done():
+                    waiting.set_exception(SandboxError(f"no worker could be started: {error}"))
+            return
+        self._serve_queue()
+
+
+class _Place:
+    """One young execution's place at a worker, given back once."""
+
+    def __init__(self, sandbox: Sandbox, worker: Worker) -> None:
+        self._sandbox, self._worker, self._held = sandbox, worker, True
+
+    def give_back(self) -> None:
+        if self._held:
+            self._held = False
+            self._sandbox._leave(self._worker)
+
+
+_background: set[asyncio.Task[None]] = set()
+_open: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_sandbox(config: SandboxConfig | None = None) -> Sandbox:
+    """The sandbox that everything on this event loop shares, one for each config."""
+    loop = asyncio.get_running_loop()
+    boxes = _shared.setdefault(loop, {})
+    config = config or SandboxConfig()
+    if config not in boxes or boxes[config]._closed:
+        boxes[config] = Sandbox(config)
+    return boxes[config]

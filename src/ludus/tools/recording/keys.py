@@ -1,0 +1,166 @@
+"""Under which key a call is recorded: pure functions, the same on every machine.
+
+A call's key is a digest of the tool's name, its version, the *history* it was made in, and its arguments
+as canonical JSON. The history is a chain:
+
+    root           = digest of the task (or of the episode)
+    after one call = digest(key of that call, digest of its result)
+
+so two calls have the same history when everything before them was the same, results included. A call of
+a stateless tool has the history `NO_HISTORY`, and is added to nobody's chain.
+
+Canonical JSON keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and -0.0, so do two
+spellings of a letter in Unicode. The order of an object's keys does not count. NaN equals itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, Message
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+
+NO_HISTORY = ""
+_SCHEME = "ludus-recording-1"
+_DIGEST_BYTES = 20
+_MOST_ARGUMENT_CHARS = 2_000
+_MOST_BITS = 10_000
+
+
+class Unkeyable(ValueError):
+    """Arguments that JSON cannot say: they cannot be told apart reliably, so they have no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What identifies a call. `arguments` are for people to read, and cut where they are very long."""
+
+    tool: str
+    version: str
+    history: str
+    arguments_digest: str
+    arguments: str
+
+    @property
+    def key(self) -> str:
+        return _digest(_SCHEME, "call", self.tool, self.version, self.history, self.arguments_digest)
+
+
+def label_of(tool: str, version: str, history: str, arguments: Any) -> Label:
+    """The label of a call; `Unkeyable` when the arguments are not JSON."""
+    text = canonical(arguments)
+    return Label(tool, version, history, _digest(text), text[:_MOST_ARGUMENT_CHARS])
+
+
+def canonical(value: Any) -> str:
+    """JSON in which equal values are equal texts, in ASCII. Tuples count as lists."""
+    try:
+        _check_keys(value)
+        return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        raise Unkeyable("nested too deeply") from None
+    except (TypeError, ValueError) as error:  # foreign objects, cycles, numbers of thousands of digits
+        raise Unkeyable(f"not JSON: {error}") from None
+
+
+def spec_version(spec: ToolSpec, version: str = "") -> str:
+    """The version of a tool: what the model is told of it, and what its owner adds."""
+    try:
+        parameters = canonical(spec.parameters)
+    except Unkeyable as error:
+        raise ConfigError(f"the schema of the tool {spec.name!r} is not JSON: {error}") from None
+    return _digest("version", spec.name, spec.description, parameters, version)
+
+
+def root_history(context: ToolContext, *, per_episode: bool) -> str:
+    """Where the chain of an episode begins: at its task, so that attempts at one task can share.
+
+    The system prompt is left out, so that it may be reworded. What JSON cannot say of a target or of
+    metadata counts by its type alone.
+    """
+    if per_episode:
+        return _digest(_SCHEME, "episode", context.episode)
+    task = context.task
+    return _digest(_SCHEME, "task", json.dumps(_described(task), sort_keys=True, default=_type_name))
+
+
+def next_history(call_key: str, result: ToolResult) -> str:
+    """The history after a call. How long it took does not belong to it."""
+    return _digest(call_key, result_digest(result))
+
+
+def result_digest(result: ToolResult) -> str:
+    """Everything of a result that a model or a reward can see."""
+    media = [part for medium in result.media for part in (medium.kind, medium.sha256)]
+    reward = "none" if result.reward is None else repr(float(result.reward))
+    fault = "none" if result.fault is None else result.fault.value
+    return _digest("result", result.content, reward, str(bool(result.terminated)), fault, *media)
+
+
+def specs_key(name: str, history: str) -> str:
+    """Where the list of tools is kept that a set called `name` had after this history."""
+    return _digest(_SCHEME, "specs", name, history)
+
+
+def list_key(payload: bytes) -> str:
+    """Where a list of tools itself is kept, by its content: most histories share one."""
+    return _digest(_SCHEME, "list", hashlib.sha256(payload).hexdigest())
+
+
+def _digest(*parts: str) -> str:
+    """A digest of texts in which no two lists of texts look the same: each goes in with its length."""
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "big"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def _check_keys(value: Any) -> None:
+    """json.dumps would make text of other keys, and 1 and "1" the same."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not text")
+            if isinstance(item, (dict, list, tuple)):
+                _check_keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, (dict, list, tuple)):
+                _check_keys(item)
+
+
+def _described(task: Task) -> Json:
+    said = [_message(message) for message in task.messages if message.role != "system"]
+    parts = {"target": task.target, "envs": task.envs, "metadata": task.metadata}
+    return {"id": task.id, "messages": said, **{name: _plain(part) for name, part in parts.items()}}
+
+
+def _message(message: Message) -> list[Any]:
+    return [
+        message.role,
+        message.content,
+        [[call.name, _plain(call.arguments)] for call in message.tool_calls],
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """`value` with text for keys; what is neither JSON nor a mapping counts by its type."""
+    if isinstance(value, Mapping):
+        return {f"{type(key).__name__}:{key}": _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)  # Python refuses to write longer numbers in decimal
+    return value if value is None or isinstance(value, (str, int, float)) else _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    return f"<{type(value).__name__}>"

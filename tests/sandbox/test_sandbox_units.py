@@ -1,0 +1,293 @@
+"""The sandbox's pure parts, and those that meet hostile bytes: frames, filters, captures, endings, groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.core.failures import ConfigError
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, SandboxUnavailable, layers
+from ludus.sandbox.capture import Capture
+from ludus.sandbox.cgroups import make_group
+from ludus.sandbox.endings import execution_of, unfinished
+from ludus.sandbox.inside import branching, frames, kernel, seccomp
+from ludus.sandbox.link import Link
+from ludus.sandbox.worker import Ending
+
+HEADERS = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+X86 = 0xC000003E
+
+
+@given(HEADERS, st.binary(max_size=2000))
+def test_a_frame_arrives_as_it_was_sent(header: dict[str, Any], body: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send(ours, header, body)
+        assert frames.receive(theirs) == (header, body, [])
+
+
+def test_descriptors_travel_with_a_frame_and_are_usable() -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = os.pipe()
+    with ours, theirs:
+        frames.send(ours, {"here": 1}, b"", (writer,))
+        os.close(writer)
+        _, _, fds = frames.receive(theirs)
+        os.write(fds[0], b"hello")
+        frames.close_all(fds)
+    assert os.read(reader, 100) == b"hello" and os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 8,
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x03\0\0\0\0\0\0\0{{{",
+        (10_000).to_bytes(4, "little") + bytes(4) + b"[" * 10_000,
+        b"\x02\0\0\0\xff\xff\0\0{}",
+    ],
+    ids=["huge", "no object", "no JSON", "deep", "a body nobody asked for"],
+)
+async def test_what_is_no_frame_ends_the_link(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    link = Link(ours, lambda *_: pytest.fail("it was taken for a frame"), closed.set_result)
+    theirs.sendall(data)
+    assert await asyncio.wait_for(closed, 5) is not None
+    link.close()
+    theirs.close()
+
+
+async def test_a_flood_of_descriptors_ends_the_link() -> None:
+    ours, theirs = socket.socketpair()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    Link(ours, lambda *_: None, closed.set_result)
+    for _ in range(20):
+        if closed.done():
+            break
+        try:
+            socket.send_fds(theirs, [b"\x01"], [0, 1, 2, 0, 1, 2])
+        except OSError:
+            break
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(closed, 5) is not None
+    theirs.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def _verdict(code: list[seccomp.Instruction], number: int, argument: int = 0, arch: int = X86) -> int:
+    """An interpreter for the few instructions a filter is made of, written from the manual page."""
+    fields = {0: number, 4: arch, 16: argument & 0xFFFFFFFF}
+    place = accumulator = 0
+    while True:
+        operation, yes, no, value = code[place]
+        place += 1
+        if operation == 0x20:
+            accumulator = fields[value]
+        elif operation == 0x06:
+            return value
+        else:
+            truth = {
+                0x15: accumulator == value,
+                0x35: accumulator >= value,
+                0x45: bool(accumulator & value),
+            }[operation]
+            place += yes if truth else no
+
+
+needs_x86 = pytest.mark.skipif(kernel.MACHINE != "x86_64", reason="the numbers here are those of x86_64")
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("number", "argument", "expected"),
+    [
+        (0, 0, ALLOW),  # read
+        (59, 0, ALLOW),  # execve
+        (165, 0, EPERM),  # mount
+        (272, 0, EPERM),  # unshare
+        (101, 0, EPERM),  # ptrace
+        (41, 2, EPERM),  # socket
+        (53, 1, ALLOW),  # socketpair
+        (435, 0, ENOSYS),  # clone3
+        (500, 0, ENOSYS),  # newer than the list
+        (0x40000000, 0, EPERM),  # the x32 way to say read
+        (56, 0x11, ALLOW),  # fork
+        (56, 0x10000011, EPERM),  # a new user namespace
+        (157, 38, ALLOW),  # prctl: no new privileges
+        (157, 1, EPERM),  # prctl: parent-death signal
+        (62, 1234, ALLOW),  # kill
+    ],
+)
+def test_the_filter_refuses_what_it_should(number: int, argument: int, expected: int) -> None:
+    code = seccomp.program(network=False, branching=0, own_pid=None)
+    assert _verdict(code, number, argument) == expected
+
+
+@needs_x86
+def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
+    flags = branching.NAMESPACES | kernel.CLONE_PIDFD | signal.SIGCHLD
+    code = seccomp.program(network=True, branching=flags, own_pid=77)
+    assert _verdict(code, 0, arch=0x40000003) == KILL
+    assert _verdict(code, 56, flags) == ALLOW
+    assert _verdict(code, 56, flags | kernel.CLONE_NEWNET) == EPERM
+    assert _verdict(code, 41, 2) == ALLOW
+    assert _verdict(code, 62, 77) == ALLOW and _verdict(code, 62, 78) == EPERM
+    assert _verdict(code, 62, -1) == EPERM and _verdict(code, 424, 5) == EPERM
+
+
+@given(st.integers(0, 456))
+def test_every_path_of_the_filter_ends(number: int) -> None:
+    code = seccomp.program(network=False, branching=0x30020011, own_pid=1)
+    assert _verdict(code, number, arch=seccomp._ARCHITECTURE[kernel.MACHINE]) in (ALLOW, EPERM, ENOSYS)
+
+
+async def _captured(pieces: list[bytes], limit: int) -> tuple[str, bool, int]:
+    overflows = 0
+
+    def overflow() -> None:
+        nonlocal overflows
+        overflows += 1
+
+    capture = Capture(limit, overflow)
+    writer = os.dup(capture.writer)
+    capture.close_writer()
+    os.set_blocking(writer, False)
+    try:
+        for piece in pieces:
+            while piece:
+                try:
+                    piece = piece[os.write(writer, piece) :]
+                except BlockingIOError:
+                    await asyncio.sleep(0)
+    except BrokenPipeError:
+        pass
+    finally:
+        os.close(writer)
+    return capture.finish(), capture.truncated, overflows
+
+
+async def test_short_output_is_kept_whole_and_odd_bytes_are_shown() -> None:
+    text, truncated, _ = await _captured([b"caf\xc3", b"\xa9 \xff\n"], 1000)
+    assert text == "café \\xff\n" and not truncated
+
+
+async def test_long_output_keeps_head_and_tail() -> None:
+    text, truncated, overflows = await _captured([b"a" * 500, b"b" * 100_000, b"c" * 500], 1000)
+    assert truncated and not overflows
+    assert text.startswith("a" * 500) and text.endswith("c" * 500)
+    assert "[100,000 bytes left out]" in text and len(text) < 1200
+
+
+async def test_endless_output_is_cut_off_once() -> None:
+    _, truncated, overflows = await _captured([b"x" * (1 << 20)] * 40, 1000)
+    assert truncated and overflows == 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["done", "value", "error", "code", "signal"]),
+        st.none() | st.integers() | st.text(),
+    )
+)
+def test_whatever_the_inside_says_is_a_result(said: dict[str, Any]) -> None:
+    result = execution_of(said, None)
+    assert isinstance(result.text(), str)
+    assert execution_of(said, Outcome.TIMEOUT).outcome is Outcome.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("ending", "stopped", "expected"),
+    [
+        (Ending(7 << 8), None, (Outcome.EXITED, 7, None)),
+        (Ending(int(signal.SIGSEGV)), None, (Outcome.KILLED, None, "SIGSEGV")),
+        (Ending(int(signal.SIGKILL), cpu_seconds=3.0), None, (Outcome.CPU, None, None)),
+        (Ending(int(signal.SIGKILL), cpu_seconds=0.1), None, (Outcome.KILLED, None, "SIGKILL")),
+        (Ending(int(signal.SIGKILL)), Outcome.TIMEOUT, (Outcome.TIMEOUT, None, None)),
+        (Ending(int(signal.SIGKILL), excess="memory"), Outcome.TIMEOUT, (Outcome.MEMORY, None, None)),
+        (Ending(None), None, (Outcome.KILLED, None, None)),
+    ],
+)
+def test_a_silent_end_is_explained_by_the_kernel(
+    ending: Ending, stopped: Outcome | None, expected: tuple[Outcome, int | None, str | None]
+) -> None:
+    result = unfinished(ending, stopped, Limits(cpu_seconds=2))
+    assert (result.outcome, result.exit_code, result.signal) == expected
+
+
+def test_a_model_reads_output_value_and_what_happened() -> None:
+    shown = Execution(Outcome.OK, stdout="a\n", stderr="b\n", value="3").text()
+    assert shown == "a\nb\n3"
+    assert "longer than 2" in Execution(Outcome.TIMEOUT, seconds=2.0, lost=True).text()
+    assert "variables and files are gone" in Execution(Outcome.TIMEOUT, lost=True).text()
+    assert Execution(Outcome.RAISED, exit_code=3).text() == "[exit status 3]"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_is_made_swept_and_removed(tmp_path: Path, version: int) -> None:
+    if version == 2:
+        (tmp_path / "cgroup.controllers").write_text("memory pids")
+        homes = [tmp_path]
+    else:
+        homes = [tmp_path / "memory", tmp_path / "pids"]
+    for home in homes:
+        (home / "ludus-sandbox-999999999").mkdir(parents=True)
+    group = make_group(tmp_path, pid=os.getpid())
+    assert group.counts
+    for home in homes:
+        assert not (home / "ludus-sandbox-999999999").exists()
+        folder = home / f"ludus-sandbox-{os.getpid()}"
+        assert any(int(file.read_text()) > 1000 for file in folder.iterdir())
+    group.add(123)
+    for home in homes:
+        assert (home / f"ludus-sandbox-{os.getpid()}" / "cgroup.procs").read_text() == "123"
+
+
+def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
+    assert not make_group(tmp_path / "nowhere").counts
+
+
+async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without any layer but seccomp: its probe finds the doors open, and says so."""
+    arrangements = layers._orders
+
+    def weakened(config: SandboxConfig, reasons: dict[str, str]) -> Any:
+        bare = list(arrangements(config, reasons))[1]
+        reasons["namespaces"] = "switched off for this test"
+        return [{**bare, "landlock": False, "uid": None}]
+
+    monkeypatch.setattr(layers, "_orders", weakened)
+    with pytest.raises(SandboxUnavailable, match=r"still reaches: .*files.*accept_risk"):
+        async with Sandbox(SandboxConfig(workers=1)):
+            pass
+    async with Sandbox(SandboxConfig(workers=1, accept_risk=True)) as box:
+        assert box.layers is not None and "files" in box.layers.open_doors
+        assert (await box.python("1 + 1")).value == "2"
+
+
+async def test_a_preload_that_does_not_exist_is_named() -> None:
+    with pytest.raises(Exception, match="no_such_module_at_all"):
+        await Sandbox(SandboxConfig(preload=("no_such_module_at_all",))).start()
+
+
+async def test_a_path_to_show_must_exist() -> None:
+    with pytest.raises(ConfigError, match="readable"):
+        await Sandbox(SandboxConfig(readable=("/no/such/folder",))).start()
+
+
+def test_headers_are_json() -> None:
+    data = frames.packed({"a": 1}, b"xyz")
+    assert frames.sizes(data[:8]) == (len(json.dumps({"a": 1})), 3)
