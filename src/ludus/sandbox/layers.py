@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -24,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.sandbox.body import Body
 from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.config import SandboxConfig
 from ludus.sandbox.errors import SandboxError, SandboxUnavailable
 from ludus.sandbox.inside import kernel, landlock
+from ludus.sandbox.inside.filesystem import remove_folder
 from ludus.sandbox.session import Session
 from ludus.sandbox.worker import Worker
 
@@ -38,7 +39,7 @@ _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "uts")
 _PROBE_SECONDS = 10.0
 # Tries the doors from inside. What it can open is open, whatever we believe to have closed.
 _PROBE = """
-import json, os, socket
+import json, os, socket, subprocess, sys
 def tries(attempt):
     try:
         attempt()
@@ -59,6 +60,8 @@ print(json.dumps({
         "environment": tries(lambda: open(f"/proc/{HOST}/environ").read()),
         "privileges": tries(lambda: os.setuid(0)) if os.getuid() else None,
     },
+    "imports": tries(lambda: __import__("colorsys")),
+    "starts": tries(lambda: subprocess.run([sys.executable, "-c", ""], check=True)),
     "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMES},
     "seccomp": status["Seccomp"].strip() == "2",
     "no new privileges": status["NoNewPrivs"].strip() == "1",
@@ -74,7 +77,7 @@ class Layers:
     order: dict[str, Any]
     """What workers are told."""
     active: dict[str, bool]
-    """The layers, by name."""
+    """The layers, by name; and whether code inside can import and start Python."""
     doors: dict[str, str | None]
     """What a program inside tried: the error that it met, or None where it got through."""
     group: ControlGroup
@@ -113,6 +116,8 @@ async def prepare(config: SandboxConfig, on_death: Callable[[Worker], None]) -> 
             reasons["namespaces"] = str(error)
             continue
         active = {**_active(found, told), "control group": group.counts}
+        if not active["Python"]:
+            reasons["Python"] = f"{sys.prefix} and {sys.base_prefix} are not open to other users"
         layers = Layers(order, active, _doors(found, config), group, reasons)
         if layers.open_doors and not config.accept_risk:
             await worker.close()
@@ -185,8 +190,9 @@ async def _probe(worker: Worker, config: SandboxConfig) -> dict[str, Any]:
             ours, theirs = socket.socketpair()
             process = worker.spawn(theirs, limits, one_shot=True)
             theirs.close()
-            async with Session(process, ours, limits, asyncio.Semaphore(0)) as session:
-                await session.opened()
+            body = Body(process, ours, asyncio.Semaphore(0))
+            async with Session(body, limits, asyncio.Semaphore(0)) as session:
+                await body.opened()
                 tried = await session.python(f"SECRET, PORT, HOST, NAMES = {values!r}\n{_PROBE}")
     try:
         found: dict[str, Any] = json.loads(tried.stdout)
@@ -225,12 +231,13 @@ def _active(found: dict[str, Any], told: dict[str, Any]) -> dict[str, bool]:
         "seccomp": bool(found["seccomp"]),
         "no new privileges": bool(found["no new privileges"]),
         "no capabilities": not found["capabilities"],
+        "Python": found["imports"] is None and found["starts"] is None,
     }
 
 
 def _remove(order: dict[str, Any]) -> None:
     if order["folder"]:
-        shutil.rmtree(order["folder"], ignore_errors=True)
+        remove_folder(order["folder"])
 
 
 def _refusal(layers: Layers) -> str:

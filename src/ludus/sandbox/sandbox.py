@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ludus.sandbox.body import Body
 from ludus.sandbox.config import Limits, SandboxConfig
 from ludus.sandbox.errors import SandboxError, SessionLost
 from ludus.sandbox.execution import Execution
@@ -144,8 +145,9 @@ class Sandbox:
                     run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
                     said = await run(code, stdin=stdin)
                 return session.accounted(said)
-            except SessionLost as lost:
-                if attempt == _ATTEMPTS or self._closed:
+            except SandboxError as lost:
+                can_be_repeated = lost.retriable or isinstance(lost, SessionLost)
+                if attempt == _ATTEMPTS or self._closed or not can_be_repeated:
                     raise SandboxError(f"{lost} ({attempt} attempts)") from lost
         raise AssertionError("unreachable")
 
@@ -158,25 +160,35 @@ class Sandbox:
         except BaseException:
             self._alive.release()
             raise
+        place = _Place(self, worker)
+        body = self._spawned(worker, place, limits, one_shot)
+        try:
+            await body.opened()
+        except BaseException:
+            await body.end()
+            raise
+        if not one_shot:
+            place.give_back()  # what a session runs, and when, is not known yet
+        return Session(body, limits, self._alive)
+
+    def _spawned(self, worker: Worker, place: _Place, limits: Limits, one_shot: bool) -> Body:
         ours, theirs = socket.socketpair()
         try:
             process = worker.spawn(theirs, limits, one_shot=one_shot)
         finally:
             theirs.close()
-        loop = asyncio.get_running_loop()
-        place = _Place(self, worker)
-        timer = loop.call_later(_YOUNG_SECONDS, place.give_back)
+        timer = asyncio.get_running_loop().call_later(_YOUNG_SECONDS, place.give_back)
 
-        def grown(_: object) -> None:
+        def ended(_: object) -> None:
             timer.cancel()
             place.give_back()
 
-        process.ended.add_done_callback(grown)
-        session = Session(process, ours, limits, self._alive)
-        await session.opened()
-        return session
+        process.ended.add_done_callback(ended)
+        return Body(process, ours, self._alive)
 
     async def _young_place(self) -> Worker:
+        if self._closed:
+            raise SandboxError("the sandbox was closed", retriable=False)
         worker = self._least_loaded()
         if worker is not None and not self._queue:
             worker.starting += 1

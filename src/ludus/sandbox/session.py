@@ -1,72 +1,68 @@
-"""A session seen from outside: one private world in which code runs, turn after turn.
+"""A session: one private world in which code runs, turn after turn.
 
 Who waits for whom. One execution at a time: a second caller waits for the first. An execution waits for the
 inside to say that it is done, for its process to end, for its deadline, or for an overflow of its output,
-whichever comes first; a deadline first interrupts, then kills. Whatever the inside says is taken as data from
-a stranger; that the process has ended is known from the kernel alone.
+whichever comes first; a deadline first interrupts, then kills.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from ludus.sandbox.body import Body, Request, first
+from ludus.sandbox.branches import Stem
 from ludus.sandbox.capture import Capture
 from ludus.sandbox.config import Limits
-from ludus.sandbox.endings import ended_at_once, execution_of, unfinished
-from ludus.sandbox.errors import CannotFork, SandboxError, SessionLost
+from ludus.sandbox.endings import execution_of, unfinished
+from ludus.sandbox.errors import SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
-from ludus.sandbox.link import Link
-from ludus.sandbox.worker import Process
 
 _GRACE_SECONDS = 0.5
 _WATCH_AFTER_SECONDS = 0.1
 _MOST_SOURCE = 4 << 20
+_ADD_SEALS, _ALL_SEALS = 1033, 0x000F
 
 
 @dataclass(slots=True)
 class _Running:
     """An execution under way."""
 
-    finished: asyncio.Future[tuple[dict[str, Any], bytes]]
+    request: Request | None = None
     stopped: Outcome | None = None
     """Why we stopped it."""
-    wants_fd: bool = False
-    """Whether a descriptor is expected with the answer."""
-    fd: int | None = None
 
 
 class Session:
     """Python, a shell and files in one private world. Made by `Sandbox.session`."""
 
     def __init__(
-        self, process: Process, link_end: socket.socket, limits: Limits, places: asyncio.Semaphore
+        self, body: Body, limits: Limits, places: asyncio.Semaphore, stem: Stem | None = None
     ) -> None:
-        """`places` are those among the living; the caller has taken one, and our end gives it back."""
         self.limits = limits
-        self._process = process
+        self._body = body
         self._places = places
-        self._link = Link(link_end, self._on_frame, self._on_close)
+        self._stem = stem
+        """What our process was forked from."""
+        self._is_stem_state = stem is not None
+        """Whether our state is still the stem's, so that a fork of us can be a fork of it."""
+        self._has_stem_files = False
+        """Whether our files are the stem's own rather than a copy."""
         self._lock = asyncio.Lock()
-        self._running: _Running | None = None
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._forks = 0
-        self._parent: Session | None = None
         self._closed = False
-        process.ended.add_done_callback(self._on_end)
 
     @property
     def alive(self) -> bool:
         """Whether it can still run code."""
-        return not self._closed and not self._process.ended.done()
+        return not self._closed and self._body.alive
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
@@ -85,97 +81,96 @@ class Session:
     ) -> Execution:
         """Run a program in the session's files; nothing of it stays but what it wrote there."""
         words = [os.fsdecode(_argument(word)) for word in argv]
+        if not words:
+            raise ValueError("argv is empty; its first word names the program")
         return await self._execute({"op": "run", "argv": words}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
         """Write a file, relative to the working directory; folders are made. `OSError` as usual."""
-        body = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        body = _text(data) if isinstance(data, str) else data
         if len(body) > frames.MOST_BODY:
             raise OSError(27, "the file is too large to be sent at once", path)
-        await self._ask({"op": "write", "path": path}, body)
+        await self._file({"op": "write", "path": path}, body, 0)
 
     async def read(self, path: str, *, max_bytes: int = 1_000_000) -> bytes:
         """The first `max_bytes` of a file. `OSError` as usual."""
-        return await self._ask({"op": "read", "path": path, "most": max_bytes}, b"")
+        if not 0 <= max_bytes <= frames.MOST_BODY:
+            raise ValueError(f"max_bytes = {max_bytes} is not between 0 and {frames.MOST_BODY:,}")
+        return await self._file({"op": "read", "path": path, "most": max_bytes}, b"", max_bytes)
 
     async def fork(self) -> Session:
         """A second live session with the same variables and files. `CannotFork` says what stands in the way."""
         async with self._lock:
             self._check()
-            if self._places.locked():
-                raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
-            ours, theirs = socket.socketpair()
-            try:
-                pidfd = await self._request_fork(theirs)
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-            await self._places.acquire()
-            process = self._process.worker.adopt(pidfd, self.limits)
-            os.close(pidfd)
-            twin = Session(process, ours, self.limits, self._places)
-            twin._parent = self
-            self._forks += 1
-            if not await process.adopted:
-                await twin.close()
-                raise CannotFork("its files could not be copied within its limits")
-            twin._link.send({"op": "go"})
-            await twin.opened()
-            return twin
+            if self._stem is not None and self._is_stem_state:
+                twin = await self._stem.branch(copy=True)
+            else:
+                twin = await self._split()
+            return Session(twin, self.limits, self._places, self._stem)
 
     async def snapshot(self) -> Snapshot:
         """The state as it is now, to return to any number of times."""
-        return Snapshot(await self.fork())
+        async with self._lock:
+            self._check()
+            if self._stem is None or not self._is_stem_state or self._has_stem_files:
+                stem = self._as_stem()
+                self._go_on(await stem.branch(copy=True), stem, has_stem_files=False)
+            assert self._stem is not None
+            return Snapshot(self._stem, self.limits, self._places)
 
     async def close(self) -> None:
         """End the session and everything that it started; its forks live on."""
         if self._closed:
             return
         self._closed = True
-        if self._forks:
-            self._process.retire()  # its link stays open: the process ends at the end of it
-        else:
-            await self._end()
-
-    async def _end(self) -> None:
-        self._link.close()
-        self._process.kill()
-        await asyncio.shield(self._process.ended)
-        if self._parent is not None and self._parent._closed and not self._parent._forks:
-            await self._parent._end()
+        await self._body.end()
+        if self._stem is not None:
+            await self._stem.gone()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
-    async def opened(self) -> None:
-        """Wait until the inside is ready; a session that cannot start is our failure."""
-        await _first(self._ready, self._process.ended)
-        if not self._ready.done():
-            reason = self._process.problem or ended_at_once(self._process.ended.result())
-            await self.close()
-            raise SandboxError(f"a session could not be started: {reason}")
-        try:
-            self._ready.result()
-        except SandboxError:
-            await self.close()
-            raise
-
     def accounted(self, said: Execution) -> Execution:
         """`said` with what the whole session has used, once it is closed."""
-        ending = self._process.ended.result()
+        ending = self._body.process.ended.result()
         return replace(said, cpu_seconds=ending.cpu_seconds, peak_mb=ending.peak_mb, lost=False)
 
     async def put(self, files: Mapping[str, bytes | str] | None) -> None:
         """Write several files."""
         for path, data in (files or {}).items():
             await self.write(path, data)
+
+    async def _split(self) -> Body:
+        """Make our process a stem of two branches, at once: us, who keep its files, and a twin with a copy."""
+        stem = self._as_stem()
+        ours, twin = await asyncio.gather(
+            stem.branch(copy=False), stem.branch(copy=True), return_exceptions=True
+        )
+        if isinstance(ours, Body):
+            self._go_on(ours, stem, has_stem_files=True)
+        elif isinstance(twin, Body):
+            await twin.end()
+        for result in (ours, twin):
+            if isinstance(result, BaseException):
+                raise result
+        assert isinstance(twin, Body)
+        return twin
+
+    def _as_stem(self) -> Stem:
+        return Stem(self._body, self.limits, self._places, self._stem)
+
+    def _go_on(self, branch: Body, stem: Stem, *, has_stem_files: bool) -> None:
+        """From now on live in a branch of what was our process."""
+        self._body, self._stem = branch, stem
+        self._is_stem_state, self._has_stem_files = True, has_stem_files
 
     async def _execute(
         self, header: dict[str, Any], body: bytes, stdin: str, wall_seconds: float | None
@@ -185,189 +180,159 @@ class Session:
             raise ValueError(f"wall_seconds = {wall} leaves no time to run in")
         async with self._lock:
             self._check()
+            self._is_stem_state = False
             started = time.monotonic()
-            running = self._begin()
-            outputs = [Capture(self.limits.output_bytes, self._overflowed) for _ in range(2)]
-            fds = [output.writer for output in outputs]
+            running = _Running()
             given = _input(stdin)
+            outputs = [
+                Capture(self.limits.output_bytes, lambda: self._overflowed(running)) for _ in range(2)
+            ]
+            fds = [output.writer for output in outputs]
+            running.request = self._body.ask(
+                {**header, "wall": wall}, body, tuple(fds if given is None else [*fds, given])
+            )
+            for output in outputs:
+                output.close_writer()
             if given is not None:
-                fds.append(given)
-            try:
-                self._link.send({**header, "wall": wall}, body, tuple(fds))
-            finally:
-                for output in outputs:
-                    output.close_writer()
-                if given is not None:
-                    os.close(given)
+                os.close(given)
             try:
                 said = await self._outcome(running, wall, polite=header["op"] == "python")
             except BaseException:
-                self._process.kill()  # a cancelled execution cannot be left to run on
-                self._running = None
-                for output in outputs:
-                    output.finish()
+                self._body.process.kill()  # a cancelled execution cannot be left to run on
                 raise
-            self._running = None
-            texts = [output.finish() for output in outputs]
+            finally:
+                self._body.settled()
+                texts = [output.finish() for output in outputs]
             return replace(
                 said,
                 stdout=texts[0],
                 stderr=texts[1],
                 truncated=any(output.truncated for output in outputs),
                 seconds=time.monotonic() - started,
-                lost=self._process.ended.done(),
+                lost=not self._body.alive,
             )
-
-    def _begin(self) -> _Running:
-        self._running = _Running(asyncio.get_running_loop().create_future())
-        return self._running
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
         """Wait for the end of an execution, and bring it about at the deadline."""
+        process, request = self._body.process, running.request
+        assert request is not None
         loop = asyncio.get_running_loop()
         patience = (
             wall if polite else wall + _GRACE_SECONDS
         )  # programs are stopped at `wall` from inside
         timers = [
-            loop.call_later(_WATCH_AFTER_SECONDS, self._process.watch, self.limits),
+            loop.call_later(_WATCH_AFTER_SECONDS, process.watch),
             loop.call_later(patience, self._deadline, running, polite),
         ]
         try:
-            await _first(running.finished, self._process.ended)
-            if running.stopped is Outcome.OUTPUT and not self._process.ended.done():
-                await self._process.ended
+            await first(request.answered, process.ended)
+            if running.stopped is Outcome.OUTPUT:
+                await asyncio.shield(process.ended)
         finally:
             for timer in timers:
                 timer.cancel()
-            if not self._process.ended.done():
-                self._process.unwatch()
-        if running.finished.done() and running.stopped is not Outcome.OUTPUT:
-            header, _ = running.finished.result()
+            if self._body.alive:
+                process.unwatch()
+        if request.answered.done() and running.stopped is not Outcome.OUTPUT:
+            header, _ = request.answered.result()
             return execution_of(header, running.stopped)
-        ending = await self._process.ended
-        if self._process.problem is not None:
-            raise SessionLost(f"a session was lost: {self._process.problem}")
-        return unfinished(ending, running.stopped, self.limits)
+        if process.problem is not None:
+            raise SessionLost(f"a session was lost: {process.problem}")
+        return unfinished(process.ended.result(), running.stopped, self.limits)
 
     def _deadline(self, running: _Running, polite: bool) -> None:
-        if self._running is not running or running.finished.done():
+        assert running.request is not None
+        if running.request.answered.done() or not self._body.alive:
             return
         running.stopped = Outcome.TIMEOUT
         if polite:
-            self._process.signal(signal.SIGINT)
+            self._body.process.signal(signal.SIGINT)
             loop = asyncio.get_running_loop()
             loop.call_later(_GRACE_SECONDS, self._deadline, running, False)
         else:
-            self._process.kill()
+            self._body.process.kill()
 
-    def _overflowed(self) -> None:
-        if self._running is not None:
-            self._running.stopped = Outcome.OUTPUT
-            self._process.kill()
+    def _overflowed(self, running: _Running) -> None:
+        running.stopped = Outcome.OUTPUT
+        self._body.process.kill()
 
-    async def _ask(self, header: dict[str, Any], body: bytes) -> bytes:
-        """A request that is answered from inside at once: files."""
+    async def _file(self, header: dict[str, Any], body: bytes, most_body: int) -> bytes:
+        """A request about a file, which is answered from inside at once."""
         async with self._lock:
             self._check()
-            running = self._begin()
-            self._link.most_body = header.get("most", 0)
-            self._link.send(header, body)
-            said, content = await self._answer(running, "its files could not be reached")
-            if said.get("done") != "ok":
-                number = said.get("errno")
-                raise OSError(
-                    number if isinstance(number, int) else 5, str(said.get("error")), header["path"]
-                )
-            return content
-
-    async def _request_fork(self, control: socket.socket) -> int:
-        running = self._begin()
-        running.wants_fd = True
-        self._link.send({"op": "fork"}, fds=(control.fileno(),))
-        said, _ = await self._answer(running, "it ended while it was forked")
-        if running.fd is None:
-            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
-        return running.fd
-
-    async def _answer(self, running: _Running, otherwise: str) -> tuple[dict[str, Any], bytes]:
-        try:
-            async with asyncio.timeout(self.limits.wall_seconds):
-                await _first(running.finished, self._process.ended)
-        except TimeoutError:
-            self._process.kill()
-            raise SessionLost("a session did not answer in time and was ended") from None
-        finally:
-            self._running = None
-        if not running.finished.done():
-            raise SessionLost(f"a session was lost: {self._process.problem or otherwise}")
-        return running.finished.result()
+            self._is_stem_state = self._is_stem_state and header["op"] == "read"
+            request = self._body.ask(header, body, most_body=most_body)
+            try:
+                async with asyncio.timeout(self.limits.wall_seconds):
+                    await first(request.answered, self._body.process.ended)
+            except BaseException as error:
+                self._body.process.kill()  # what it would answer later belongs to nobody
+                if isinstance(error, TimeoutError):
+                    raise SessionLost("a session did not answer in time and was ended") from None
+                raise
+            finally:
+                self._body.settled()
+            if not request.answered.done():
+                reason = self._body.process.problem or "its process is gone"
+                raise SessionLost(f"a session was lost: {reason}")
+            said, content = request.answered.result()
+        if said.get("done") != "ok":
+            number = said.get("errno")
+            code = number if isinstance(number, int) else 5
+            raise OSError(code, str(said.get("error"))[:500], header["path"])
+        return content
 
     def _check(self) -> None:
         if self._closed:
             raise SessionLost("the session is closed")
-        if self._process.ended.done():
-            raise SessionLost(f"the session has ended: {self._process.problem or 'its process is gone'}")
-
-    def _on_frame(self, header: dict[str, Any], body: bytes, fds: list[int]) -> None:
-        if not self._ready.done():
-            if header.get("state") == "ready":
-                self._ready.set_result(None)
-            else:
-                self._ready.set_exception(SandboxError(f"a session could not be started: {header}"))
-            return
-        running = self._running
-        if running is None or running.finished.done():
-            self._process.kill()  # it speaks without being asked: that is not our code any more
-            return
-        if running.wants_fd and fds:
-            running.fd = fds.pop()
-        running.finished.set_result((header, body))
-
-    def _on_close(self, problem: str | None) -> None:
-        """The inside closed its end. Its process ends next, or is ended: without it there is no way in."""
-        wait = 0.0 if problem else _GRACE_SECONDS
-        asyncio.get_running_loop().call_later(wait, self._process.kill)
-
-    def _on_end(self, _: object) -> None:
-        self._link.close()
-        self._places.release()
-        if self._parent is not None:
-            self._parent._forks -= 1
+        if not self._body.alive:
+            reason = self._body.process.problem or "its process is gone"
+            raise SessionLost(f"the session has ended: {reason}")
 
 
 class Snapshot:
     """A session's state at one moment."""
 
-    def __init__(self, frozen: Session) -> None:
-        self._frozen = frozen
+    def __init__(self, stem: Stem, limits: Limits, places: asyncio.Semaphore) -> None:
+        self._stem, self._limits, self._places = stem, limits, places
+        self._closed = False
+        stem.hold()
 
     async def restore(self) -> Session:
         """A new session that goes on from that moment."""
-        return await self._frozen.fork()
+        if self._closed:
+            raise SessionLost("the snapshot is closed")
+        return Session(await self._stem.branch(copy=True), self._limits, self._places, self._stem)
 
     async def close(self) -> None:
         """Forget it; sessions restored from it live on."""
-        await self._frozen.close()
+        if not self._closed:
+            self._closed = True
+            self._stem.release()
+            await self._stem.gone()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
 
-async def _first(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done; cancelling the wait cancels none of them."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
 def _source(code: str) -> bytes:
-    data = code.encode("utf-8", "surrogatepass")
+    data = _text(code)
     if len(data) > _MOST_SOURCE:
         raise ValueError(f"the code has {len(data):,} bytes; {_MOST_SOURCE:,} are accepted")
     return data
+
+
+def _text(text: str) -> bytes:
+    """Bytes for text that may hold what UTF-8 cannot carry."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _argument(word: str) -> bytes:
@@ -375,11 +340,13 @@ def _argument(word: str) -> bytes:
 
 
 def _input(text: str) -> int | None:
-    """Standard input as a file in memory; None for none."""
+    """Standard input as a file in memory that cannot be changed; None for none."""
     if not text:
         return None
-    fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
+    data = _text(text)
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(text.encode("utf-8", "surrogateescape"))
+        file.write(data)
     os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, _ADD_SEALS, _ALL_SEALS)
     return fd

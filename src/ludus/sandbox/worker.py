@@ -28,6 +28,8 @@ from ludus.sandbox.link import Link
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
+_USERS_EACH, _WORKERS_APART = 1_000_000, 200
+_counter = itertools.count()
 _ROOM = Path(__file__).parent
 # The packages above `inside` are replaced by empty ones, so that the warm interpreter loads none of them.
 _BOOTSTRAP = """
@@ -75,17 +77,10 @@ class Process:
     def signal(self, which: int) -> None:
         self.worker.tell({"op": "signal", "id": self.number, "signal": which})
 
-    def retire(self) -> None:
-        """Stop it and end what it started, its forks excepted."""
-        self.worker.tell({"op": "retire", "id": self.number})
-
-    def watch(self, limits: Limits) -> None:
-        """Hold all its processes together to the limits, until `unwatch`."""
-        most = limits.memory_mb << 20
+    def watch(self) -> None:
+        """Hold all its processes together to its limits without delay, until `unwatch`."""
         self._is_watched = True
-        self.worker.tell(
-            {"op": "watch", "id": self.number, "bytes": most, "processes": limits.processes}
-        )
+        self.worker.tell({"op": "watch", "id": self.number})
 
     def unwatch(self) -> None:
         if self._is_watched:
@@ -99,7 +94,9 @@ class Worker:
     def __init__(
         self, order: dict[str, Any], group: ControlGroup, on_death: Callable[[Worker], None]
     ) -> None:
-        self._order = order
+        self._order = dict(order)
+        if order["uid"] is not None:  # no two workers give their sessions the same users
+            self._order["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
         self._group = group
         self._on_death = on_death
         self._processes: dict[int, Process] = {}
@@ -165,10 +162,11 @@ class Worker:
         self.tell(header, (control.fileno(),))
         return process
 
-    def adopt(self, pidfd: int, limits: Limits) -> Process:
+    def adopt(self, pidfd: int, parent: int, limits: Limits, *, copy: bool) -> Process:
         """Look after a session that another one forked; `adopted` tells when it has its files."""
         process = self._new_process()
-        self.tell({"op": "adopt", "id": process.number, "disk_mb": limits.disk_mb}, (pidfd,))
+        header = {"op": "adopt", "id": process.number, "parent": parent}
+        self.tell({**header, "copy": copy, "disk_mb": limits.disk_mb}, (pidfd,))
         return process
 
     def tell(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -211,6 +209,7 @@ class Worker:
         if event == "excess":
             process.excess = header["what"]
         elif event == "adopted":
+            process.problem = str(header.get("problem") or "") or process.problem
             process.adopted.set_result(bool(header["good"]))
         else:
             if event == "failed":

@@ -2,7 +2,7 @@
 
 The fork is made by the session itself, since nothing else has its memory; the files are copied by the warm
 interpreter, since nothing in a session may mount. The forked process is the first of a pid namespace that lies
-inside its parent's, so a parent whose session is closed stays, stopped, until its forks are gone.
+inside its parent's; the host sees to it that a process which has forks runs no code any more.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ def obstacle(ours: set[int], own: set[int]) -> str | None:
     return None
 
 
+def collect(forks: set[int]) -> None:
+    """Forget the forks that have ended, so that they count as processes no more."""
+    for pid in list(forks):
+        try:
+            ended, _ = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            ended = pid
+        if ended:
+            forks.discard(pid)
+
+
 def living_children() -> set[int]:
     """The pids of this process's children that have not ended."""
     pids: set[int] = set()
@@ -65,8 +76,6 @@ def fork_session(namespaces: bool) -> tuple[int, int]:
         pidfd = os.pidfd_open(pid) if pid else -1
     if pid == 0:
         random.setstate(dice)
-        if namespaces:
-            map_user(AGENT)
     return pid, pidfd
 
 

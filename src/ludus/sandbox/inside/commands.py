@@ -16,25 +16,27 @@ import time
 from typing import Any
 
 SHELL_SCRIPT = r"""
-__ludus_state=$1; __ludus_command=$2
+__ludus_state=$1; __ludus_command=$2; set --
 shopt -s expand_aliases
 [ -f "$__ludus_state" ] && source "$__ludus_state" 2>/dev/null
 __ludus_keep() {
-  local code=$? name
+  local __ludus_code=$? __ludus_name __ludus_names
   trap - EXIT
+  local IFS=$'\n'
+  __ludus_names=$(compgen -v)
   {
-    for name in $(compgen -v); do
-      case $name in
+    for __ludus_name in $__ludus_names; do
+      case $__ludus_name in
         BASH*|__ludus*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|PWD|OLDPWD|\
-        RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|COMP_WORDBREAKS|OPTIND|OPTERR|IFS|_|code|name) continue;;
+        RANDOM|SECONDS|SHELLOPTS|SHLVL|SRANDOM|UID|COMP_WORDBREAKS|OPTIND|OPTERR|IFS|_) continue;;
       esac
-      [[ ${!name@a} == *r* ]] && continue
-      declare -p "$name"
+      declare -p "$__ludus_name"
     done
-    declare -f; alias -p; shopt -p; set +o
+    declare -f; alias -p; shopt -p; set +o; umask -p
+    unset -v IFS; [ -v IFS ] && declare -p IFS
     printf 'cd %q\n' "$PWD"
   } > "$__ludus_state.new" 2>/dev/null && mv -f "$__ludus_state.new" "$__ludus_state"
-  exit $code
+  exit $__ludus_code
 }
 trap __ludus_keep EXIT
 eval "$__ludus_command"

@@ -4,12 +4,14 @@ Once per warm interpreter a root is built: the system and the Python installatio
 our own; nobody's home, no sockets, no secrets. Each session adds one private tmpfs with a bounded size and
 number of files, which is its working directory, its /tmp and its /dev/shm. It vanishes with the session.
 
-All of it is mounted below /home, because Landlock's rules stick to folders: a rule on the plain folder /home
-holds for whatever is mounted below it, also for what is mounted later, over the original's files, in a fork.
+All of it is mounted below /home, and /proc too, because Landlock's rules stick to folders: a rule on the plain
+folder /home holds for whatever is mounted below it, also for what is mounted later in a fork, over the
+original's files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -20,6 +22,7 @@ ABOVE = "/home"
 HOME = f"{ABOVE}/agent"
 _BOX = f"{ABOVE}/.box"
 STATE = f"{_BOX}/state"
+_PROC = f"{ABOVE}/.proc"
 _SHOWN = "/run/shown"
 _PLACES = {"home": HOME, "tmp": "/tmp", "shm": "/dev/shm"}
 _LINKED = ("tmp", "shm")
@@ -40,7 +43,10 @@ _BLOCK = 1 << 20
 
 
 def build_root(shown: Sequence[str]) -> None:
-    """Enter a root in which `shown` and the system can be read, and nothing else is."""
+    """Enter a root in which `shown` and the system can be read, and nothing else is there.
+
+    Its /proc is still that of the machine; `mount_proc` lays one over it once the pid namespace is there.
+    """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID, "size=16m,nr_inodes=20000,mode=755")
     os.makedirs("/tmp/old")
@@ -52,10 +58,14 @@ def build_root(shown: Sequence[str]) -> None:
         _write("/new/" + path, text)
     for name in _TOP:
         _show_top(name)
-    for path in ("/usr", *(f"/etc/{name}" for name in _ETC), *shown):
-        _show(path, _place(path))
-    for place in (_BOX, HOME, "/proc", "/dev"):
+    for path in ("/usr", *(f"/etc/{name}" for name in _ETC)):
+        _show(path, path)
+    for path in shown:
+        if not _show(path, _place(path)):
+            raise FileNotFoundError(f"{path} cannot be shown: it is not there, or not ours to read")
+    for place in (_BOX, HOME, _PROC, "/dev"):
         os.makedirs("/new" + place, exist_ok=True)
+    os.symlink(_PROC, "/new/proc")
     for name in _LINKED:
         os.symlink(f"{_BOX}/{name}", "/new" + _PLACES[name])
     for name in _DEVICES:
@@ -65,7 +75,7 @@ def build_root(shown: Sequence[str]) -> None:
     kernel.protect("/new")
     for name in _DEVICES:
         kernel.bind(f"/old/dev/{name}", f"/new/dev/{name}")
-    kernel.mount("proc", "/new/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.bind("/old/proc", "/new" + _PROC)
     os.chdir("/new")
     kernel.pivot_root(".", ".")  # the old root now lies over the new one, and is taken away
     kernel.unmount(".")
@@ -83,19 +93,22 @@ def enter_box(disk_mb: int, shown: Sequence[str]) -> None:
         else:
             _write(_in_box(path), "")
     _bind_places(shown)
-    _mount_proc()
+    mount_proc()
     os.chdir(HOME)
 
 
-def graft_copy(disk_mb: int, shown: Sequence[str]) -> None:
-    """Give a forked session, whose mount namespace this process has entered, files of its own: a copy."""
-    os.chdir(_BOX)  # the original's files, still reachable from here once the new ones lie above
-    _mount_box(disk_mb)
-    hard_links: dict[tuple[int, int], str] = {}
-    _copy_tree(".", _BOX, hard_links)
-    os.chdir("/")
-    _bind_places(shown)
-    _mount_proc()
+def graft(copy_mb: int | None, shown: Sequence[str]) -> None:
+    """Complete a fork, whose namespaces this process has entered: its own /proc, and a copy of the files.
+
+    `copy_mb`: how large the copy may become; None to leave it with the original's files.
+    """
+    if copy_mb is not None:
+        os.chdir(_BOX)  # the original's files, still reachable from here once the new ones lie above
+        _mount_box(copy_mb)
+        _copy_tree(".", _BOX, {})
+        os.chdir("/")
+        _bind_places(shown)
+    mount_proc()
 
 
 def copy_folder(source: str, target: str) -> None:
@@ -114,8 +127,9 @@ def _bind_places(shown: Sequence[str]) -> None:
         kernel.bind(_SHOWN + path, path)
 
 
-def _mount_proc() -> None:
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+def mount_proc() -> None:
+    """A /proc that shows the processes of our pid namespace alone."""
+    kernel.mount("proc", _PROC, "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
 
 def _is_covered(path: str) -> bool:
@@ -140,18 +154,21 @@ def _show_top(name: str) -> None:
         _show(f"/{name}", f"/{name}")
 
 
-def _show(path: str, place: str) -> None:
-    """Bind `path` of the old root to `place` in the new one, if it is there and not shown already."""
+def _show(path: str, place: str) -> bool:
+    """Bind `path` of the old root to `place` in the new one; whether it can be seen there."""
     source, target = "/old" + path, "/new" + place
+    if os.path.exists(target):
+        return True
     if os.path.islink(source):
         source = _resolved(path)
-    if not os.path.exists(source) or os.path.exists(target):
-        return
+    if not os.path.exists(source):
+        return False
     if os.path.isdir(source):
         os.makedirs(target)
     else:
         _write(target, "")
     kernel.bind(source, target)
+    return True
 
 
 def _resolved(path: str) -> str:
@@ -194,6 +211,34 @@ def _copy_tree(source: str, target: str, hard_links: dict[tuple[int, int], str])
     for goal, status in reversed(done):
         os.chmod(goal, stat.S_IMODE(status.st_mode))
         os.utime(goal, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that hostile code has filled: however deep, whatever its modes, links not followed.
+
+    What lies deeper is first moved up beside the others, so no path is ever longer than two names.
+    """
+    count = 0
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        try:
+            os.chmod(here, 0o700)
+            entries = list(_entries(here))
+        except OSError:
+            continue
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                count += 1
+                moved = f"{folder}.{count}"
+                os.chmod(entry.path, 0o700)
+                os.rename(entry.path, moved)
+                waiting.append(moved)
+        with contextlib.suppress(OSError):
+            os.rmdir(here)
 
 
 def _entries(folder: str) -> Iterable[os.DirEntry[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -15,6 +16,8 @@ from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel
 from ludus.sandbox.inside.interpreter import Interpreter, redirect
 
 _CONTROL = 3
+_FAMILY = 16
+"""How many times the processes of one session its whole family of forks may have."""
 _MOST_READ = frames.MOST_BODY
 
 
@@ -59,7 +62,6 @@ class Places:
 def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> None:
     """Everything from the fork to the end of the session; does not return."""
     code = 1
-    link: socket.socket | None = None
     try:
         link = _only_link(control)
         places = isolate(plan, bounds, number, one_shot)
@@ -70,8 +72,8 @@ def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) 
         code = 0  # the host has closed the session
     except BaseException as error:  # noqa: BLE001 - the last thing this process says
         with contextlib.suppress(BaseException):
-            if link is not None:
-                frames.send(link, {"broken": f"{type(error).__name__}: {error}"})
+            last = socket.socket(fileno=os.dup(_CONTROL))  # in a fork this is another socket than `link`
+            frames.send(last, {"broken": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(code)
 
@@ -150,7 +152,6 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
         resource.RLIMIT_AS: plan.base_bytes + bounds.memory_mb * mega,
         resource.RLIMIT_FSIZE: bounds.file_mb * mega,
         resource.RLIMIT_NOFILE: bounds.open_files,
-        resource.RLIMIT_NPROC: bounds.processes + (_user_processes() if _shares_user(plan) else 0),
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: cpu,
         resource.RLIMIT_MEMLOCK: mega,
@@ -160,6 +161,14 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
         if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
             value = hard
         resource.setrlimit(kind, (value, value))
+    others = _user_processes() if _shares_user(plan) else 0
+    most = others + bounds.processes
+    resource.setrlimit(resource.RLIMIT_NPROC, _within((most, most * _FAMILY), resource.RLIMIT_NPROC))
+
+
+def _within(limits: tuple[int, int], kind: int) -> tuple[int, int]:
+    _, hard = resource.getrlimit(kind)
+    return limits if hard == resource.RLIM_INFINITY else (min(limits[0], hard), min(limits[1], hard))
 
 
 def _shares_user(plan: Plan) -> bool:
@@ -184,8 +193,6 @@ def _restrict_files(plan: Plan, writable: tuple[str, ...], readable: tuple[str, 
     rules += [
         (f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")
     ]
-    if plan.namespaces:
-        rules.append(("/proc", landlock.DEVICE))  # a fork writes its own user map
     landlock.restrict(plan.landlock, rules, network=plan.network)
 
 
@@ -197,7 +204,10 @@ def _restrict_calls(plan: Plan) -> None:
             flags |= kernel.CLONE_CHILD_SETTID | kernel.CLONE_CHILD_CLEARTID
     keeps = plan.namespaces or landlock.keeps_signals(plan.landlock)
     own_pid = None if keeps else os.getpid()
-    seccomp.install(seccomp.program(network=plan.network, branching=flags, own_pid=own_pid))
+    code = seccomp.program(
+        network=plan.network, branching=flags, own_pid=own_pid, keep_modes=_shares_user(plan)
+    )
+    seccomp.install(code)
 
 
 def _new_dice() -> None:
@@ -256,8 +266,10 @@ def _file(operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str
             return {"done": "ok"}, file.read(min(header["most"], _MOST_READ))
     except OSError as error:
         return {"done": "oserror", "errno": error.errno, "error": error.strerror}, b""
+    except MemoryError:
+        return {"done": "oserror", "errno": errno.ENOMEM, "error": "not enough memory"}, b""
     except ValueError as error:
-        return {"done": "oserror", "errno": 22, "error": str(error)}, b""
+        return {"done": "oserror", "errno": errno.EINVAL, "error": str(error)}, b""
 
 
 def _no_waiting(path: str, flags: int) -> int:
@@ -268,24 +280,24 @@ def _branch(
     link: socket.socket, plan: Plan, places: Places, forks: set[int], fds: list[int]
 ) -> socket.socket:
     """Fork on request. Goes on with the old link in the original, and with the new one in the fork."""
-    forks &= branching.living_children()
-    reason = (
-        branching.obstacle({_CONTROL, *fds}, forks)
-        if len(fds) == 1
-        else "no descriptor came with the request"
-    )
+    branching.collect(forks)
+    reason = branching.obstacle({_CONTROL, *fds}, forks) if len(fds) == 1 else "it came without a socket"
     if reason is not None:
         frames.close_all(fds)
         frames.send(link, {"refused": reason})
         return link
-    control = fds[0]
-    working, old = os.getcwd(), places.folder or filesystem.ABOVE
+    few, many = resource.getrlimit(resource.RLIMIT_NPROC)
     try:
+        resource.setrlimit(resource.RLIMIT_NPROC, (many, many))  # forks count in the original's user too
         pid, pidfd = branching.fork_session(plan.namespaces)
     except OSError as error:
         frames.close_all(fds)
-        frames.send(link, {"refused": f"the kernel allows no further fork here: {error.strerror}"})
+        deep = error.errno in (errno.ENOSPC, errno.EUSERS)
+        reason = "it has been forked as deep as the kernel allows" if deep else error.strerror
+        frames.send(link, {"refused": str(reason)})
         return link
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (few, many))
     if pid:
         frames.close_all(fds)
         forks.add(pid)
@@ -293,17 +305,26 @@ def _branch(
         os.close(pidfd)
         return link
     forks.clear()
+    return _awake(link, fds[0], plan, places)
+
+
+def _awake(link: socket.socket, control: int, plan: Plan, places: Places) -> socket.socket:
+    """As a fork: wait for our files, and go on where the original stands."""
+    if plan.namespaces:
+        branching.map_user(branching.AGENT)
+    working, old = os.getcwd(), places.folder or filesystem.ABOVE
     link.close()
     os.dup2(control, _CONTROL, inheritable=False)
     os.close(control)
     twin = socket.socket(fileno=_CONTROL)
-    frames.receive(twin)  # the host says when the files are there
+    header, _, _ = frames.receive(twin)  # the host says when the files are there
     if plan.namespaces:
         kernel.drop_capabilities()
-    else:
+    elif header["copy"]:
         working = _move_home(places, working)
     os.chdir(working)
-    branching.reopen_files(_CONTROL, old, places.folder or filesystem.ABOVE)
+    if header["copy"]:
+        branching.reopen_files(_CONTROL, old, places.folder or filesystem.ABOVE)
     frames.send(twin, {"state": "ready"})
     return twin
 

@@ -19,7 +19,7 @@ _DENIED = {
     "unshare": (272, 97), "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429),
     "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
     "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
-    "mknod": (133, 0), "mknodat": (259, 33), "quotactl": (179, 60), "quotactl_fd": (443, 443),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443),
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "process_madvise": (440, 440), "process_mrelease": (448, 448), "pidfd_getfd": (438, 438),
@@ -33,7 +33,10 @@ _DENIED = {
     "syslog": (103, 116), "acct": (163, 89), "reboot": (169, 142), "swapon": (167, 224),
     "swapoff": (168, 225), "vhangup": (153, 58), "nfsservctl": (180, 42), "uselib": (134, 0),
     "_sysctl": (156, 0), "ioperm": (173, 0), "iopl": (172, 0), "modify_ldt": (154, 0),
-    "personality": (135, 92), "ustat": (136, 0), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
+    "personality": (135, 92), "ustat": (136, 0),
+    # watches, of which a user has few: one session could take them from everybody
+    "inotify_init": (253, 0), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
     # the clock and the name of the machine
     "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
     "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
@@ -49,6 +52,14 @@ _DENIED = {
     "mq_notify": (244, 184), "mq_getsetattr": (245, 185),
 }  # fmt: skip
 _SOCKETS = {"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)}
+# done to files by name or descriptor, and not governed by Landlock
+_MODES = {
+    "chmod": (90, 0), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, 0), "fchown": (93, 55), "lchown": (94, 0), "fchownat": (260, 54),
+    "utime": (132, 0), "utimes": (235, 0), "utimensat": (280, 88), "futimesat": (261, 0),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+}  # fmt: skip
 _CLONE, _CLONE3, _PRCTL = (56, 220), (435, 435), (157, 167)
 _SIGNALLING = {
     "kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
@@ -64,16 +75,19 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_REFUSED, _UNKNOWN = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+_REFUSED, _UNKNOWN, _PRETENDED = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
 
 Instruction = tuple[int, int, int, int]
 
 
-def program(*, network: bool, branching: int, own_pid: int | None) -> list[Instruction]:
+def program(
+    *, network: bool, branching: int, own_pid: int | None, keep_modes: bool = False
+) -> list[Instruction]:
     """The filter. `branching`: the exact clone flags that `Session.fork` uses, 0 to allow none.
 
     `own_pid`: allow signals to this process alone; for machines where neither a pid namespace nor Landlock
-    keeps signals inside.
+    keeps signals inside. `keep_modes`: calls that change modes, owners and times of files do nothing, and say
+    that they did, as archivers and installers expect; for when the user's other files could be named.
     """
     column = 0 if kernel.MACHINE == "x86_64" else 1
     denied = [numbers[column] for numbers in _DENIED.values()]
@@ -92,6 +106,9 @@ def program(*, network: bool, branching: int, own_pid: int | None) -> list[Instr
     ]
     for number in sorted(filter(None, denied)):
         code += _when(_EQUAL, number, _REFUSED)
+    if keep_modes:
+        for number in sorted(filter(None, (numbers[column] for numbers in _MODES.values()))):
+            code += _when(_EQUAL, number, _PRETENDED)
     code += _argument_rule(_CLONE[column], _clone_rule(branching))
     code += _argument_rule(
         _PRCTL[column], [r for o in _GUARDED_PRCTL for r in _when(_EQUAL, o, _REFUSED)]

@@ -10,18 +10,21 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ROUNDS = 100
 
 
-def tree(pid: int) -> list[int]:
+def tree(pid: int, without: set[int] | None = None) -> list[int]:
     """`pid` and everything below it. The first process of a session adopts its orphans, so nothing hides."""
     found, place = [pid], 0
     while place < len(found):
-        found += _children(found[place])
+        found += [child for child in _children(found[place]) if not without or child not in without]
         place += 1
     return found
 
 
-def excess(pid: int, most_bytes: int, most_processes: int) -> str | None:
-    """Which limit on the whole of a session is exceeded: "memory", "processes", or None."""
-    family = tree(pid)
+def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> str | None:
+    """Which limit on the whole of a session is exceeded: "memory", "processes", or None.
+
+    `others` are the first processes of sessions, which count for themselves.
+    """
+    family = tree(pid, others)
     if len(family) > most_processes + 1:
         return "processes"
     if len(family) == 1:
@@ -32,25 +35,16 @@ def excess(pid: int, most_bytes: int, most_processes: int) -> str | None:
     return "memory" if sum(map(_proportional, family)) > most_bytes else None
 
 
-def kill_tree(pid: int) -> None:
-    """End everything below `pid`, which is stopped first so that it starts nothing new."""
-    _send(pid, signal.SIGSTOP)
+def kill_below(pid: int, keep: set[int]) -> None:
+    """End what a stopped session started, apart from its forks (`keep`) and what those started.
+
+    In rounds, because what dies leaves its children to `pid`, and a process may fork while others die.
+    """
     for _ in range(_ROUNDS):
-        below = tree(pid)[1:]
+        below = [one for one in tree(pid, keep)[1:] if not _is_dead(one)]
+        if not below:
+            return
         for one in below:
-            _send(one, signal.SIGKILL)
-        if not [one for one in below if not _is_dead(one)]:
-            return
-
-
-def kill_own(pid: int) -> None:
-    """End what a session started, apart from its forks, which live in pid namespaces of their own."""
-    depth = _namespace_depth(pid)
-    for _ in range(_ROUNDS):
-        own = [one for one in tree(pid)[1:] if not _is_dead(one) and _namespace_depth(one) == depth]
-        if not own:
-            return
-        for one in own:
             _send(one, signal.SIGKILL)
 
 
@@ -76,7 +70,8 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-def _namespace_depth(pid: int) -> int:
+def namespace_depth(pid: int) -> int:
+    """How many pid namespaces lie around a process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
@@ -95,4 +90,4 @@ def _proportional(pid: int) -> int:
         for line in file:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
-    return 0
+    return _resident(pid)  # it has closed itself to us: then it is charged for all of it

@@ -12,7 +12,6 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import socket
 import time
@@ -22,7 +21,8 @@ from ludus.sandbox.inside import branching, filesystem, frames, kernel, landlock
 from ludus.sandbox.inside.life import Bounds, Plan, live
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
-_WATCH_SECONDS = 0.1
+_OFTEN_SECONDS = 0.1
+_SELDOM_SECONDS = 1.0
 
 
 def main(link_fd: int) -> None:
@@ -33,6 +33,11 @@ def main(link_fd: int) -> None:
         _preload(order["preload"])
         if order["namespaces"]:
             _enter_namespaces(link, order["network"], order["shown"])
+        else:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            _continue_as_child(link)
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         plan = _plan(order)
         gc.collect()
         gc.freeze()  # so that a collection in a session does not touch, and thereby copy, what is shared
@@ -60,29 +65,54 @@ def _preload(names: list[str]) -> None:
 def _enter_namespaces(link: socket.socket, network: bool, shown: list[str]) -> None:
     kinds = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
     kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (0 if network else kernel.CLONE_NEWNET)
-    if os.getuid() == 0:
-        with contextlib.suppress(PermissionError):
-            os.setgroups([])
+    has_root = _built_as_root(shown)
     kernel.unshare(kinds)
     frames.send(link, {"event": "unshared"})
     frames.receive(link)  # the host has written which users there are
-    child = os.fork()
-    if child:
-        link.close()
-        _, status = os.waitpid(child, 0)
-        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    _continue_as_child(link)
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     kernel.prctl(
         kernel.PR_SET_DUMPABLE, 1
-    )  # or the files under /proc of our own forks would be closed to them
+    )  # or files under /proc of our own forks would be closed to them
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not has_root:
+        filesystem.build_root(shown)
+    filesystem.mount_proc()
+
+
+def _built_as_root(shown: list[str]) -> bool:
+    """As root, show the folders while we may still enter them all: Python itself may lie in a closed one."""
+    if os.getuid() != 0:
+        return False
+    try:
+        os.setgroups([])
+        kernel.unshare(kernel.CLONE_NEWNS)
+    except PermissionError:
+        return False  # root in a container: what else it may not do will show
     filesystem.build_root(shown)
+    return True
+
+
+def _continue_as_child(link: socket.socket) -> None:
+    """Fork, and go on in the child. The parent stays to end whatever the child leaves behind."""
+    child = os.fork()
+    if not child:
+        return
+    link.close()
+    status = 0
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        if pid == child:
+            status = ended
+            watch.kill_below(os.getpid(), keep=set())
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def _plan(order: dict[str, Any]) -> Plan:
-    if not order["namespaces"]:
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     return Plan(
@@ -107,13 +137,17 @@ class Zygote:
         """Pid by the host's number of the session."""
         self._numbers: dict[int, int] = {}
         """And back."""
-        self._grafts: dict[int, int] = {}
-        """Number of the session whose files a helper process copies, by the helper's pid."""
+        self._grafts: dict[int, tuple[int, int]] = {}
+        """Number of the session that a helper process completes, and what the helper says, by its pid."""
         self._forks: dict[int, int] = {}
         """Number by pidfd of the sessions that another session forked: they are not our children."""
+        self._pidfds: dict[int, int] = {}
+        """And back: they are signalled by descriptor, because their pid may be another's by now."""
         self._poll = select.poll()
-        self._watched: dict[int, tuple[int, int]] = {}
-        """Most bytes and most processes of the sessions to look after, by number."""
+        self._bounds: dict[int, Bounds] = {}
+        """The limits of each session, by number."""
+        self._watched: set[int] = set()
+        """Sessions to look after often: those that have been running something for a while."""
 
     def serve(self) -> None:
         """Until the host closes the socket."""
@@ -125,9 +159,9 @@ class Zygote:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
-        look = time.monotonic()
+        soon = later = time.monotonic()
         while True:
-            ready = {fd for fd, _ in self._poll.poll(_WATCH_SECONDS * 1000 if self._watched else None)}
+            ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if woken.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
                     woken.recv(4096)
@@ -136,9 +170,19 @@ class Zygote:
                 self._fork_ended(pidfd)
             if self._link.fileno() in ready:
                 self._obey()
-            if self._watched and time.monotonic() - look > _WATCH_SECONDS:
-                look = time.monotonic()
-                self._look_after()
+            now = time.monotonic()
+            if now - later > _SELDOM_SECONDS:
+                soon = later = now
+                self._look_after(set(self._sessions))
+            elif now - soon > _OFTEN_SECONDS:
+                soon = now
+                self._look_after(self._watched)
+
+    def _patience(self) -> float | None:
+        """Milliseconds until somebody must be looked after; for ever where there is nobody."""
+        if self._watched:
+            return _OFTEN_SECONDS * 1000
+        return _SELDOM_SECONDS * 1000 if self._sessions else None
 
     def _obey(self) -> None:
         header, _, fds = frames.receive(self._link)
@@ -147,17 +191,15 @@ class Zygote:
         if operation == "spawn":
             self._spawn(number, fds[0], Bounds(**header["bounds"]), header["one_shot"])
         elif operation == "adopt":
-            self._adopt(number, fds.pop(), header["disk_mb"])
+            self._adopt(number, fds.pop(), header)
         elif operation == "signal":
             self._signal(number, header["signal"])
         elif operation == "kill":
             self._kill(number)
         elif operation == "watch":
-            self._watched[number] = (header["bytes"], header["processes"])
+            self._watched.add(number)
         elif operation == "unwatch":
-            self._watched.pop(number, None)
-        elif operation == "retire":
-            self._retire(number)
+            self._watched.discard(number)
         frames.close_all(fds)
 
     def _spawn(self, number: int, control: int, bounds: Bounds, one_shot: bool) -> None:
@@ -174,35 +216,45 @@ class Zygote:
         if pidfd >= 0:
             os.close(pidfd)
         self._sessions[number], self._numbers[pid] = pid, number
+        self._bounds[number] = bounds
 
-    def _adopt(self, number: int, pidfd: int, disk_mb: int) -> None:
-        """Look after a session that another one forked, and give it files of its own."""
-        self._forks[pidfd] = number
-        self._poll.register(pidfd, select.POLLIN)
+    def _adopt(self, number: int, pidfd: int, header: dict[str, Any]) -> None:
+        """Look after a session that another one forked, and give it files of its own.
+
+        The descriptor comes from the session, which may be hostile: what is behind it must be its child.
+        """
         pid = _pid_of(pidfd)
+        if (
+            pid is None
+            or pid in self._numbers
+            or not self._is_fork(pid, self._sessions.get(header["parent"]))
+        ):
+            os.close(pidfd)
+            self._tell({"event": "failed", "id": number, "error": "what it forked is not its child"})
+            return
+        self._forks[pidfd], self._pidfds[number] = number, pidfd
+        self._poll.register(pidfd, select.POLLIN)
         self._sessions[number], self._numbers[pid] = pid, number
+        self._bounds[number] = self._bounds[header["parent"]]
         if not self._plan.namespaces:
             self._tell({"event": "adopted", "id": number, "good": True})  # it copies its folder itself
             return
+        said, says = os.pipe()
         helper = os.fork()
-        if helper:
-            self._grafts[helper] = number
-            return
-        code = 1
-        try:
-            kernel.setns(pidfd, kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
-            inner = (
-                os.fork()
-            )  # only a child is in the pid namespace, whose processes its /proc shall show
-            if inner == 0:
-                filesystem.graft_copy(disk_mb, self._plan.shown)
-                os._exit(0)
-            code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
-        finally:
-            os._exit(code)
+        if not helper:
+            _graft(pidfd, header["disk_mb"] if header["copy"] else None, self._plan.shown, says)
+        os.close(says)
+        self._grafts[helper] = (number, said)
+
+    def _is_fork(self, pid: int, parent: int | None) -> bool:
+        if parent is None or pid not in watch.tree(parent)[1:]:
+            return False
+        deeper = watch.namespace_depth(pid) - watch.namespace_depth(parent)
+        return deeper == (1 if self._plan.namespaces else 0)
 
     def _fork_ended(self, pidfd: int) -> None:
         number = self._forks.pop(pidfd)
+        del self._pidfds[number]
         self._poll.unregister(pidfd)
         os.close(pidfd)
         pid = self._sessions.get(number)
@@ -211,26 +263,20 @@ class Zygote:
 
     def _signal(self, number: int, which: int) -> None:
         pid = self._sessions.get(number)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, which)
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number in self._pidfds:
+                signal.pidfd_send_signal(self._pidfds[number], which)
+            else:
+                os.kill(pid, which)  # our own child: the pid is its own until we have collected it
 
     def _kill(self, number: int) -> None:
         pid = self._sessions.get(number)
-        if pid is None:
-            return
-        if not self._plan.namespaces:
-            watch.kill_tree(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-    def _retire(self, number: int) -> None:
-        """A closed session whose forks live on: stop it, and end what else it started."""
-        pid = self._sessions.get(number)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-            watch.kill_own(pid)
+        if pid is not None and not self._plan.namespaces:
+            self._signal(number, signal.SIGSTOP)
+            watch.kill_below(pid, keep=set(self._numbers))
+        self._signal(number, signal.SIGKILL)
 
     def _collect(self) -> None:
         while True:
@@ -241,24 +287,31 @@ class Zygote:
             if pid == 0:
                 return
             if pid in self._grafts:
-                self._tell({"event": "adopted", "id": self._grafts.pop(pid), "good": status == 0})
+                number, said = self._grafts.pop(pid)
+                problem = os.read(said, 500).decode(errors="replace")
+                os.close(said)
+                good = status == 0 and not problem
+                self._tell({"event": "adopted", "id": number, "good": good, "problem": problem})
             elif pid in self._numbers:
                 self._ended(pid, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 
     def _ended(self, pid: int, status: int | None, cpu: float, peak_kb: int) -> None:
         number = self._numbers.pop(pid)
-        del self._sessions[number]
-        self._watched.pop(number, None)
+        del self._sessions[number], self._bounds[number]
+        self._watched.discard(number)
         if not self._plan.namespaces:
-            shutil.rmtree(f"{self._plan.folder}/{number}-{pid}", ignore_errors=True)
+            # what it had started and left is ours now, as we adopt orphans
+            watch.kill_below(os.getpid(), keep={*self._numbers, *self._grafts})
+            filesystem.remove_folder(f"{self._plan.folder}/{number}-{pid}")
         self._tell({"event": "exit", "id": number, "status": status, "cpu": cpu, "peak_kb": peak_kb})
 
-    def _look_after(self) -> None:
-        for number, (most_bytes, most_processes) in list(self._watched.items()):
-            pid = self._sessions.get(number)
-            if pid is None:
-                continue
-            excess = watch.excess(pid, most_bytes + self._plan.base_bytes, most_processes)
+    def _look_after(self, numbers: set[int]) -> None:
+        """Hold all processes of a session together to its limits; a stem's branches count for themselves."""
+        others = set(self._numbers)
+        for number in numbers & self._sessions.keys():
+            pid, bounds = self._sessions[number], self._bounds[number]
+            most = (bounds.memory_mb << 20) + self._plan.base_bytes
+            excess = watch.excess(pid, others, most, bounds.processes)
             if excess is not None:
                 self._tell({"event": "excess", "id": number, "what": excess})
                 self._kill(number)
@@ -267,7 +320,25 @@ class Zygote:
         frames.send(self._link, event)
 
 
-def _pid_of(pidfd: int) -> int:
-    """The pid behind a pidfd, as numbered here."""
+def _graft(pidfd: int, copy_mb: int | None, shown: tuple[str, ...], says: int) -> None:
+    """In a process of its own: enter a fork's namespaces and complete it; does not return."""
+    code = 1
+    try:
+        kernel.setns(pidfd, kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+        inner = os.fork()  # only a child is in the pid namespace, whose processes its /proc shall show
+        if inner:
+            code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+        else:
+            filesystem.graft(copy_mb, shown)
+            code = 0
+    except BaseException as error:  # noqa: BLE001 - told to whoever asked for the fork
+        os.write(says, f"{type(error).__name__}: {error}".encode()[:500])
+    finally:
+        os._exit(code)
+
+
+def _pid_of(pidfd: int) -> int | None:
+    """The pid behind a pidfd, as numbered here; None when it is no pidfd, or its process is not here."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+        pids = [int(line.split()[1]) for line in file if line.startswith("Pid:")]
+    return pids[0] if pids and pids[0] > 0 else None

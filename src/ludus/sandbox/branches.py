@@ -1,0 +1,106 @@
+"""Forks and snapshots: a session's process is kept as a stem, and what lives are branches of it.
+
+To fork a process is to make two of it; but a fork lives inside its parent's pid namespace and would die with
+it, whatever the parent's code does to itself. So the process whose state is wanted twice runs no code any more:
+it becomes a *stem* that is only forked from, and the session goes on in a branch of it. Code runs in leaves
+alone, and no leaf's end takes another along. A stem goes when its last branch and its last snapshot have gone.
+
+Namespaces nest some thirty deep, so a line of descent can be forked about that often; then it is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from ludus.sandbox.body import Body, first
+from ludus.sandbox.config import Limits
+from ludus.sandbox.errors import CannotFork, SandboxError, SessionLost
+
+
+class Stem:
+    """A process that is kept as it is, to be forked from."""
+
+    def __init__(
+        self, body: Body, limits: Limits, places: asyncio.Semaphore, below: Stem | None
+    ) -> None:
+        self._body = body
+        self._limits, self._places = limits, places
+        self._below = below
+        self._users = 0
+        self._lock = asyncio.Lock()
+
+    async def branch(self, *, copy: bool) -> Body:
+        """A new process with the stem's state. `copy`: with files of its own; otherwise it has the stem's."""
+        async with self._lock:
+            if not self._body.alive:
+                raise SessionLost("what was to be forked is gone")
+            if self._places.locked():
+                raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
+            ours, theirs = socket.socketpair()
+            try:
+                pidfd = await self._clone(theirs)
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            await self._places.acquire()
+            body = self._adopted(pidfd, ours, copy)
+        try:
+            async with asyncio.timeout(self._limits.wall_seconds):
+                if not await asyncio.shield(body.process.adopted):
+                    raise SandboxError(body.process.problem or "it could not be completed")
+                body.tell({"op": "go", "copy": copy})
+                await body.opened()
+        except (TimeoutError, SandboxError) as error:
+            await body.end()
+            reason = str(error) or "it did not answer in time"
+            raise CannotFork(f"the fork did not come to life: {reason}") from None
+        except BaseException:
+            await body.end()
+            raise
+        return body
+
+    def hold(self) -> None:
+        """One more user: a branch or a snapshot."""
+        self._users += 1
+
+    def release(self, _: object = None) -> None:
+        """One user less; without any, the stem is of no use."""
+        self._users -= 1
+        if not self._users:
+            self._body.process.kill()
+
+    async def gone(self) -> None:
+        """If nobody uses it, wait until it has ended, and those below it."""
+        stem: Stem | None = self
+        while stem is not None and not stem._users:
+            await asyncio.shield(stem._body.process.ended)
+            stem = stem._below
+
+    def _adopted(self, pidfd: int, link_end: socket.socket, copy: bool) -> Body:
+        parent = self._body.process
+        process = parent.worker.adopt(pidfd, parent.number, self._limits, copy=copy)
+        os.close(pidfd)
+        self.hold()
+        process.ended.add_done_callback(self.release)
+        return Body(process, link_end, self._places)
+
+    async def _clone(self, control: socket.socket) -> int:
+        request = self._body.ask({"op": "fork"}, fds=(control.fileno(),), wants_fd=True)
+        try:
+            async with asyncio.timeout(self._limits.wall_seconds):
+                await first(request.answered, self._body.process.ended)
+        except BaseException:
+            self._body.process.kill()  # a fork that nobody will adopt may be under way
+            raise
+        finally:
+            self._body.settled()
+        if not request.answered.done():
+            raise SessionLost("the session ended while it was forked")
+        if not request.fds:
+            said, _ = request.answered.result()
+            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
+        return request.fds[0]
