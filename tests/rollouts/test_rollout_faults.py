@@ -474,3 +474,24 @@ async def test_a_failure_inside_a_tool_keeps_its_own_boundary() -> None:
 
     [group] = await play(rollout(lambda *_: called("query"), tools=[query]))
     assert_failed(group, Boundary.SERVER)
+
+
+async def test_an_episode_whose_state_was_lost_is_played_again() -> None:
+    """A lost session cannot be retried by the call, but a new episode gets a new session."""
+    calls = 0
+
+    @tool
+    def remember(what: str) -> str:
+        """Keep something in the session."""
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise InfraError(Boundary.SANDBOX, "the session is gone", retriable=False, replay=True)
+        return "kept"
+
+    playing = rollout(
+        [called("remember", what="x"), called("remember", what="x"), "done"], tools=remember
+    )
+    [group] = [group async for group in playing.groups([Task.of("go", id="t")], seed=0)]
+    [trajectory] = group.trajectories
+    assert trajectory.is_trainable and trajectory.turns == 2 and calls == 2

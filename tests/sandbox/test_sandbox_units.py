@@ -70,9 +70,13 @@ async def test_what_is_no_frame_ends_the_link(data: bytes) -> None:
     theirs.close()
 
 
+def _open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 async def test_a_flood_of_descriptors_ends_the_link() -> None:
     ours, theirs = socket.socketpair()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = _open_descriptors()
     closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
     Link(ours, lambda *_: None, closed.set_result)
     for _ in range(20):
@@ -85,7 +89,7 @@ async def test_a_flood_of_descriptors_ends_the_link() -> None:
         await asyncio.sleep(0)
     assert await asyncio.wait_for(closed, 5) is not None
     theirs.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert _open_descriptors() <= before
 
 
 def _verdict(code: list[seccomp.Instruction], number: int, argument: int = 0, arch: int = X86) -> int:

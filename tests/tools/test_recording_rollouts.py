@@ -72,8 +72,8 @@ async def test_a_run_is_played_again_token_by_token_without_its_tools(tmp_path: 
     again = await played(replaying)
     assert [one.tokens for one in again] == [one.tokens for one in first]
     assert replaying.statistics.hits > 20 and replaying.statistics.misses == 0
-    await recording.close_store()
-    await replaying.close_store()
+    await recording.aclose()
+    await replaying.aclose()
 
 
 async def test_another_policy_reuses_what_it_can_and_gets_the_truth(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ async def test_another_policy_reuses_what_it_can_and_gets_the_truth(tmp_path: Pa
     assert [one.tokens for one in cached] == [one.tokens for one in bare]
     assert second.statistics.hits > 0 and second.statistics.caught_up > 0
     assert second.statistics.diverged == 0
-    await first.close_store()
-    await second.close_store()
+    await first.aclose()
+    await second.aclose()
 
 
 async def test_a_miss_is_a_failure_of_ours_not_a_reward(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ async def test_a_miss_is_a_failure_of_ours_not_a_reward(tmp_path: Path) -> None:
     failures = [one.failure for one in await played(replaying, seed=1) if one.failure is not None]
     assert failures and all(failure.boundary is Boundary.TOOL for failure in failures)
     assert all("no recorded result" in failure.message for failure in failures)
-    await recording.close_store()
-    await replaying.close_store()
+    await recording.aclose()
+    await replaying.aclose()
 
 
 def test_a_recipe_that_is_wrong_is_refused() -> None:

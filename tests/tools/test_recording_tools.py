@@ -144,7 +144,7 @@ async def test_faults_rewards_media_and_odd_text_are_results_like_others(tmp_pat
         ]
         contents.append([await tools.call(call, context) for call in calls])
         await tools.close(context)
-        await tools.close_store()
+        await tools.aclose()
     assert made == [0, 1, 2]
     assert contents[0] == contents[1]
     replayed = contents[1]
@@ -173,7 +173,7 @@ async def test_a_miss_names_tool_arguments_and_what_was_nearest(tmp_path: Path) 
     path = tmp_path / "calls.sqlite"
     recording = recorded(Notebook(), path, "record", stateless=["upper"])
     await play(recording, [[write("hello world")], [upper("x")]])
-    await recording.close_store()
+    await recording.aclose()
 
     tools = recorded(None, path, "replay", stateless=["upper"])
     message = await miss(tools, write("hello word"))
@@ -646,7 +646,7 @@ async def test_two_runs_share_a_store(address: str) -> None:
     replaying = recorded(None, address, "replay", stateless=["upper"])
     assert await run(replaying) == one
     for tools in (first, second, replaying):
-        await tools.close_store()
+        await tools.aclose()
 
 
 def test_stores_are_stores(tmp_path: Path) -> None:

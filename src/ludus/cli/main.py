@@ -1,4 +1,4 @@
-"""`ludus train | eval | rollout | check`."""
+"""`ludus train | eval | rollout | check | serve`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from ludus.cli.check import check_app
 from ludus.cli.errors import explained
+from ludus.cli.serving import serve_app
 
 app = typer.Typer(
     name="ludus",
@@ -21,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(check_app, name="check")
+app.add_typer(serve_app, name="serve")
 
 RecipeArgument = Annotated[
     Path | None, typer.Argument(help="A recipe: a TOML file.", show_default=False)
@@ -86,25 +88,56 @@ def evaluate(
         typer.Argument(help="A recipe (TOML), or a run's folder, which knows its recipe and model."),
     ],
     overrides: Overrides = None,
-    model: Model = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A model's folder or hub name, a run's folder, or an OpenAI-compatible address such as "
+            "http://127.0.0.1:8000/v1#NAME (key: LUDUS_API_KEY). May be given several times.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another model, which the others are compared with by task.")
+    ] = None,
     tasks: Tasks = None,
     attempts: Attempts = None,
+    turns: Annotated[str | None, typer.Option(help="Play under each of these budgets: 2,4,8.")] = None,
+    pass_at: Annotated[str | None, typer.Option(help="The k of pass@k: 1,4,16.")] = None,
+    by: Annotated[str | None, typer.Option(help="The metadata key that names sub-tasks.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Go on in this folder, or make it; evaluations/NAME-COUNTER when left out."),
+    ] = None,
     temperature: Temperature = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0,
     seed: Annotated[int, typer.Option(help="Decides the draws.")] = 0,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="For an address: the model's tokenizer (folder or hub name); chat without it."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(help="For an address with a tokenizer: send prompts as tokens or as text.")
+    ] = "tokens",
+    request: Annotated[
+        str | None, typer.Option(help="For an address: further fields of each request, as JSON.")
+    ] = None,
     show: Show = 0,
     out: Out = None,
 ) -> None:
-    """Measure a model on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
-    from ludus.cli.playing import Options, run_evaluation
+    """Measure models on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
+    from ludus.cli.playing import Options, StudyOptions, run_evaluation
 
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    run_evaluation(recipe, overrides or [], model, options)
+    study = StudyOptions(model or [], against, turns, pass_at, by, results, tokenizer, prompt, request)
+    run_evaluation(recipe, overrides or [], study, options)
 
 
 @app.command()
@@ -143,3 +176,7 @@ def run() -> None:
     # references such as file.py:function are looked for where the user stands
     sys.path.insert(0, str(Path.cwd()))
     sys.exit(explained(app))
+
+
+if __name__ == "__main__":
+    run()

@@ -81,15 +81,26 @@ class ToolFault(LudusError):
 
 
 class InfraError(LudusError):
-    """Our fault, named by the boundary it crossed. `retriable` says whether to try again."""
+    """Our fault, named by the boundary it crossed.
+
+    `retriable` says whether to try the same thing again. `replay` says whether to play the whole episode
+    again where that cannot help: what is lost is its state, such as a session. It is `retriable` unless given.
+    """
 
     def __init__(
-        self, boundary: Boundary, message: str, *, attempts: int = 1, retriable: bool = True
+        self,
+        boundary: Boundary,
+        message: str,
+        *,
+        attempts: int = 1,
+        retriable: bool = True,
+        replay: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.boundary = boundary
         self.attempts = attempts
         self.retriable = retriable
+        self.replay = retriable if replay is None else replay
 
 
 class EngineError(InfraError):

@@ -35,6 +35,9 @@ REWARDS = Registry(
         "gate": "ludus.rewards.compose:Gate",
         "format_gate": "ludus.rewards.compose:FormatGate",
         "tool_bonus": "ludus.rewards.compose:ToolBonus",
+        "unit_tests": "ludus.rewards.unit_tests:UnitTests",
+        "programs": "ludus.rewards.programs:Programs",
+        "sql_match": "ludus.rewards.sql_match:SqlMatch",
     },
 )
 GROUP_REWARDS = Registry(

@@ -113,7 +113,7 @@ class Rollout:
                 trajectory.stop = StopReason.ABORTED
             except InfraError as error:
                 _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
-                if not error.retriable or error.boundary is Boundary.REWARD:
+                if not error.replay or error.boundary is Boundary.REWARD:
                     break  # rewards have retries of their own; playing again would not mend them
             except (ConfigError, MissingExtraError):
                 raise

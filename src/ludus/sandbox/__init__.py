@@ -8,7 +8,7 @@ from ludus.sandbox.config import Limits, SandboxConfig
 from ludus.sandbox.errors import CannotFork, SandboxError, SandboxUnavailable, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.layers import Layers
-from ludus.sandbox.sandbox import Sandbox, shared_sandbox
+from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
 from ludus.sandbox.session import Session, Snapshot
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "Session",
     "SessionLost",
     "Snapshot",
+    "close_shared_sandboxes",
     "shared_sandbox",
 ]

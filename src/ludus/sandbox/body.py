@@ -105,6 +105,7 @@ class Body:
         asyncio.get_running_loop().call_later(wait, self.process.kill)
 
     def _on_end(self, _: object) -> None:
+        self._link.drain()  # its last word may have arrived together with its end
         self._link.close()
         self._places.release()
         if self._ready.done() and not self._ready.cancelled():

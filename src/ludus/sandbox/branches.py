@@ -13,10 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import weakref
+from dataclasses import replace
+from typing import Any
 
 from ludus.sandbox.body import Body, first
 from ludus.sandbox.config import Limits
 from ludus.sandbox.errors import CannotFork, SandboxError, SessionLost
+from ludus.sandbox.worker import Ending
 
 
 class Stem:
@@ -29,10 +33,17 @@ class Stem:
         self._limits, self._places = limits, places
         self._below = below
         self._users = 0
+        self.is_lent = False
+        """Whether a branch lives in its files: then they are as that branch makes them."""
         self._lock = asyncio.Lock()
+        self._pids: weakref.WeakKeyDictionary[Body, int] = weakref.WeakKeyDictionary()
+        self._farewells: weakref.WeakKeyDictionary[Body, asyncio.Task[int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     async def branch(self, *, copy: bool) -> Body:
         """A new process with the stem's state. `copy`: with files of its own; otherwise it has the stem's."""
+        self.is_lent = self.is_lent or not copy
         async with self._lock:
             if not self._body.alive:
                 raise SessionLost("what was to be forked is gone")
@@ -40,7 +51,7 @@ class Stem:
                 raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
             ours, theirs = socket.socketpair()
             try:
-                pidfd = await self._clone(theirs)
+                pid, pidfd = await self._clone(theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -48,6 +59,7 @@ class Stem:
                 theirs.close()
             await self._places.acquire()
             body = self._adopted(pidfd, ours, copy)
+            self._pids[body] = pid
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 if not await asyncio.shield(body.process.adopted):
@@ -56,6 +68,8 @@ class Stem:
                 await body.opened()
         except (TimeoutError, SandboxError) as error:
             await body.end()
+            if not self._body.alive:
+                raise SessionLost(f"what was to be forked is gone: {error}") from None
             reason = str(error) or "it did not answer in time"
             raise CannotFork(f"the fork did not come to life: {reason}") from None
         except BaseException:
@@ -63,11 +77,18 @@ class Stem:
             raise
         return body
 
+    async def ending(self, branch: Body) -> Ending:
+        """How a branch ended, which its parent alone can ask the kernel; the parent is this stem's process."""
+        known = await asyncio.shield(branch.process.ended)
+        farewell = self._farewells.get(branch)
+        status = await asyncio.shield(farewell) if farewell is not None else None
+        return known if status is None else replace(known, status=status)
+
     def hold(self) -> None:
         """One more user: a branch or a snapshot."""
         self._users += 1
 
-    def release(self, _: object = None) -> None:
+    def release(self) -> None:
         """One user less; without any, the stem is of no use."""
         self._users -= 1
         if not self._users:
@@ -75,6 +96,7 @@ class Stem:
 
     async def gone(self) -> None:
         """If nobody uses it, wait until it has ended, and those below it."""
+        await asyncio.gather(*self._farewells.values())
         stem: Stem | None = self
         while stem is not None and not stem._users:
             await asyncio.shield(stem._body.process.ended)
@@ -85,11 +107,40 @@ class Stem:
         process = parent.worker.adopt(pidfd, parent.number, self._limits, copy=copy)
         os.close(pidfd)
         self.hold()
-        process.ended.add_done_callback(self.release)
-        return Body(process, link_end, self._places)
+        body = Body(process, link_end, self._places)
+        process.ended.add_done_callback(lambda _: self._on_branch_end(body))
+        return body
 
-    async def _clone(self, control: socket.socket) -> int:
-        request = self._body.ask({"op": "fork"}, fds=(control.fileno(),), wants_fd=True)
+    def _on_branch_end(self, branch: Body) -> None:
+        if branch.process.was_killed or not self._body.alive:
+            self.release()
+        else:
+            self._farewells[branch] = asyncio.get_running_loop().create_task(self._farewell(branch))
+
+    async def _farewell(self, branch: Body) -> int | None:
+        """Ask how a branch ended that nobody ended; only then let go of it."""
+        try:
+            async with self._lock:
+                said, _ = await self._asked({"op": "ended", "pid": self._pids.get(branch, 0)}, fds=())
+        except (SandboxError, TimeoutError):
+            return None
+        finally:
+            self.release()
+        status = said.get("status")
+        return status if isinstance(status, int) else None
+
+    async def _clone(self, control: socket.socket) -> tuple[int, int]:
+        """The new process: its pid where the stem lives, and a pidfd of it."""
+        said, fds = await self._asked({"op": "fork"}, fds=(control.fileno(),))
+        if not fds:
+            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
+        pid = said.get("forked")
+        return pid if isinstance(pid, int) else 0, fds[0]
+
+    async def _asked(
+        self, header: dict[str, Any], fds: tuple[int, ...]
+    ) -> tuple[dict[str, Any], list[int]]:
+        request = self._body.ask(header, fds=fds, wants_fd=bool(fds))
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 await first(request.answered, self._body.process.ended)
@@ -100,7 +151,4 @@ class Stem:
             self._body.settled()
         if not request.answered.done():
             raise SessionLost("the session ended while it was forked")
-        if not request.fds:
-            said, _ = request.answered.result()
-            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
-        return request.fds[0]
+        return request.answered.result()[0], request.fds

@@ -8,6 +8,7 @@ from typing import Any
 
 from ludus.sandbox.config import Limits
 from ludus.sandbox.execution import Execution, Outcome
+from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY
 from ludus.sandbox.worker import Ending
 
 _MOST_TEXT = 50_000
@@ -25,13 +26,16 @@ _EXCESS = {"memory": Outcome.MEMORY, "processes": Outcome.PROCESSES}
 
 def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
     """What the inside reported. It may be lying about itself, but not about its time being up."""
-    outcome = _SAID.get(str(said.get("done")), Outcome.RAISED)
+    done = said.get("done")
+    outcome = _SAID.get(done, Outcome.RAISED) if isinstance(done, str) else Outcome.RAISED
     error = _text(said.get("error"))
-    if outcome is Outcome.TIMEOUT and said.get("done") == "interrupted" and stopped is None and error:
+    if outcome is Outcome.TIMEOUT and done == "interrupted" and stopped is None and error:
         outcome = Outcome.RAISED  # a KeyboardInterrupt of its own making
     if stopped is Outcome.TIMEOUT:
         outcome = Outcome.TIMEOUT
     number = said.get("signal")
+    if outcome is Outcome.KILLED and number == signal.SIGXCPU:
+        outcome = Outcome.CPU
     return Execution(
         outcome=outcome,
         value=_text(said.get("value")),
@@ -49,6 +53,8 @@ def unfinished(ending: Ending, stopped: Outcome | None, limits: Limits) -> Execu
         return Execution(stopped)
     if ending.status is None:
         return Execution(Outcome.KILLED, error="the session's process ended")
+    if os.WIFEXITED(ending.status) and os.WEXITSTATUS(ending.status) == OUT_OF_MEMORY:
+        return Execution(Outcome.MEMORY)
     if os.WIFEXITED(ending.status):
         return Execution(Outcome.EXITED, exit_code=os.WEXITSTATUS(ending.status))
     number = os.WTERMSIG(ending.status)
@@ -74,7 +80,7 @@ def signal_name(number: int) -> str:
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None else str(value)[:_MOST_TEXT]
+    return value[:_MOST_TEXT] if isinstance(value, str) else None
 
 
 def _whole(value: Any) -> int | None:

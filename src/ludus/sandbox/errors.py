@@ -8,15 +8,15 @@ from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 class SandboxError(InfraError):
     """The sandbox could not do its work: our failure, never the model's."""
 
-    def __init__(self, message: str, *, retriable: bool = True) -> None:
-        super().__init__(Boundary.SANDBOX, message, retriable=retriable)
+    def __init__(self, message: str, *, retriable: bool = True, replay: bool | None = None) -> None:
+        super().__init__(Boundary.SANDBOX, message, retriable=retriable, replay=replay)
 
 
 class SessionLost(SandboxError):
-    """A session is gone with all its state, through no fault of the code in it; it cannot be retried."""
+    """A session is gone with all its state, through no fault of the code in it: only a new start helps."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, retriable=False)
+        super().__init__(message, retriable=False, replay=True)
 
 
 class SandboxUnavailable(ConfigError):

@@ -45,6 +45,11 @@ class Link:
         if len(self._outgoing) == 1:
             self._write()
 
+    def drain(self) -> None:
+        """Take in what has arrived already; the other side is gone, and this is all there will be."""
+        while self._is_open and self._read():
+            pass
+
     def close(self) -> None:
         """Close; nothing is called any more."""
         if self._is_open:
@@ -75,11 +80,12 @@ class Link:
                 self._outgoing.popleft()
         self._loop.remove_writer(self._socket.fileno())
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read once; whether there may be more."""
         try:
             data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, _ROOM_FOR_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data, ancillary = b"", []
         for level, kind, raw in ancillary:
@@ -89,7 +95,7 @@ class Link:
                 self._fds.extend(received)
         if not data:
             self._end(None)
-            return
+            return False
         self._incoming += data
         try:
             if len(self._fds) > _MOST_FDS:
@@ -97,6 +103,7 @@ class Link:
             self._deliver()
         except frames.BadFrame as error:
             self._end(str(error))
+        return self._is_open
 
     def _deliver(self) -> None:
         while self._is_open and len(self._incoming) >= frames.PREFIX:

@@ -40,6 +40,7 @@ class Sandbox:
         self._changing = asyncio.Lock()
         self._alive = asyncio.Semaphore(self.config.max_sessions)
         self._queue: deque[asyncio.Future[Worker]] = deque()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._closed = False
         self.replaced = 0
         """How many workers died and were replaced."""
@@ -52,7 +53,6 @@ class Sandbox:
             if self._layers is None:
                 self._layers, first = await prepare(self.config, self._on_death)
                 self._workers = [first]
-                _open.add(self)
             missing = self.config.worker_count - len(self._workers)
             if missing > 0:
                 layers = self._layers
@@ -107,6 +107,7 @@ class Sandbox:
     async def close(self) -> None:
         """End everything, and wait until it is gone."""
         self._closed = True
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         async with self._changing:
             workers, self._workers = self._workers, []
             await asyncio.gather(*(worker.close() for worker in workers))
@@ -116,7 +117,6 @@ class Sandbox:
             if not waiting.done():
                 waiting.set_exception(SandboxError("the sandbox was closed", retriable=False))
         self._queue.clear()
-        _open.discard(self)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -227,12 +227,13 @@ class Sandbox:
             self._workers.remove(worker)
             if not self._closed:
                 self.replaced += 1
-                task = asyncio.get_running_loop().create_task(self._replace())
-                _background.add(task)
-                task.add_done_callback(_background.discard)
+                task = asyncio.get_running_loop().create_task(self._replace(worker))
+                self._replacing.add(task)
+                task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self) -> None:
+    async def _replace(self, dead: Worker) -> None:
         """A new worker in place of a dead one; those who wait for one are told if that fails."""
+        await dead.close()
         try:
             await self.start()
         except Exception as error:  # noqa: BLE001 - told to those who wait
@@ -256,8 +257,6 @@ class _Place:
             self._sandbox._leave(self._worker)
 
 
-_background: set[asyncio.Task[None]] = set()
-_open: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = (
     weakref.WeakKeyDictionary()
 )
@@ -271,3 +270,9 @@ def shared_sandbox(config: SandboxConfig | None = None) -> Sandbox:
     if config not in boxes or boxes[config]._closed:
         boxes[config] = Sandbox(config)
     return boxes[config]
+
+
+async def close_shared_sandboxes() -> None:
+    """Close those of this event loop; whoever needs one afterwards gets a new one."""
+    boxes = _shared.pop(asyncio.get_running_loop(), {})
+    await asyncio.gather(*(box.close() for box in boxes.values()))

@@ -8,15 +8,17 @@ whichever comes first; a deadline first interrupts, then kills.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from ludus.core.failures import LudusError
 from ludus.sandbox.body import Body, Request, first
 from ludus.sandbox.branches import Stem
 from ludus.sandbox.capture import Capture
@@ -39,6 +41,9 @@ class _Running:
     request: Request | None = None
     stopped: Outcome | None = None
     """Why we stopped it."""
+
+
+Made = TypeVar("Made", "Session", "Snapshot")
 
 
 class Session:
@@ -100,19 +105,26 @@ class Session:
 
     async def fork(self) -> Session:
         """A second live session with the same variables and files. `CannotFork` says what stands in the way."""
+        return await _undisturbed(self._fork())
+
+    async def snapshot(self) -> Snapshot:
+        """The state as it is now, to return to any number of times."""
+        return await _undisturbed(self._snapshot())
+
+    async def _fork(self) -> Session:
         async with self._lock:
             self._check()
-            if self._stem is not None and self._is_stem_state:
-                twin = await self._stem.branch(copy=True)
+            stem = self._stem
+            if stem is not None and self._is_stem_state and (self._has_stem_files or not stem.is_lent):
+                twin = await stem.branch(copy=True)
             else:
                 twin = await self._split()
             return Session(twin, self.limits, self._places, self._stem)
 
-    async def snapshot(self) -> Snapshot:
-        """The state as it is now, to return to any number of times."""
+    async def _snapshot(self) -> Snapshot:
         async with self._lock:
             self._check()
-            if self._stem is None or not self._is_stem_state or self._has_stem_files:
+            if self._stem is None or not self._is_stem_state or self._stem.is_lent:
                 stem = self._as_stem()
                 self._go_on(await stem.branch(copy=True), stem, has_stem_files=False)
             assert self._stem is not None
@@ -238,7 +250,10 @@ class Session:
             return execution_of(header, running.stopped)
         if process.problem is not None:
             raise SessionLost(f"a session was lost: {process.problem}")
-        return unfinished(process.ended.result(), running.stopped, self.limits)
+        ending = process.ended.result()
+        if self._stem is not None:
+            ending = await self._stem.ending(self._body)
+        return unfinished(ending, running.stopped, self.limits)
 
     def _deadline(self, running: _Running, polite: bool) -> None:
         assert running.request is not None
@@ -321,6 +336,26 @@ class Snapshot:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+_finishing: set[asyncio.Task[Any]] = set()
+
+
+async def _undisturbed(making: Coroutine[Any, Any, Made]) -> Made:
+    """What `making` makes. A caller that is cancelled does not break it off; what it made is closed."""
+    task = asyncio.get_running_loop().create_task(making)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        closing = asyncio.get_running_loop().create_task(_closed_when_made(task))
+        _finishing.add(closing)
+        closing.add_done_callback(_finishing.discard)
+        raise
+
+
+async def _closed_when_made(task: asyncio.Task[Made]) -> None:
+    with contextlib.suppress(LudusError):
+        await (await task).close()
 
 
 def _source(code: str) -> bytes:

@@ -68,10 +68,13 @@ class Process:
         self.excess: str | None = None
         self.problem: str | None = None
         """Why it could not be started, or was lost."""
+        self.was_killed = False
+        """Whether its end was our doing."""
         self._is_watched = False
 
     def kill(self) -> None:
         """End it and all it started; `ended` tells when that is done."""
+        self.was_killed = True
         self.worker.tell({"op": "kill", "id": self.number})
 
     def signal(self, which: int) -> None:

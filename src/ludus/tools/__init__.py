@@ -4,6 +4,6 @@
 """
 
 from ludus.tools.tool import FunctionTool, Tool, tool
-from ludus.tools.toolset import CombinedTools, LocalTools, as_toolset
+from ludus.tools.toolset import CombinedTools, LocalTools, as_toolset, shut
 
-__all__ = ["CombinedTools", "FunctionTool", "LocalTools", "Tool", "as_toolset", "tool"]
+__all__ = ["CombinedTools", "FunctionTool", "LocalTools", "Tool", "as_toolset", "shut", "tool"]

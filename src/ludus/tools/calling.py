@@ -66,7 +66,8 @@ async def invoke(invocation: Invocation) -> ToolResult:
 def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
     boundary = error.boundary if isinstance(error, InfraError) else Boundary.TOOL
     message = f"tool {tool!r} failed: {_message(error)}"
-    return InfraError(boundary, message, attempts=attempts, retriable=False)
+    lost_state = isinstance(error, InfraError) and not error.retriable and error.replay
+    return InfraError(boundary, message, attempts=attempts, retriable=False, replay=lost_state)
 
 
 async def _outcome(invocation: Invocation) -> ToolResult:

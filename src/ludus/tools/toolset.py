@@ -99,6 +99,18 @@ class CombinedTools:
         self._routes.pop(context.episode, None)
         await _close_each(self._sets, context)
 
+    async def aclose(self) -> None:
+        """Release what the sets hold for all episodes together."""
+        for one in self._sets:
+            await shut(one)
+
+
+async def shut(tools: ToolSet) -> None:
+    """Release what a tool set holds for all episodes together, where it holds anything (`aclose`)."""
+    closing = getattr(tools, "aclose", None)
+    if closing is not None:
+        await closing()
+
 
 async def _close_each(sets: Sequence[ToolSet], context: ToolContext) -> None:
     """Close all of them, whatever one of them raises; the first error is raised at the end."""

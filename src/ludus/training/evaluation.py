@@ -11,6 +11,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import rollout_metrics
 from ludus.rollouts.runner import Rollout
+from ludus.training.evaluating.summary import Comparison, Statistics, Summary, compare, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,20 @@ class Evaluation:
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
+    def summary(self, how: Statistics | None = None) -> Summary:
+        """Success, pass@k, average@k and reward over all tasks, with intervals."""
+        return summarise(self.groups, how)[0]
+
+    def by_subtask(self, by: str, how: Statistics | None = None) -> dict[str, Summary]:
+        """The same for each sub-task: tasks are told apart by what their metadata has under `by`."""
+        _, *parts = summarise(self.groups, replace(how or Statistics(), by=by))
+        return {part.subtask: part for part in parts}
+
+    def against(self, other: Evaluation, how: Statistics | None = None) -> Comparison | None:
+        """This one minus another one on the same tasks; None when they share no scored task."""
+        found = compare(self.groups, other.groups, how)
+        return found[0] if found else None
+
 
 def in_order(groups: Sequence[Group], task_ids: Sequence[str]) -> list[Group]:
     """Groups in the order of their tasks: which one finished first must not decide anything."""
@@ -36,6 +51,16 @@ async def measure(
 ) -> Evaluation:
     """Play every task `attempts` times. The same seed gives the same draws before and after training."""
     playing = replace(rollout, attempts=attempts, sampling=sampling)
-    groups = [group async for group in playing.groups(tasks, key("evaluation", seed))]
-    groups = in_order(groups, [task.id for task in tasks])
-    return Evaluation(rollout_metrics(groups), groups)
+    groups = [group async for group in playing.groups(tasks, evaluation_seed(seed))]
+    return evaluation_of(groups, tasks)
+
+
+def evaluation_of(groups: Sequence[Group], tasks: Sequence[Task]) -> Evaluation:
+    """The evaluation that these groups are, put into the order of the tasks."""
+    ordered = in_order(groups, [task.id for task in tasks])
+    return Evaluation(rollout_metrics(ordered), ordered)
+
+
+def evaluation_seed(seed: int) -> int:
+    """The key of an evaluation's draws, apart from those of training with the same seed."""
+    return key("evaluation", seed)

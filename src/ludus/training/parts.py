@@ -17,6 +17,7 @@ from ludus.rewards import build_group_reward, build_reward
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.rollouts.tasksets import load_tasks, parse_tasks
+from ludus.tools.library import build_toolset
 from ludus.training.imitation import Conversation, read_conversations
 from ludus.training.recipe import Recipe
 
@@ -28,6 +29,7 @@ class Parts:
     tasks: list[Task] = field(default_factory=list)
     held_out: list[Task] = field(default_factory=list)
     tools: Sequence[Any] = ()
+    """Functions, tools, tool sets, or what a recipe calls them."""
     envs: dict[str, Callable[[], Env]] = field(default_factory=dict)
     rewards: Sequence[Any] = ()
     group_rewards: Sequence[Any] = ()
@@ -62,7 +64,8 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
         found = load_tasks(value) if isinstance(value, str) else parse_tasks(value, name)
         return with_system(found, recipe)
     if name == "tools":
-        return [load_reference(tool) if isinstance(tool, str) else tool for tool in value]
+        build_toolset(value, sandbox=recipe.agent.sandbox)  # what is wrong with it is found out here
+        return list(value)
     if name == "envs":
         return {key: ENVS.load(env) if isinstance(env, str) else env for key, env in value.items()}
     if name == "rewards":

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
 from ludus.rollouts.budgets import Budgets
+from ludus.sandbox import SandboxConfig
+from ludus.tools.recording import RecordingConfig
 
 
 class ScratchConfig(Config):
@@ -67,8 +69,12 @@ class TasksConfig(Config):
 class AgentConfig(Config):
     """What the agent can do, and how it says so."""
 
-    tools: tuple[str, ...] = ()
-    """Tools as 'module:function' or 'file.py:function'."""
+    tools: tuple[str | dict[str, Any], ...] = ()
+    """Tools by short name, 'module:function', a server's address, or tables with options (docs/toolbox.md)."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where tools that run the model's code run it."""
+    record: RecordingConfig | None = None
+    """A memory of tool results, to replay them (docs/recording.md)."""
     envs: dict[str, str] = Field(default_factory=dict)
     """Environments by name: a prebuilt one's name, or 'module:Class'."""
     env_pool: int = Field(default=256, ge=1)

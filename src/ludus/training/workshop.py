@@ -26,7 +26,9 @@ from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.runner import Rollout
 from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.tools import LocalTools, as_toolset
+from ludus.sandbox import close_shared_sandboxes
+from ludus.tools import LocalTools, shut
+from ludus.tools.library import build_toolset
 from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
 from ludus.training.parts import Parts
@@ -55,6 +57,8 @@ class Workshop:
     ) -> None:
         await self.engine.close()
         await asyncio.gather(*(pool.close() for pool in self.rollout.pools.values()))
+        await shut(self.rollout.tools)
+        await close_shared_sandboxes()
 
     async def demonstrations(self) -> list[Trajectory]:
         """The trajectories to imitate, on the training tasks."""
@@ -85,8 +89,12 @@ def build_rollout(
         engine=engine,
         renderer=renderer,
         scorer=Scorer(parts.rewards, parts.group_rewards),
-        tools=as_toolset(
-            parts.tools, encode=tokenizer.encode, max_tokens=recipe.budgets.max_observation_tokens
+        tools=build_toolset(
+            parts.tools,
+            encode=tokenizer.encode,
+            max_tokens=recipe.budgets.max_observation_tokens,
+            sandbox=recipe.agent.sandbox,
+            record=recipe.agent.record,
         ),
         pools={
             name: EnvPool(factory, name=name, size=recipe.agent.env_pool)
@@ -146,6 +154,8 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     sample = parts.tasks[:FITTING_SAMPLE]
     shown = await demonstrate(rollout, parts, sample, recipe.seed, most=FITTING_SAMPLE)
     await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+    await shut(rollout.tools)
+    await close_shared_sandboxes()
     if not shown:
         return [message.content for task in sample for message in task.messages]
     # segment by segment, because that is how they are encoded: a token must not span two of them

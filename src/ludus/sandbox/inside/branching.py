@@ -7,6 +7,7 @@ inside its parent's; the host sees to it that a process which has forks runs no 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import stat
@@ -41,29 +42,50 @@ def obstacle(ours: set[int], own: set[int]) -> str | None:
     return None
 
 
+def status_of(pid: int, forks: set[int]) -> int | None:
+    """How a fork of ours ended, as `os.wait` gives it; None when it has not, or is not ours."""
+    if pid not in forks:
+        return None
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        ended, status = pid, 0
+    if not ended:
+        return None
+    forks.discard(pid)
+    return status
+
+
 def collect(forks: set[int]) -> None:
     """Forget the forks that have ended, so that they count as processes no more."""
     for pid in list(forks):
-        try:
-            ended, _ = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            ended = pid
-        if ended:
-            forks.discard(pid)
+        status_of(pid, forks)
 
 
 def living_children() -> set[int]:
     """The pids of this process's children that have not ended."""
+    return {pid for pid in _children() if _lives(pid)}
+
+
+def ended_children() -> set[int]:
+    """The pids of this process's children that have ended and that nobody has collected."""
+    return {pid for pid in _children() if not _lives(pid)}
+
+
+def _children() -> set[int]:
     pids: set[int] = set()
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/children") as file:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
             pids.update(int(pid) for pid in file.read().split())
-    return {pid for pid in pids if _lives(pid)}
+    return pids
 
 
 def _lives(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def fork_session(namespaces: bool) -> tuple[int, int]:
@@ -79,11 +101,11 @@ def fork_session(namespaces: bool) -> tuple[int, int]:
     return pid, pidfd
 
 
-def map_user(parent: int) -> None:
-    """In a new user namespace: be the agent, who is user `parent` in the namespace around it."""
-    _put("/proc/self/setgroups", "deny")
-    _put("/proc/self/uid_map", f"{AGENT} {parent} 1")
-    _put("/proc/self/gid_map", f"{AGENT} {parent} 1")
+def map_user(process: int | str, parent: int) -> None:
+    """Let a process in a new user namespace be the agent, who is user `parent` in the namespace around it."""
+    _put(f"/proc/{process}/setgroups", "deny")
+    _put(f"/proc/{process}/uid_map", f"{AGENT} {parent} 1")
+    _put(f"/proc/{process}/gid_map", f"{AGENT} {parent} 1")
 
 
 def _put(path: str, text: str) -> None:

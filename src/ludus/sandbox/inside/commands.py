@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -43,20 +44,26 @@ eval "$__ludus_command"
 """
 
 
-def run_shell(command: str, state: str, wall_seconds: float) -> dict[str, Any]:
+def run_shell(command: str, state: str, wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
     """Run a command in the session's shell."""
     script = ["bash", "--norc", "--noprofile", "-c", SHELL_SCRIPT, "bash", f"{state}/shell", command]
-    return run_program(script, wall_seconds)
+    return run_program(script, wall_seconds, cpu_seconds)
 
 
-def run_program(argv: list[str], wall_seconds: float) -> dict[str, Any]:
+def run_program(argv: list[str], wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
     """Run a program with the session's standard streams; at its deadline it is killed with its group."""
     started = time.monotonic()
+    own = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(cpu_seconds + 1)
     try:
+        # inherited, and counted anew; that we may be over it ourselves for a moment harms nobody
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if own[1] < 0 else min(limit, own[1]), own[1]))
         process = subprocess.Popen(argv, start_new_session=True)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return {"done": "raised", "error": f"{argv[0][:200]}: {reason}", "code": 127}
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, own)
     in_time = _ended(process, started + wall_seconds)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if not in_time:

@@ -4,9 +4,8 @@ Once per warm interpreter a root is built: the system and the Python installatio
 our own; nobody's home, no sockets, no secrets. Each session adds one private tmpfs with a bounded size and
 number of files, which is its working directory, its /tmp and its /dev/shm. It vanishes with the session.
 
-All of it is mounted below /home, and /proc too, because Landlock's rules stick to folders: a rule on the plain
-folder /home holds for whatever is mounted below it, also for what is mounted later in a fork, over the
-original's files.
+All of it is mounted below /home, because Landlock's rules stick to folders: a rule on the plain folder /home
+holds for whatever is mounted below it, also for what is mounted later in a fork, over the original's files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ ABOVE = "/home"
 HOME = f"{ABOVE}/agent"
 _BOX = f"{ABOVE}/.box"
 STATE = f"{_BOX}/state"
-_PROC = f"{ABOVE}/.proc"
 _SHOWN = "/run/shown"
 _PLACES = {"home": HOME, "tmp": "/tmp", "shm": "/dev/shm"}
 _LINKED = ("tmp", "shm")
@@ -63,9 +61,8 @@ def build_root(shown: Sequence[str]) -> None:
     for path in shown:
         if not _show(path, _place(path)):
             raise FileNotFoundError(f"{path} cannot be shown: it is not there, or not ours to read")
-    for place in (_BOX, HOME, _PROC, "/dev"):
+    for place in (_BOX, HOME, "/proc", "/dev"):
         os.makedirs("/new" + place, exist_ok=True)
-    os.symlink(_PROC, "/new/proc")
     for name in _LINKED:
         os.symlink(f"{_BOX}/{name}", "/new" + _PLACES[name])
     for name in _DEVICES:
@@ -75,7 +72,7 @@ def build_root(shown: Sequence[str]) -> None:
     kernel.protect("/new")
     for name in _DEVICES:
         kernel.bind(f"/old/dev/{name}", f"/new/dev/{name}")
-    kernel.bind("/old/proc", "/new" + _PROC)
+    kernel.bind("/old/proc", "/new/proc")
     os.chdir("/new")
     kernel.pivot_root(".", ".")  # the old root now lies over the new one, and is taken away
     kernel.unmount(".")
@@ -129,7 +126,7 @@ def _bind_places(shown: Sequence[str]) -> None:
 
 def mount_proc() -> None:
     """A /proc that shows the processes of our pid namespace alone."""
-    kernel.mount("proc", _PROC, "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
 
 def _is_covered(path: str) -> bool:

@@ -20,6 +20,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+RESERVE = 32 << 20
+"""Bytes of address space that are kept for the report of a `MemoryError`."""
+OUT_OF_MEMORY = 86
+"""The exit status of a session that could not even make that report."""
 _MOST_VALUE = 20_000
 _MOST_ERROR = 6_000
 _MOST_FRAMES = 8
@@ -40,6 +44,8 @@ class Interpreter:
         sys.argv = [""]
         self._count = 0
         self._running = False
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        self._with_reserve = (most, most)
         signal.signal(signal.SIGINT, self._interrupt)
         signal.signal(signal.SIGXCPU, self._out_of_time)
         self._open_streams()
@@ -58,6 +64,11 @@ class Interpreter:
             finally:
                 self._running = False
             outcome: dict[str, Any] = {"done": "ok", "value": shown}
+        except MemoryError as error:
+            # What filled the memory may still be there; the reserve is for saying so, and for a `del`.
+            # Everything that is needed to get at it was made beforehand: nothing can be made now.
+            resource.setrlimit(resource.RLIMIT_AS, self._with_reserve)
+            outcome = {"done": "memory", "error": short_traceback(error)}
         except BaseException as error:  # noqa: BLE001 - whatever the code raised is its result
             outcome = self._failed(error)
         self._flush()
@@ -90,7 +101,7 @@ class Interpreter:
             text = short_traceback(error)
         except BaseException:  # noqa: BLE001 - an exception that cannot even be shown
             text = type(error).__name__
-        kinds = ((MemoryError, "memory"), (CpuTimeExceeded, "cpu"), (KeyboardInterrupt, "interrupted"))
+        kinds = ((CpuTimeExceeded, "cpu"), (KeyboardInterrupt, "interrupted"))
         kind = next((name for kind, name in kinds if isinstance(error, kind)), "raised")
         return {"done": kind, "error": text}
 
@@ -134,11 +145,13 @@ def allow_cpu(seconds: float) -> None:
 
 def short_traceback(error: BaseException) -> str:
     """The traceback as a model needs it: its own lines, the last frames, no file of ours."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace, limit=-_MOST_FRAMES)
-    return _cut("".join(lines).rstrip(), _MOST_ERROR)
+    told = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = told
+    while part is not None:
+        frames = [frame for frame in part.stack if frame.filename != __file__]
+        part.stack[:] = frames[-_MOST_FRAMES:]
+        part = part.__cause__ or part.__context__
+    return _cut("".join(told.format()).rstrip(), _MOST_ERROR)
 
 
 def _exit_status(error: SystemExit) -> dict[str, Any]:

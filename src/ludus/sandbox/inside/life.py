@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel, landlock, seccomp
-from ludus.sandbox.inside.interpreter import Interpreter, redirect
+from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY, RESERVE, Interpreter, redirect
+from ludus.sandbox.inside.orphans import Orphans
 
 _CONTROL = 3
 _FAMILY = 16
@@ -70,6 +71,8 @@ def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) 
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 0  # the host has closed the session
+    except MemoryError:
+        code = OUT_OF_MEMORY
     except BaseException as error:  # noqa: BLE001 - the last thing this process says
         with contextlib.suppress(BaseException):
             last = socket.socket(fileno=os.dup(_CONTROL))  # in a fork this is another socket than `link`
@@ -81,7 +84,7 @@ def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) 
 def isolate(plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> Places:
     """Give up, layer by layer, everything that model-written code must not have."""
     if plan.namespaces:
-        branching.map_user(0)
+        branching.map_user("self", 0)
         filesystem.enter_box(bounds.disk_mb, plan.shown)
         places = Places(filesystem.HOME, filesystem.STATE)
         writable: tuple[str, ...] = (filesystem.ABOVE,)
@@ -149,7 +152,6 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
     mega = 1 << 20
     cpu = int(bounds.cpu_seconds + 2) if one_shot else resource.RLIM_INFINITY
     limits = {
-        resource.RLIMIT_AS: plan.base_bytes + bounds.memory_mb * mega,
         resource.RLIMIT_FSIZE: bounds.file_mb * mega,
         resource.RLIMIT_NOFILE: bounds.open_files,
         resource.RLIMIT_CORE: 0,
@@ -161,6 +163,9 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
         if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
             value = hard
         resource.setrlimit(kind, (value, value))
+    most = plan.base_bytes + bounds.memory_mb * mega
+    # a little more than it may use, for saying that it has used it up
+    resource.setrlimit(resource.RLIMIT_AS, _within((most, most + RESERVE), resource.RLIMIT_AS))
     others = _user_processes() if _shares_user(plan) else 0
     most = others + bounds.processes
     resource.setrlimit(resource.RLIMIT_NPROC, _within((most, most * _FAMILY), resource.RLIMIT_NPROC))
@@ -205,7 +210,11 @@ def _restrict_calls(plan: Plan) -> None:
     keeps = plan.namespaces or landlock.keeps_signals(plan.landlock)
     own_pid = None if keeps else os.getpid()
     code = seccomp.program(
-        network=plan.network, branching=flags, own_pid=own_pid, keep_modes=_shares_user(plan)
+        network=plan.network,
+        branching=flags,
+        own_pid=own_pid,
+        keep_modes=_shares_user(plan),
+        sees_others=not plan.namespaces,
     )
     seccomp.install(code)
 
@@ -218,13 +227,15 @@ def _new_dice() -> None:
 
 
 def _serve(link: socket.socket, plan: Plan, bounds: Bounds, places: Places, one_shot: bool) -> None:
-    interpreter = Interpreter()
+    interpreter, orphans = Interpreter(), Orphans()
     forks: set[int] = set()
     while True:
         header, body, fds = frames.receive(link)
         operation = header["op"]
         if operation == "fork":
             link = _branch(link, plan, places, forks, fds)
+        elif operation == "ended":
+            frames.send(link, {"status": branching.status_of(header["pid"], forks)})
         elif operation in ("write", "read"):
             frames.send(link, *_file(operation, header, body))
         else:
@@ -234,6 +245,7 @@ def _serve(link: socket.socket, plan: Plan, bounds: Bounds, places: Places, one_
             frames.send(link, outcome)
             if one_shot:
                 return
+            orphans.after_python(forks) if operation == "python" else orphans.after_command(forks)
 
 
 def _run(
@@ -248,8 +260,8 @@ def _run(
         interpreter.fresh_input()
         return interpreter.run(body.decode("utf-8", "surrogatepass"), bounds.cpu_seconds)
     if operation == "shell":
-        return commands.run_shell(os.fsdecode(body), places.state, header["wall"])
-    return commands.run_program(header["argv"], header["wall"])
+        return commands.run_shell(os.fsdecode(body), places.state, header["wall"], bounds.cpu_seconds)
+    return commands.run_program(header["argv"], header["wall"], bounds.cpu_seconds)
 
 
 def _file(operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -301,7 +313,7 @@ def _branch(
     if pid:
         frames.close_all(fds)
         forks.add(pid)
-        frames.send(link, {"forked": True}, fds=(pidfd,))
+        frames.send(link, {"forked": pid}, fds=(pidfd,))
         os.close(pidfd)
         return link
     forks.clear()
@@ -310,8 +322,6 @@ def _branch(
 
 def _awake(link: socket.socket, control: int, plan: Plan, places: Places) -> socket.socket:
     """As a fork: wait for our files, and go on where the original stands."""
-    if plan.namespaces:
-        branching.map_user(branching.AGENT)
     working, old = os.getcwd(), places.folder or filesystem.ABOVE
     link.close()
     os.dup2(control, _CONTROL, inheritable=False)
@@ -336,5 +346,10 @@ def _move_home(places: Places, working: str) -> str:
     os.mkdir(new, 0o700)
     filesystem.copy_folder(old, new)
     places.folder, places.home, places.state = new, f"{new}/home", f"{new}/state"
+    with contextlib.suppress(FileNotFoundError), open(f"{new}/state/shell", "rb+") as file:
+        moved = file.read().replace(os.fsencode(old), os.fsencode(new))  # where the shell stands
+        file.seek(0)
+        file.truncate()
+        file.write(moved)
     os.environ.update(HOME=places.home, PWD=places.home, TMPDIR=f"{new}/tmp")
     return new + working[len(old) :] if working.startswith(old) else places.home

@@ -57,6 +57,8 @@ _MODES = {
     "chmod": (90, 0), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, 0), "fchown": (93, 55), "lchown": (94, 0), "fchownat": (260, 54),
     "utime": (132, 0), "utimes": (235, 0), "utimensat": (280, 88), "futimesat": (261, 0),
+}  # fmt: skip
+_ATTRIBUTES = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
@@ -65,6 +67,12 @@ _SIGNALLING = {
     "kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
+# what can be done to any process of the same user; 0 as first argument means oneself
+_PRIORITIES = {
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+}  # fmt: skip
+_PRIORITIES_OTHERWISE = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
 _SIGNALLING_OTHERWISE = {"tkill": (200, 130), "pidfd_send_signal": (424, 424)}
 _NEWEST_KNOWN = 456
 _X32_BIT = 0x40000000
@@ -81,13 +89,20 @@ Instruction = tuple[int, int, int, int]
 
 
 def program(
-    *, network: bool, branching: int, own_pid: int | None, keep_modes: bool = False
+    *,
+    network: bool,
+    branching: int,
+    own_pid: int | None,
+    keep_modes: bool = False,
+    sees_others: bool = False,
 ) -> list[Instruction]:
     """The filter. `branching`: the exact clone flags that `Session.fork` uses, 0 to allow none.
 
     `own_pid`: allow signals to this process alone; for machines where neither a pid namespace nor Landlock
     keeps signals inside. `keep_modes`: calls that change modes, owners and times of files do nothing, and say
     that they did, as archivers and installers expect; for when the user's other files could be named.
+    `sees_others`: others' processes and files can be named, so only one's own limits and priorities may be
+    changed, and no attributes of files.
     """
     column = 0 if kernel.MACHINE == "x86_64" else 1
     denied = [numbers[column] for numbers in _DENIED.values()]
@@ -95,6 +110,8 @@ def program(
         denied += [numbers[column] for numbers in _SOCKETS.values()]
     if own_pid is not None:
         denied += [numbers[column] for numbers in _SIGNALLING_OTHERWISE.values()]
+    if sees_others:
+        denied += [numbers[column] for numbers in _PRIORITIES_OTHERWISE.values()]
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, _ARCHITECTURE[kernel.MACHINE]),
@@ -106,16 +123,17 @@ def program(
     ]
     for number in sorted(filter(None, denied)):
         code += _when(_EQUAL, number, _REFUSED)
-    if keep_modes:
-        for number in sorted(filter(None, (numbers[column] for numbers in _MODES.values()))):
-            code += _when(_EQUAL, number, _PRETENDED)
+    pretended = {**(_MODES if keep_modes else {}), **(_ATTRIBUTES if sees_others else {})}
+    for number in sorted(filter(None, (numbers[column] for numbers in pretended.values()))):
+        code += _when(_EQUAL, number, _PRETENDED)
     code += _argument_rule(_CLONE[column], _clone_rule(branching))
     code += _argument_rule(
         _PRCTL[column], [r for o in _GUARDED_PRCTL for r in _when(_EQUAL, o, _REFUSED)]
     )
-    if own_pid is not None:
-        for numbers in _SIGNALLING.values():
-            code += _argument_rule(numbers[column], [(_EQUAL, 1, 0, own_pid), (_RETURN, 0, 0, _REFUSED)])
+    for numbers in _SIGNALLING.values() if own_pid is not None else ():
+        code += _argument_rule(numbers[column], _only(own_pid or 0))
+    for numbers in _PRIORITIES.values() if sees_others else ():
+        code += _argument_rule(numbers[column], _only(0))
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
@@ -133,6 +151,10 @@ def install(code: Iterable[Instruction]) -> None:
 
 def _when(comparison: int, value: int, verdict: int) -> list[Instruction]:
     return [(comparison, 0, 1, value), (_RETURN, 0, 0, verdict)]
+
+
+def _only(value: int) -> list[Instruction]:
+    return [(_EQUAL, 1, 0, value), (_RETURN, 0, 0, _REFUSED)]
 
 
 def _argument_rule(number: int, rule: list[Instruction]) -> list[Instruction]:

@@ -139,6 +139,8 @@ class Zygote:
         """And back."""
         self._grafts: dict[int, tuple[int, int]] = {}
         """Number of the session that a helper process completes, and what the helper says, by its pid."""
+        self._removals: set[int] = set()
+        """Helper processes that remove folders."""
         self._forks: dict[int, int] = {}
         """Number by pidfd of the sessions that another session forked: they are not our children."""
         self._pidfds: dict[int, int] = {}
@@ -242,7 +244,8 @@ class Zygote:
         said, says = os.pipe()
         helper = os.fork()
         if not helper:
-            _graft(pidfd, header["disk_mb"] if header["copy"] else None, self._plan.shown, says)
+            copy_mb = header["disk_mb"] if header["copy"] else None
+            _graft(pid, pidfd, self._sessions[header["parent"]], copy_mb, self._plan.shown, says)
         os.close(says)
         self._grafts[helper] = (number, said)
 
@@ -292,6 +295,8 @@ class Zygote:
                 os.close(said)
                 good = status == 0 and not problem
                 self._tell({"event": "adopted", "id": number, "good": good, "problem": problem})
+            elif pid in self._removals:
+                self._removals.discard(pid)
             elif pid in self._numbers:
                 self._ended(pid, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 
@@ -301,9 +306,22 @@ class Zygote:
         self._watched.discard(number)
         if not self._plan.namespaces:
             # what it had started and left is ours now, as we adopt orphans
-            watch.kill_below(os.getpid(), keep={*self._numbers, *self._grafts})
-            filesystem.remove_folder(f"{self._plan.folder}/{number}-{pid}")
+            watch.kill_below(os.getpid(), keep={*self._numbers, *self._grafts, *self._removals})
+            self._remove(f"{self._plan.folder}/{number}-{pid}")
         self._tell({"event": "exit", "id": number, "status": status, "cpu": cpu, "peak_kb": peak_kb})
+
+    def _remove(self, folder: str) -> None:
+        """Remove a session's folder in a process of its own: hostile code may have made that long work."""
+        if not os.path.isdir(folder):
+            return
+        helper = os.fork()
+        if helper:
+            self._removals.add(helper)
+            return
+        try:
+            filesystem.remove_folder(folder)
+        finally:
+            os._exit(0)
 
     def _look_after(self, numbers: set[int]) -> None:
         """Hold all processes of a session together to its limits; a stem's branches count for themselves."""
@@ -320,10 +338,17 @@ class Zygote:
         frames.send(self._link, event)
 
 
-def _graft(pidfd: int, copy_mb: int | None, shown: tuple[str, ...], says: int) -> None:
-    """In a process of its own: enter a fork's namespaces and complete it; does not return."""
+def _graft(
+    pid: int, pidfd: int, stem: int, copy_mb: int | None, shown: tuple[str, ...], says: int
+) -> None:
+    """In a process of its own: enter a fork's namespaces and complete it; does not return.
+
+    The fork itself could write its user map, but then Landlock would have to let it write under /proc.
+    """
     code = 1
     try:
+        kernel.setns(os.pidfd_open(stem), kernel.CLONE_NEWUSER)
+        branching.map_user(pid, branching.AGENT)
         kernel.setns(pidfd, kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
         inner = os.fork()  # only a child is in the pid namespace, whose processes its /proc shall show
         if inner:

@@ -8,6 +8,7 @@ from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import ToolCall
 from ludus.core.tooling import ToolContext, ToolResult, ToolSet
 from ludus.tools.recording.session import EpisodeSession, Statistics
+from ludus.tools.toolset import shut
 
 # the episodes whose real call is running around here
 _inside: ContextVar[frozenset[EpisodeSession]] = ContextVar("ludus_recording", default=frozenset())
@@ -44,6 +45,11 @@ class RealTools:
             return await self.tools.call(call, context)
         finally:
             _inside.reset(token)
+
+    async def shut(self) -> None:
+        """Release what they hold for all episodes together."""
+        if self._inner is not None:
+            await shut(self._inner)
 
     async def close(self, session: EpisodeSession, context: ToolContext) -> None:
         async with session.opening:

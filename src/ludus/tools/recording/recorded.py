@@ -151,9 +151,10 @@ class RecordedTools:
         except Exception:  # noqa: BLE001 - logged, so that the first error is not hidden
             _log.exception("the tools of episode %s could not be closed", context.episode)
 
-    async def close_store(self) -> None:
-        """Release the store's connections; for the end of a run."""
+    async def aclose(self) -> None:
+        """Release the store's connections, and what the real tools hold; for the end of a run."""
         await self._store.close()
+        await self._real.shut()
 
     def _session(self, context: ToolContext) -> EpisodeSession:
         session = self._sessions.get(context.episode)

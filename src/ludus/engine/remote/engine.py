@@ -1,0 +1,284 @@
+"""An engine over an OpenAI-compatible server. It measures a model; it cannot train one.
+
+What comes back is text, which is encoded again: it need not be the tokens that were sampled, and nobody
+knows their log-probabilities under the weights that would be trained. So these are not numbers (NaN) in
+every completion, and `pause` and `update_weights`, which a trainer cannot do without, are refused.
+
+Who waits for whom: each `generate` awaits its own HTTP request, with all its attempts within one deadline.
+At most `connections` requests are on their way at once, the rest wait for one of them, within their
+deadline; the number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in the background.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ludus.core.failures import ConfigError, EngineError
+from ludus.core.generation import Completion, FinishReason, Sampling
+from ludus.core.messages import Json, Media
+from ludus.core.protocols import Tokenizer
+from ludus.engine.remote.address import Address
+from ludus.engine.remote.bodies import (
+    MOST_STOPS,
+    Answer,
+    BadAnswer,
+    cut,
+    model_names,
+    read_answer,
+    sampling_fields,
+)
+from ludus.engine.remote.transcripts import TranscriptTokenizer
+from ludus.engine.remote.transport import Broken, Reply, Transport, load_aiohttp
+
+log = logging.getLogger(__name__)
+
+KEY = "LUDUS_API_KEY"
+"""The environment variable with the server's key."""
+NOT_KNOWN = math.nan
+"""The log-probability of a token that nobody sampled here; a loss that meets it is not a number either."""
+
+_TRIED_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_LONGEST_PAUSE = 30.0
+_CHECK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """How to talk to a server."""
+
+    prompt: Literal["tokens", "text"] = "tokens"
+    """How a prompt is sent with the model's own tokenizer: as ids, which is exact, or as text."""
+    seconds: float = 600.0
+    """One request with all its attempts."""
+    retries: int = 6
+    """How often a request is sent again after an overload (429), an error of the server's, or none at all."""
+    first_pause: float = 0.5
+    """Seconds before the second attempt; the pause doubles, and a random share of it is taken."""
+    connections: int = 256
+    """Most requests on their way at once."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request; None leaves a field out that would be sent."""
+
+
+class RemoteEngine:
+    """An `Engine` over `/completions`, or over `/chat/completions` when given a `TranscriptTokenizer`."""
+
+    def __init__(
+        self,
+        address: Address | str,
+        tokenizer: Tokenizer,
+        *,
+        key: str | None = None,
+        options: RemoteOptions | None = None,
+    ) -> None:
+        """The key is `LUDUS_API_KEY` from the environment when left out."""
+        load_aiohttp()
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        self.options = options or RemoteOptions()
+        self._tokenizer = tokenizer
+        self._transport = Transport(
+            (key if key is not None else os.environ.get(KEY, "")).strip(), self.options.connections
+        )
+        self._running: dict[str | None, set[asyncio.Task[Answer]]] = {}
+        self._tells_stops = True
+        self._has_warned = False
+        self._is_closed = False
+
+    @property
+    def policy_version(self) -> int:
+        return 0
+
+    async def check(self) -> None:
+        """Find the server and the model, before many episodes fail for the same reason."""
+        url = f"{self.address.url}/models"
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                reply = await self._transport.send("GET", url)
+        except (Broken, TimeoutError) as error:
+            problem = str(error) or f"no answer within {_CHECK_SECONDS:g} seconds"
+            raise ConfigError(f"there is no model server at {self.address.url}: {problem}") from error
+        if reply.status in (401, 403):
+            raise ConfigError(self._refusal(reply))
+        try:
+            names = model_names(reply.body) if reply.status == 200 else []
+        except BadAnswer:
+            names = []
+        if self.address.model is None:
+            if len(names) != 1:
+                listed = ", ".join(sorted(names)[:20]) or f"it does not say ({reply.problem})"
+                raise ConfigError(
+                    f"which model of {self.address.url}? Put its name after a #, as in "
+                    f"{self.address.url}#NAME. It has: {listed}"
+                )
+            self.address = Address(self.address.url, names[0])
+        elif names and self.address.model not in names:
+            # some servers serve more than they list: the first request will tell
+            log.warning("%s does not list the model %s", self.address.url, self.address.model)
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        if self._is_closed:
+            raise EngineError("the engine is closed", retriable=False)
+        if media:
+            raise EngineError("this engine sends text only, not media", retriable=False)
+        asking = asyncio.ensure_future(self._answer(list(tokens), sampling))
+        self._running.setdefault(session, set()).add(asking)
+        try:
+            await asyncio.wait([asking])
+        finally:
+            self._forget(session, asking)
+            if not asking.done():  # the caller was cancelled: nobody waits for this any more
+                asking.cancel()
+                await asyncio.wait([asking])
+        if asking.cancelled():
+            if self._is_closed:
+                raise EngineError("the engine is closed", retriable=False)
+            return Completion([], [], FinishReason.ABORTED)
+        answer = asking.result()
+        ids = self._encode(answer.text)
+        return Completion(ids, [NOT_KNOWN] * len(ids), answer.finish, stop=answer.stop)
+
+    def _forget(self, session: str | None, asking: asyncio.Task[Answer]) -> None:
+        running = self._running[session]
+        running.discard(asking)
+        if not running:
+            del self._running[session]
+
+    @property
+    def _is_chat(self) -> bool:
+        return isinstance(self._tokenizer, TranscriptTokenizer)
+
+    def _encode(self, text: str) -> list[int]:
+        """In a transcript, marks are ours alone; the model's own tokenizer knows its special tokens."""
+        return self._tokenizer.encode_text(text) if self._is_chat else self._tokenizer.encode(text)
+
+    async def _answer(self, tokens: list[int], sampling: Sampling) -> Answer:
+        sends_stops = self._tells_stops and 0 < len(set(sampling.stop)) <= MOST_STOPS
+        answer = await self._ask(tokens, sampling, stops=sends_stops)
+        if sends_stops and answer.finish is FinishReason.STOP_TOKEN and not answer.tells_stop:
+            # Left out of the text and not named: nobody can say whether the call was closed. From here
+            # on the model says all it wants to, and is cut here.
+            log.info("%s does not say which stop string it met", self.address.url)
+            self._tells_stops = False
+            answer = await self._ask(tokens, sampling, stops=False)
+        ends = [self._tokenizer.decode([token]) for token in sampling.stop_tokens]
+        return cut(answer, sampling.stop, ends)
+
+    async def _ask(self, tokens: list[int], sampling: Sampling, *, stops: bool) -> Answer:
+        body = sampling_fields(sampling, stops=stops)
+        if isinstance(self._tokenizer, TranscriptTokenizer):
+            path, body["messages"] = "chat/completions", self._tokenizer.messages(tokens)
+        else:
+            as_text = self.options.prompt == "text"
+            path = "completions"
+            body["prompt"] = self._tokenizer.decode(tokens) if as_text else tokens
+        body["model"] = self.address.model
+        body |= self.options.request
+        body = {name: value for name, value in body.items() if value is not None}
+        answer = await self._insist(path, body, sampling)
+        self._compare(len(tokens), answer.prompt_tokens)
+        return answer
+
+    async def _insist(self, path: str, body: Json, sampling: Sampling) -> Answer:
+        """The answer to a request, sent again while that may help and there is time."""
+        url, options = f"{self.address.url}/{path}", self.options
+        problem = "no answer"
+        try:
+            async with asyncio.timeout(options.seconds) as deadline:
+                for attempt in range(options.retries + 1):
+                    reply: Reply | None = None
+                    try:
+                        reply = await self._transport.send("POST", url, body)
+                        if reply.status == 200:
+                            return read_answer(reply.body, chat="messages" in body, sampling=sampling)
+                        problem = reply.problem
+                    except (Broken, BadAnswer) as error:
+                        problem = str(error)
+                    if reply is not None and reply.status not in (200, *_TRIED_AGAIN):
+                        raise EngineError(self._refusal(reply), retriable=False)
+                    if attempt < options.retries:
+                        await asyncio.sleep(self._pause(attempt, reply))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            message = f"{url} gave no answer within {options.seconds:g} seconds (last: {problem})"
+            raise EngineError(message, retriable=False) from error
+        # not worth a new episode: it was tried often enough
+        message = f"{url} gave no usable answer in {options.retries + 1} attempts: {problem}"
+        raise EngineError(message, retriable=False)
+
+    def _pause(self, attempt: int, reply: Reply | None) -> float:
+        longest = min(_LONGEST_PAUSE, self.options.first_pause * 2**attempt)
+        return (reply.retry_after if reply else 0.0) + random.uniform(longest / 2, longest)
+
+    def _refusal(self, reply: Reply) -> str:
+        where = f"{self.address.url} refuses ({reply.problem})"
+        if reply.status in (401, 403):
+            return f"{where}: put the server's key into the environment as {KEY}"
+        if reply.status == 404:
+            return (
+                f"{where}: is the address right (most end in /v1), and the model {self.address.model!r}?"
+            )
+        if reply.status in (400, 422) and not self._is_chat and self.options.prompt == "tokens":
+            return f"{where}: a server that takes no token ids wants prompts as text (prompt='text')"
+        return where
+
+    def _compare(self, ours: int, theirs: int | None) -> None:
+        """Say once that the server reads another prompt than the one that was rendered."""
+        if self._is_chat or theirs in (None, ours) or self._has_warned:
+            return
+        self._has_warned = True
+        log.warning(
+            "%s counts %s tokens in a prompt of %s: another tokenizer, or a second beginning-of-text token",
+            self.address.url,
+            theirs,
+            ours,
+        )
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        raise EngineError("a model behind an address gives no log-probabilities", retriable=False)
+
+    async def fork(self, session: str, into: str) -> None:
+        """Nothing is kept here: the server has a prefix cache, or has none."""
+
+    async def release(self, session: str) -> None:
+        """Nothing is kept here."""
+
+    async def abort(self, session: str) -> None:
+        for asking in self._running.get(session, ()):
+            asking.cancel()
+
+    async def pause(self) -> None:
+        raise self._untrainable()
+
+    async def resume(self) -> None:
+        """It cannot have been paused."""
+
+    async def update_weights(self) -> int:
+        raise self._untrainable()
+
+    def _untrainable(self) -> EngineError:
+        return EngineError(
+            f"{self.address} can be evaluated and not trained: its weights are elsewhere, and what it said "
+            "has no log-probabilities. Name a model's folder or hub name as model.name",
+            retriable=False,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for asking in [asking for running in self._running.values() for asking in running]:
+            asking.cancel()
+        await self._transport.close()

@@ -1,0 +1,120 @@
+"""Conversations as tokens that can be turned back into messages, for models whose tokens nobody knows.
+
+An engine is given tokens. A server of `/chat/completions` wants messages, and has a tokenizer and a chat
+template of its own. So the transcript is kept in tokens that only serve to be undone: special ones mark
+where messages start and end, all others stand for up to three bytes of text each, which is about as
+many tokens as a real tokenizer counts, rather more. Content cannot forge a mark, because marks are ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from ludus.core.messages import Json
+from ludus.core.tokenizer import SPECIALS, ByteTokenizer
+
+_START, _END = "<|im_start|>", "<|im_end|>"
+_BYTES_PER_TOKEN = 3
+_FIRST = (0, 256, 256 + 256**2)
+"""The first id of tokens of one, two and three bytes."""
+_FIRST_SPECIAL = 256 + 256**2 + 256**3
+_ROLES = ("system", "user", "assistant", "tool")
+_TOOLS = (
+    "# Tools\n\nYou may call one or more functions. You are given their signatures within "
+    "<tools></tools>:\n<tools>\n{listed}\n</tools>\n\nFor each call, write a JSON object within "
+    '<tool_call></tool_call>:\n<tool_call>\n{{"name": <function-name>, "arguments": '
+    "<arguments-object>}}\n</tool_call>"
+)
+
+
+class TranscriptTokenizer:
+    """A `Tokenizer` without files or state: what it encodes means the same in every process."""
+
+    def __init__(self) -> None:
+        self._specials = {text: _FIRST_SPECIAL + i for i, text in enumerate(SPECIALS)}
+        self._texts = {number: text for text, number in self._specials.items()}
+        self._split = re.compile("(" + "|".join(re.escape(text) for text in SPECIALS) + ")")
+        self._chat = ByteTokenizer()
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return (self._specials[_END],)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return _FIRST_SPECIAL + len(self._specials)
+
+    @property
+    def controls(self) -> Mapping[str, int]:
+        return MappingProxyType(self._specials)
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        for piece in self._split.split(text):
+            if piece in self._specials:
+                tokens.append(self._specials[piece])
+            else:
+                tokens.extend(self.encode_text(piece))
+        return tokens
+
+    def encode_text(self, text: str) -> list[int]:
+        data = text.encode("utf-8", errors="surrogatepass")
+        pieces = (data[at : at + _BYTES_PER_TOKEN] for at in range(0, len(data), _BYTES_PER_TOKEN))
+        return [_FIRST[len(piece) - 1] + int.from_bytes(piece, "big") for piece in pieces]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        texts: list[str] = []
+        pending = bytearray()
+        for token in tokens:
+            if 0 <= token < _FIRST_SPECIAL:
+                size = 3 if token >= _FIRST[2] else 2 if token >= _FIRST[1] else 1
+                pending += (token - _FIRST[size - 1]).to_bytes(size, "big")
+            else:
+                texts.append(pending.decode("utf-8", errors="replace"))
+                pending.clear()
+                texts.append(self._texts.get(token, f"<|{token}|>"))
+        return "".join([*texts, pending.decode("utf-8", errors="replace")])
+
+    def apply_chat_template(
+        self, messages: Sequence[Json], tools: Sequence[Json] | None, add_generation_prompt: bool
+    ) -> str:
+        given = list(messages)
+        if tools:
+            listed = _TOOLS.format(listed="\n".join(json.dumps(tool) for tool in tools))
+            system = given.pop(0)["content"] + "\n\n" if given and given[0]["role"] == "system" else ""
+            given.insert(0, {"role": "system", "content": system + listed})
+        return self._chat.apply_chat_template(given, None, add_generation_prompt)
+
+    def messages(self, tokens: Sequence[int]) -> list[Json]:
+        """The conversation that these tokens are the transcript of, as a chat server takes it.
+
+        Results of tools become messages of the user, in the way of Hermes: the server has not seen the
+        calls that they answer. Messages of one role in a row are joined, because many templates insist.
+        """
+        start, end = self._specials[_START], self._specials[_END]
+        found: list[Json] = []
+        opened: list[int] | None = None
+        for token in tokens:
+            if token == start:
+                opened = []
+            elif opened is not None and token == end:
+                _append(found, self.decode(opened))
+                opened = None
+            elif opened is not None:
+                opened.append(token)
+        return found
+
+
+def _append(found: list[Json], said: str) -> None:
+    role, _, content = said.partition("\n")
+    if role not in _ROLES:
+        raise ValueError(f"a transcript has no role {role!r:.40}")
+    if role == "tool":
+        role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+    if found and found[-1]["role"] == role:
+        found[-1]["content"] += "\n" + content
+    else:
+        found.append({"role": role, "content": content})

@@ -1,0 +1,260 @@
+"""One solution on trial: its process, the judge's process, and the host that carries messages between.
+
+Who waits for whom. The host asks one process at a time and waits for its answer: the judge runs until it
+needs the solution, the solution runs until it has answered. Each answer is bounded by the sandbox's
+limits (time, memory, bytes of output), and all of a trial by `total_seconds`. The solution's process is
+replaced when it ends, hangs or stops answering; the test that caused it has failed, and the next one
+starts afresh. The host hands texts on and evaluates nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ludus.rewards.judging.comparing import same_value
+from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
+from ludus.rewards.judging.place import Clock
+from ludus.rewards.judging.specs import CallCase, SourceTests
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, Session
+from ludus.sandbox.bundling import bundle, call
+
+_INSIDE = "ludus.rewards.judging.inside"
+_PLAIN, _JUDGED, _JUDGE = f"{_INSIDE}.plain", f"{_INSIDE}.judged", f"{_INSIDE}.judge"
+_ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
+_MOST_ANSWER = 1_000_000
+"""Bytes of what the solution may answer at once; the judge may ask with a few of such answers."""
+_MOST_CODE = 4_000_000
+_STOPPED = frozenset(
+    {Outcome.TIMEOUT, Outcome.CPU, Outcome.MEMORY, Outcome.OUTPUT, Outcome.PROCESSES, Outcome.KILLED}
+)
+_JUDGE_LIMITS = Limits(wall_seconds=60, cpu_seconds=30, output_bytes=_MOST_CODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one test."""
+
+    name: str
+    passed: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the solution may take: CPU seconds and memory for each call, and seconds for all of it."""
+
+    seconds: float = 10.0
+    memory_mb: int = 512
+    total_seconds: float = 60.0
+
+    @property
+    def limits(self) -> Limits:
+        """CPU time is what counts; the wall clock, which a busy machine slows down, is only a backstop."""
+        return Limits(
+            cpu_seconds=self.seconds,
+            wall_seconds=3 * self.seconds + 2,
+            memory_mb=self.memory_mb,
+            output_bytes=_MOST_ANSWER,
+        )
+
+
+class CannotLoad(Exception):
+    """The solution does not even load: the model's fault, for every test."""
+
+
+class Solution:
+    """The judged program in its process. `generation` counts the processes it has been loaded in."""
+
+    def __init__(self, sandbox: Sandbox, source: str, module: str, bounds: Bounds) -> None:
+        self._sandbox, self._source, self._bounds = sandbox, source, bounds
+        self.module = module
+        self._session: Session | None = None
+        self._clock = Clock(bounds.total_seconds)
+        self._is_hopeless = False
+        self.generation = -1
+        self.names: list[str] = []
+
+    @property
+    def expired(self) -> bool:
+        """Whether all the time for this solution is used up."""
+        return self._clock.expired
+
+    async def load(self) -> None:
+        """Start a process and load the solution in it."""
+        await self.close()
+        self._session = await self._sandbox.session(limits=self._bounds.limits)
+        await _prepared(self._session, _PLAIN, _JUDGED)
+        self.generation += 1
+        answer = await self._send(call(_JUDGED, "load", [self._source, self.module]))
+        names = answer.get("names")
+        if not isinstance(names, list):
+            raise CannotLoad(
+                str(answer.get("stopped") or answer.get("raised") or "it does not load")[:500]
+            )
+        self.names = [name for name in names if isinstance(name, str)]
+
+    async def ask(self, request: str) -> str:
+        """The answer to a request, as JSON; {"stopped": why} where the solution gave none."""
+        if self.expired:
+            return json.dumps({"stopped": "the time for this solution is used up"})
+        if self._session is None:
+            return json.dumps({"stopped": "its process has ended"})
+        return json.dumps(await self._send(call(_JUDGED, "serve", [request])))
+
+    async def _send(self, code: str) -> dict[str, Any]:
+        assert self._session is not None
+        if len(code.encode("utf-8", "replace")) > _MOST_CODE:
+            return {"stopped": "what it was to be given is too large"}
+        execution = await self._session.python(code)
+        answer = _message(execution, _ANSWER)
+        if execution.outcome is not Outcome.OK or execution.lost or answer is None:
+            await self.close()
+            why = "no answer" if execution.ok else str(execution.outcome)
+            return {"stopped": why}
+        return answer
+
+    async def ready(self) -> None:
+        """Load the solution again if its process has gone; one that no longer loads is left alone."""
+        if self._session is None and not self.expired and not self._is_hopeless:
+            try:
+                await self.load()
+            except CannotLoad:
+                self._is_hopeless = True
+
+    async def close(self) -> None:
+        """End the solution's process."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+@asynccontextmanager
+async def on_trial(
+    sandbox: Sandbox, source: str, module: str, bounds: Bounds
+) -> AsyncIterator[Solution]:
+    """The solution, loaded; `CannotLoad` when it does not load."""
+    solution = Solution(sandbox, source, module, bounds)
+    try:
+        await solution.load()
+        yield solution
+    finally:
+        await solution.close()
+
+
+async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTests) -> list[Verdict]:
+    """Run tests that are Python, in a process of their own. `ValueError` when the tests are broken."""
+    plan = {
+        "sources": tests.sources,
+        "module": solution.module,
+        "names": solution.names,
+        "entry": tests.entry,
+        "one_each": tests.one_each,
+    }
+    async with await sandbox.session(limits=_JUDGE_LIMITS) as judge:
+        await _prepared(judge, _PLAIN, f"{_INSIDE}.proxies", f"{_INSIDE}.cases", _JUDGE)
+        return await _heard(judge, solution, call(_JUDGE, "begin", [json.dumps(plan)]))
+
+
+async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]:
+    """Carry messages until the judge is done."""
+    verdicts: list[Verdict] = []
+    expected = 1
+    while True:
+        execution = await judge.python(code)
+        event = _message(execution, _EVENT)
+        if event is None:
+            if execution.outcome not in _STOPPED:
+                raise RuntimeError(f"the judge failed: {execution.text()[-500:]}")
+            # A comparison that never ends, or takes all memory: over what the solution returned.
+            return _with_missed(verdicts, expected, f"the judge was stopped: {execution.outcome}")
+        reply = ""
+        if "broken" in event:
+            raise ValueError(f"the tests are broken: {event['broken']}")
+        if "ask" in event:
+            reply = await solution.ask(str(event["ask"]))
+        elif "test" in event:
+            verdicts.append(Verdict(str(event["test"]), event["passed"] is True, str(event["problem"])))
+            await solution.ready()
+        elif "expected" in event:
+            expected = int(event["expected"])
+        elif event.get("problem"):
+            return _with_missed(verdicts, expected, str(event["problem"]))
+        else:
+            if not verdicts:
+                raise ValueError("the tests are broken: there are none")
+            return verdicts
+        code = call(_JUDGE, "step", [reply, str(solution.generation)])
+
+
+def _with_missed(verdicts: list[Verdict], expected: int, problem: str) -> list[Verdict]:
+    """The verdicts, and a failure for each test that was not reached: one at least."""
+    missed = max(1, expected - len(verdicts))
+    return [*verdicts, *[Verdict("not reached", False, problem)] * missed]
+
+
+async def run_call_cases(solution: Solution, cases: list[CallCase], tolerance: float) -> list[Verdict]:
+    """Call the solution's functions, and compare what they return here."""
+    verdicts: list[Verdict] = []
+    for number, case in enumerate(cases):
+        problem = await _call_problem(solution, case, tolerance)
+        verdicts.append(Verdict(f"case {number}", problem is None, problem or ""))
+        await solution.ready()
+    return verdicts
+
+
+async def _call_problem(solution: Solution, case: CallCase, tolerance: float) -> str | None:
+    encode = Encoder(refuse).encode
+    request = {
+        "args": [encode(one) for one in case.args],
+        "named": [[key, encode(one)] for key, one in case.kwargs.items()],
+    }
+    handle: Any = 0
+    for part in case.function.split("."):
+        answer = read(
+            await solution.ask(write({"do": "get", "on": handle, "args": [part.removesuffix("()")]}))
+        )
+        handle = _handle(answer)
+        if handle is not None and part.endswith("()"):
+            handle = _handle(read(await solution.ask(write({"do": "call", "on": handle}))))
+        if handle is None:
+            return f"there is no function {case.function}: {answer!s:.200}"
+    answer = read(await solution.ask(write({"do": "call", "on": handle, **request})))
+    if "value" not in answer:
+        return f"no result: {answer!s:.200}"
+    try:
+        found = Decoder(no_handles).decode(answer["value"])
+    except ValueError:
+        return "the result is not plain data"
+    return (
+        None
+        if same_value(found, case.expected, tolerance)
+        else f"{found!r:.100} is not {case.expected!r:.100}"
+    )
+
+
+def _handle(answer: dict[str, Any]) -> int | None:
+    value = answer.get("value")
+    number = value.get("h") if isinstance(value, dict) else None
+    return number if type(number) is int else None
+
+
+async def _prepared(session: Session, *modules: str) -> None:
+    ready = await session.python(bundle(*modules))
+    if not ready.ok:
+        raise RuntimeError(f"the judging code did not start: {ready.text()[-500:]}")
+
+
+def _message(execution: Execution, mark: str) -> dict[str, Any] | None:
+    """The last line that carries a message; None where there is none that can be read."""
+    _, found, rest = execution.stdout.rpartition(mark)
+    if not found:
+        return None
+    try:
+        message = read(rest.partition("\n")[0])
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

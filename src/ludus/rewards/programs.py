@@ -1,0 +1,161 @@
+"""`programs`: a program in any language, built if need be, run on inputs, and judged by what it writes.
+
+The program sees its standard input and nothing else of a test; outputs are compared here, outside. It is
+built once, and runs for each case in the same session.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rewards.function import checked_name, checked_weight
+from ludus.rewards.guard import SelfGuarded
+from ludus.rewards.judging.answers import code_of
+from ludus.rewards.judging.comparing import Manner
+from ludus.rewards.judging.languages import FILE, PROGRAM, Language, language_of
+from ludus.rewards.judging.outputs import is_right
+from ludus.rewards.judging.place import Clock, Place, judged
+from ludus.rewards.judging.specs import StdinCase, parse_tests
+from ludus.rewards.values import Parts
+from ludus.sandbox import Execution, Limits, Sandbox, SandboxConfig, Session
+
+_log = logging.getLogger(__name__)
+
+_BUILD_SECONDS = 60.0
+
+
+class Programs(SelfGuarded):
+    """The share of the task's cases whose output is right, or 1 only if all are.
+
+    Cases are the task's metadata under `key`, or its target: a list of tables with `stdin` and `stdout`,
+    or {inputs, outputs}. `language` is python, c, c++, bash, or a table with the commands of another one;
+    a task may name its own in its metadata. Each run may use `seconds` of CPU time, all of them together
+    `total_seconds`.
+    """
+
+    uses_envs = False
+
+    def __init__(
+        self,
+        *,
+        language: str | Mapping[str, Any] = "python",
+        credit: Literal["share", "all"] = "share",
+        key: str = "tests",
+        compare: Manner = "tokens",
+        tolerance: float | None = None,
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        total_seconds: float = 60.0,
+        sandbox: SandboxConfig | Mapping[str, Any] | None = None,
+        name: str = "programs",
+        weight: float = 1.0,
+    ) -> None:
+        if credit not in ("share", "all"):
+            raise ConfigError(f"{name!r}: credit is 'share' or 'all', not {credit!r}")
+        if compare not in ("exact", "lines", "tokens"):
+            raise ConfigError(f"{name!r}: compare is 'exact', 'lines' or 'tokens', not {compare!r}")
+        self.name = checked_name(name)
+        self.weight = checked_weight(weight, name)
+        self.language = language_of(language, name)
+        self.credit, self.key, self.compare, self.tolerance = credit, key, compare, tolerance
+        self.seconds = seconds
+        self.limits = Limits(
+            cpu_seconds=seconds,
+            wall_seconds=3 * seconds + 2,
+            memory_mb=memory_mb,
+            output_bytes=1_000_000,
+        )
+        self.total_seconds = total_seconds
+        self._place = Place(sandbox, name)
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        async def call() -> Parts:
+            named = task.metadata.get("language")
+            language = self.language if named is None else language_of(named, self.name)
+            cases = self._cases(task)
+            code = code_of(trajectory.answer or "", language.fences)
+            outcome = await self._place.use(
+                lambda sandbox: self._judged(sandbox, code, cases, language, task)
+            )
+            passed = 0 if outcome is None else sum(outcome)
+            share = passed / len(cases)
+            return {
+                self.name: share if self.credit == "share" else float(passed == len(cases)),
+                f"{self.name}_built": float(outcome is not None),
+                f"{self.name}_passed": float(passed),
+                f"{self.name}_total": float(len(cases)),
+            }
+
+        return await judged(self.name, call)
+
+    def _cases(self, task: Task) -> list[StdinCase]:
+        raw = task.metadata.get(self.key, task.target)
+        cases = parse_tests(raw) if raw is not None else []
+        stdin = (
+            [case for case in cases if isinstance(case, StdinCase)] if isinstance(cases, list) else []
+        )
+        if not stdin:
+            raise ValueError("the task has no cases with 'stdin' and 'stdout'")
+        return stdin
+
+    async def _judged(
+        self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
+    ) -> list[bool] | None:
+        """Whether each case is right; None when the program cannot be built."""
+        if not language.run:
+            return await self._each(
+                cases, lambda case: sandbox.python(code, stdin=case.stdin, limits=self.limits)
+            )
+        limits = self.limits.model_copy(update={"cpu_seconds": max(self.seconds, _BUILD_SECONDS)})
+        async with await sandbox.session(files={language.file: code}, limits=limits) as session:
+            for command in (language.build, language.run):
+                await _require(session, command)
+            if not await self._is_built(session, language, task):
+                return None
+            return await self._each(cases, lambda case: self._run(session, language, case.stdin))
+
+    async def _each(
+        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]]
+    ) -> list[bool]:
+        """Whether each case is right; those that there is no time or no reason left to run are not."""
+        clock = Clock(self.total_seconds)
+        right: list[bool] = []
+        for case in cases:
+            if clock.expired or (self.credit == "all" and not all(right)):
+                break
+            right.append(await is_right(await run(case), case, self.compare, self.tolerance))
+        return right
+
+    async def _is_built(self, session: Session, language: Language, task: Task) -> bool:
+        if language.build is None:
+            return True
+        built = await session.run(language.command(language.build), wall_seconds=_BUILD_SECONDS)
+        if not built.ok:
+            _log.info("task %s: the program does not compile: %s", task.id, built.text()[:2_000])
+        return built.ok
+
+    async def _run(self, session: Session, language: Language, stdin: str) -> Execution:
+        """One run. The session's CPU limit is the compiler's, so the program gets its own."""
+        limited = ["bash", "-c", f'ulimit -t {math.ceil(self.seconds)}; exec "$@"', "program"]
+        command = [*limited, *language.command(language.run)]
+        return await session.run(command, stdin=stdin, wall_seconds=self.limits.wall_seconds)
+
+
+async def _require(session: Session, command: Sequence[str] | None) -> None:
+    """`InfraError` when the program that a command starts with is not there: no answer is at fault."""
+    program = command[0] if command else PROGRAM
+    if program in (FILE, PROGRAM) or program.startswith("."):
+        return
+    found = await session.run(["bash", "-c", 'command -v -- "$1"', "look", program])
+    if not found.ok:
+        raise InfraError(
+            Boundary.REWARD,
+            f"there is no {program!r} in the sandbox; install it on this machine",
+            retriable=False,
+        )

@@ -1,0 +1,39 @@
+"""Our own code for the inside of a sandbox: modules of this package as one text that runs anywhere.
+
+The sandbox does not see this package, nor should it. A bundle defines each module under its full name before
+the next one runs, so that modules which import each other (and the standard library) work unchanged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+_BOOTSTRAP = """\
+def _define(name, source):
+    import sys, types
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+"""
+
+
+@cache
+def bundle(*modules: str, then: str = "") -> str:
+    """Source that defines the named modules in this order and runs `then`."""
+    definitions = [f"_define({name!r}, {_source(name)!r})" for name in modules]
+    return "\n".join([_BOOTSTRAP, *definitions, then, ""])
+
+
+def _source(name: str) -> str:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"there is no module {name!r} to send along", name=name)
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def call(module: str, function: str, arguments: Sequence[str] = ()) -> str:
+    """Source that calls a function of a bundled module with text arguments."""
+    given = ", ".join(repr(one) for one in arguments)
+    return f"__import__('sys').modules[{module!r}].{function}({given})"

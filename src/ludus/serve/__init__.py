@@ -1,0 +1,13 @@
+"""Servers: thin HTTP doors. `ToolServer` puts any tools behind HTTP/JSON; needs the extra `serve`."""
+
+from ludus.core.failures import MissingExtraError
+
+try:
+    import aiohttp as _aiohttp  # noqa: F401
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtraError("aiohttp", "serve", "a tool server") from error
+
+from ludus.serve.server import ToolServer, serve_until_told
+from ludus.serve.settings import ServerConfig
+
+__all__ = ["ServerConfig", "ToolServer", "serve_until_told"]

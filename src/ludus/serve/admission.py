@@ -1,0 +1,166 @@
+"""Who may run now, who waits, and who is told to come back later.
+
+Who waits for whom. A ticket is asked for without waiting: it is refused at once when the queue is full. A
+granted ticket holds one of `concurrency` slots, and one of its tool's. Waiting tickets stand in one queue per
+tool; a slot that becomes free goes to the ticket that has waited longest among the tools that may run one more.
+So a slow tool fills its own queue and holds up nobody else. A ticket whose deadline passes while it waits is
+taken out by a timer, and never runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ludus.serve.problems import Problem
+from ludus.tools.remote.wire import ErrorKind
+
+_SMOOTHING = 0.05
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 30.0
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The calls of one tool."""
+
+    limit: int | None
+    running: int = 0
+    waiting: deque[Ticket] = field(default_factory=deque)
+
+    @property
+    def has_room(self) -> bool:
+        return self.limit is None or self.running < self.limit
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A place in the queue, then a slot. `granted` must be awaited; `leave` gives back what it holds."""
+
+    admission: Admission
+    lane: _Lane
+    number: int
+    arrived: float
+    turn: asyncio.Future[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    started: float | None = None
+
+    @property
+    def queue_seconds(self) -> float:
+        now = asyncio.get_running_loop().time() if self.started is None else self.started
+        return now - self.arrived
+
+    async def granted(self) -> None:
+        """Wait for a slot; a `Problem` of kind expired when the deadline passes first."""
+        if self.turn is not None:
+            await self.turn
+
+    def leave(self) -> None:
+        """Give back the slot, or the place in the queue. More than once is harmless."""
+        self.admission._leave(self)
+
+
+class Admission:
+    """Bounded queues in front of bounded concurrency."""
+
+    def __init__(
+        self,
+        concurrency: int,
+        queue: int,
+        tool_concurrency: Mapping[str, int | None],
+        tool_queue: int | None = None,
+    ) -> None:
+        """`tool_concurrency` names the tools that have a lane of their own; all else shares one."""
+        self._concurrency, self._queue = concurrency, queue
+        self._tool_queue = queue if tool_queue is None else tool_queue
+        self._lanes = {name: _Lane(limit) for name, limit in tool_concurrency.items()}
+        self._other = _Lane(None)
+        self._numbers = itertools.count()
+        self._service_seconds = 0.1
+        self.running = 0
+        self.waiting = 0
+
+    def enter(self, tool: str, deadline: float | None = None) -> Ticket:
+        """A ticket, granted or waiting; a `Problem` when there is no room or no time. Never waits.
+
+        `deadline` is in the event loop's time.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if deadline is not None and deadline <= now:
+            raise _expired()
+        lane = self._lanes.get(tool, self._other)
+        ticket = Ticket(self, lane, next(self._numbers), now)
+        if self.running < self._concurrency and lane.has_room and not lane.waiting:
+            self._start(ticket, now)
+            return ticket
+        if self.waiting >= self._queue or len(lane.waiting) >= self._tool_queue:
+            raise self._overloaded(lane)
+        ticket.turn = loop.create_future()
+        if deadline is not None:
+            ticket.timer = loop.call_at(deadline, self._expire, ticket)
+        lane.waiting.append(ticket)
+        self.waiting += 1
+        return ticket
+
+    def _start(self, ticket: Ticket, now: float) -> None:
+        ticket.started = now
+        ticket.lane.running += 1
+        self.running += 1
+
+    def _expire(self, ticket: Ticket) -> None:
+        if ticket.started is None and ticket.turn is not None and not ticket.turn.done():
+            self._forget(ticket)
+            ticket.turn.set_exception(_expired())
+
+    def _forget(self, ticket: Ticket) -> None:
+        ticket.lane.waiting.remove(ticket)
+        self.waiting -= 1
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+        if ticket.started is None:
+            if ticket in ticket.lane.waiting:
+                self._forget(ticket)
+            return
+        now = asyncio.get_running_loop().time()
+        if math.isfinite(ticket.started):
+            spent = now - ticket.started
+            self._service_seconds += _SMOOTHING * (spent - self._service_seconds)
+            ticket.started = math.inf  # given back
+            ticket.lane.running -= 1
+            self.running -= 1
+            self._call_next(now)
+
+    def _call_next(self, now: float) -> None:
+        while self.waiting and self.running < self._concurrency:
+            lanes = (*self._lanes.values(), self._other)
+            ready = [lane.waiting[0] for lane in lanes if lane.waiting and lane.has_room]
+            if not ready:
+                return
+            ticket = min(ready, key=lambda one: one.number)
+            self._forget(ticket)
+            self._start(ticket, now)
+            if ticket.timer is not None:
+                ticket.timer.cancel()
+            assert ticket.turn is not None
+            if not ticket.turn.done():
+                ticket.turn.set_result(None)
+            # One that was cancelled meanwhile gives the slot back itself, in `leave`.
+
+    def _overloaded(self, lane: _Lane) -> Problem:
+        """Come back when about half of what waits has run, by how long calls have taken lately."""
+        slots = min(self._concurrency, lane.limit or self._concurrency)
+        ahead = len(lane.waiting) if lane.limit is not None else self.waiting
+        pause = self._service_seconds * (1 + ahead / 2) / slots
+        pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+        message = f"{self.waiting} calls wait already; this one was not taken"
+        return Problem(ErrorKind.OVERLOADED, message, retry_after=round(pause, 3))
+
+
+def _expired() -> Problem:
+    return Problem(ErrorKind.EXPIRED, "the deadline passed before there was a slot; it was not run")

@@ -1,0 +1,280 @@
+"""The HTTP door: reads requests, asks the service, writes answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
+from ipaddress import ip_address
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from ludus.core.messages import Json
+from ludus.core.tooling import ToolResult
+from ludus.serve.answers import accepted, json_answer, outcome_answer, problem_answer, stream_answer
+from ludus.serve.api import ENDPOINTS, MOST_MILLISECONDS, openapi_document
+from ludus.serve.logs import log_request, request_id
+from ludus.serve.metrics import CONTENT_TYPE
+from ludus.serve.page import page
+from ludus.serve.problems import Problem
+from ludus.serve.service import ToolService
+from ludus.serve.sessions import Session
+from ludus.serve.settings import ServerConfig
+from ludus.tools.hosting.encoding import dump, result_to_json, spec_to_json
+from ludus.tools.remote.wire import (
+    DEADLINE_HEADER,
+    INSTANCE_HEADER,
+    JSON_TYPE,
+    BatchBody,
+    BatchCallBody,
+    CallBody,
+    ErrorKind,
+    OpenBody,
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+B = TypeVar("B", bound=BaseModel)
+
+_KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_MOST_PROBLEMS = 20
+_OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
+_CALLS = frozenset({"call_in_session", "call_alone", "call_batch"})
+
+
+class ToolApi:
+    """The handlers of all endpoints, each called as `api.ENDPOINTS` names it."""
+
+    def __init__(self, service: ToolService, config: ServerConfig, token: str | None) -> None:
+        self._service, self._config = service, config
+        self._token = None if token is None else token.encode()
+        self._started = time.monotonic()
+        self._version = version("ludus")
+        document = openapi_document(self._version)
+        self._document, self._page = dump(document), page(document)
+        self._requests = 0
+
+    def application(self) -> web.Application:
+        app = web.Application(middlewares=[self._guarded], client_max_size=self._config.max_body_bytes)
+        for endpoint in ENDPOINTS:
+            handler: Handler = getattr(self, endpoint.name)
+            app.router.add_route(endpoint.method, endpoint.path, handler, name=endpoint.name)
+        app.on_response_prepare.append(self._sign)
+        return app
+
+    async def open_session(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request, OpenBody)
+        self._service.refuse_when_draining()
+        session, is_new = await self._service.sessions.open(body, _deadline(request))
+        return json_answer(await self._described(session), 201 if is_new else 200)
+
+    async def get_session(self, request: web.Request) -> web.StreamResponse:
+        session = await self._service.sessions.get(_key(request, "session"))
+        return json_answer(await self._described(session))
+
+    async def close_session(self, request: web.Request) -> web.StreamResponse:
+        ended = await self._service.sessions.close(_key(request, "session"), "asked")
+        return json_answer({"ended": ended})
+
+    async def call_in_session(self, request: web.Request) -> web.StreamResponse:
+        id = _key(request, "session")
+        call = await self._body(request, CallBody)
+        session = await self._service.sessions.get(id)
+        return await self._outcome(request, await self._service.call(session, call, _deadline(request)))
+
+    async def cancel_call(self, request: web.Request) -> web.StreamResponse:
+        ended = self._service.cancel(_key(request, "session"), _key(request, "key"))
+        return json_answer({"ended": ended})
+
+    async def call_alone(self, request: web.Request) -> web.StreamResponse:
+        call = await self._body(request, CallBody)
+        return await self._outcome(request, await self._service.call(None, call, _deadline(request)))
+
+    async def call_batch(self, request: web.Request) -> web.StreamResponse:
+        batch = await self._body(request, BatchBody)
+        deadline = _deadline(request)
+        tasks = [asyncio.create_task(self._one(call, deadline)) for call in batch.calls]
+        try:
+            if not accepted(request)[0]:
+
+                async def lines() -> AsyncIterator[bytes]:
+                    for next_done in asyncio.as_completed(tasks):
+                        yield dump(await next_done) + b"\n"
+
+                return await stream_answer(request, lines(), self._config.client_seconds)
+            return json_answer({"outcomes": await asyncio.gather(*tasks)})
+        finally:
+            for task in tasks:
+                task.cancel()  # only where the client went away: the service decides what that ends
+
+    async def healthz(self, request: web.Request) -> web.StreamResponse:
+        return json_answer(self._health())
+
+    async def readyz(self, request: web.Request) -> web.StreamResponse:
+        health = self._health()
+        ready = health["status"] == "ok" and health["alive"] > 0
+        return json_answer(health, 200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self._document, content_type=JSON_TYPE)
+
+    async def docs(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._page, content_type="text/html")
+
+    async def _one(self, call: BatchCallBody, deadline: float | None) -> Json:
+        try:
+            found = None if call.session is None else await self._service.sessions.get(call.session)
+        except Problem as problem:
+            return {"key": call.key, "result": None, "error": problem.body()}
+        outcome = await self._service.call(found, call, deadline)
+        if isinstance(outcome, ToolResult):
+            return {"key": call.key, "result": result_to_json(outcome), "error": None}
+        return {"key": call.key, "result": None, "error": outcome.body()}
+
+    async def _outcome(self, request: web.Request, outcome: ToolResult | Problem) -> web.StreamResponse:
+        config = self._config
+        return await outcome_answer(request, outcome, config.stream_chars, config.client_seconds)
+
+    async def _described(self, session: Session) -> Json:
+        facts = self._service.facts
+        tools = [
+            {
+                **spec_to_json(spec),
+                "repeatable": spec.name in facts and facts[spec.name].repeatable,
+                "stateful": spec.name not in facts or facts[spec.name].stateful,
+            }
+            for spec in await self._service.sessions.tools(session)
+        ]
+        named: Json = {"session": session.id, "episode": session.episode}
+        return {**named, "instance": self._service.instance, "tools": tools}
+
+    def _health(self) -> Json:
+        service, health = self._service, self._service.host.health()
+        return {
+            "status": "draining" if service.draining else "ok",
+            "instance": service.instance,
+            "version": self._version,
+            "uptime": round(time.monotonic() - self._started, 3),
+            "sessions": len(service.sessions),
+            "running": service.admission.running,
+            "waiting": service.admission.waiting,
+            "workers": health.workers,
+            "alive": health.alive,
+            "restarted": health.restarted,
+        }
+
+    async def _body(self, request: web.Request, model: type[B]) -> B:
+        """The validated body; too much, too slow, too deep or not JSON is the client's problem."""
+        if request.content_type != JSON_TYPE:
+            # Also what keeps web pages out: a browser asks before it sends JSON across origins.
+            message = f"send {JSON_TYPE}, not {request.content_type}"
+            raise Problem(ErrorKind.UNSUPPORTED_TYPE, message)
+        try:
+            async with asyncio.timeout(self._config.client_seconds):
+                data = await request.read()
+        except TimeoutError:
+            request.protocol.keep_alive(False)
+            raise Problem(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise Problem(ErrorKind.BAD_REQUEST, f"the body could not be read: {error}") from None
+        try:
+            return model.model_validate_json(data)
+        except ValidationError as error:
+            raise Problem(ErrorKind.BAD_REQUEST, _explained(error)) from None
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every request: who asks, what went wrong, and a line in the log."""
+        started = time.monotonic()
+        self._requests += 1
+        request_id.set(f"{self._service.instance[:6]}-{self._requests}")
+        try:
+            self._check_caller(request)
+            answer = await handler(request)
+        except Problem as problem:
+            self._service.metrics.refused.labels(problem.kind.value).inc()
+            answer = problem_answer(problem)
+        except web.HTTPException as error:
+            answer = _translated(error, self._config.max_body_bytes)
+        name = request.match_info.route.name
+        if name not in _CALLS or answer.status in (400, 401, 403, 404, 408, 413, 415):
+            seconds = time.monotonic() - started
+            log_request(request.method, request.path, answer.status, seconds)
+        return answer
+
+    def _check_caller(self, request: web.Request) -> None:
+        if self._token is None:
+            if not _is_loopback_name(request.host):
+                # A web page whose name was made to point here would otherwise pass for a local client.
+                message = "without a token this server answers to loopback names only"
+                raise Problem(ErrorKind.FORBIDDEN, message)
+            return
+        if request.path in _OPEN_PATHS:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        good = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
+        if scheme.lower() != "bearer" or not good:
+            message = "send the header 'Authorization: Bearer TOKEN' with this server's token"
+            raise Problem(ErrorKind.UNAUTHORIZED, message)
+
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers[INSTANCE_HEADER] = self._service.instance
+
+
+def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
+    """What aiohttp itself refuses, in our own words."""
+    if error.status == 404:
+        return problem_answer(Problem(ErrorKind.NOT_FOUND, "there is no such path; see /docs"))
+    if error.status == 405:
+        answer = problem_answer(Problem(ErrorKind.METHOD_NOT_ALLOWED, "no such method here; see /docs"))
+        answer.headers["Allow"] = error.headers.get("Allow", "")
+        return answer
+    if error.status == 413:
+        message = f"a request may have {max_body_bytes:,} bytes at most"
+        return problem_answer(Problem(ErrorKind.TOO_LARGE, message))
+    return problem_answer(Problem(ErrorKind.BAD_REQUEST, error.reason or "bad request"))
+
+
+def _explained(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [
+        f"{'.'.join(str(part) for part in one['loc'])[:200] or 'body'}: {one['msg']}"
+        for one in problems[:_MOST_PROBLEMS]
+    ]
+    return "; ".join(lines)[:2000]
+
+
+def _key(request: web.Request, name: str) -> str:
+    value = request.match_info[name]
+    if not _KEY.fullmatch(value):
+        message = f"a {name} is 1 to 128 letters, digits, '_', '.', ':' and '-'"
+        raise Problem(ErrorKind.BAD_REQUEST, message)
+    return value
+
+
+def _deadline(request: web.Request) -> float | None:
+    """The header as a moment of the event loop's time."""
+    text = request.headers.get(DEADLINE_HEADER)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > MOST_MILLISECONDS:
+        message = f"{DEADLINE_HEADER} is a whole number of milliseconds, {MOST_MILLISECONDS:,} at most"
+        raise Problem(ErrorKind.BAD_REQUEST, message)
+    return asyncio.get_running_loop().time() + int(text) / 1000
+
+
+def _is_loopback_name(host: str) -> bool:
+    name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

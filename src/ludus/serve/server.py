@@ -1,0 +1,159 @@
+"""The life of a tool server: start, say where, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+
+from aiohttp import web
+
+from ludus.core.failures import ConfigError
+from ludus.serve.handlers import ToolApi
+from ludus.serve.service import ToolService
+from ludus.serve.settings import ServerConfig
+from ludus.tools.hosting import ToolHost
+
+_log = logging.getLogger(__name__)
+
+
+class ToolServer:
+    """A tool server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
+
+    def __init__(
+        self, host: ToolHost, config: ServerConfig | None = None, *, token: str | None = None
+    ) -> None:
+        self._config = config or ServerConfig()
+        check_exposure(self._config.host, token)
+        self._host, self._token = host, token
+        self._runner: web.AppRunner | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self.service: ToolService | None = None
+        self.address = ""
+        """Where it listens, as `http://host:port`, once it does."""
+
+    async def start(self) -> str:
+        """Build the tools, listen, and return the address."""
+        config = self._config
+        try:
+            facts = {one.spec.name: one for one in await self._host.start()}
+            self._check_limits(list(facts))
+            self.service = ToolService(self._host, facts, config)
+            api = ToolApi(self.service, config, self._token)
+            self._runner = web.AppRunner(
+                api.application(),
+                access_log=None,
+                handler_cancellation=True,
+                keepalive_timeout=config.keepalive_seconds,
+                shutdown_timeout=1.0,
+                lingering_time=1.0,  # for the rest of a request that is already answered
+            )
+            await self._runner.setup()
+            site = web.TCPSite(self._runner, config.host, config.port, backlog=4096, reuse_address=True)
+            try:
+                await site.start()
+            except OSError as error:
+                where = f"{config.host}:{config.port}"
+                raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+        except BaseException:
+            await self._stop()
+            raise
+        self._sweeper = asyncio.create_task(self.service.sessions.sweep())
+        self.address = _address(self._runner.addresses[0])
+        return self.address
+
+    async def drain_and_stop(self) -> None:
+        """Finish what runs, within the grace; close sessions, connections and the host."""
+        if self.service is not None:
+            await self.service.drain()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait((self._sweeper,))
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._host.stop()
+
+    def _check_limits(self, tools: list[str]) -> None:
+        for name, limit in self._config.tool_concurrency.items():
+            if name not in tools:
+                known = ", ".join(sorted(tools))
+                raise ConfigError(
+                    f"a limit is set for {name!r}, which is no tool here; there are {known}"
+                )
+            if limit < 1:
+                raise ConfigError(f"the limit of {name!r} must be at least 1, not {limit}")
+
+    async def __aenter__(self) -> ToolServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drain_and_stop()
+
+
+async def serve_until_told(
+    server: ToolServer, on_ready: Callable[[str], Awaitable[None] | None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+
+    def on_signal() -> None:
+        if told.is_set():
+            _log.warning("told twice: stopping without waiting for running calls")
+            os._exit(130)
+        told.set()
+
+    def listen() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+
+    listen()
+    address = await server.start()
+    listen()  # once more: what tools and hosts load may have put handlers of its own there
+    try:
+        announced = on_ready(address)
+        if announced is not None:
+            await announced
+        await told.wait()
+    finally:
+        await server.drain_and_stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def check_exposure(host: str, token: str | None) -> None:
+    """`ConfigError` for an address that others can reach and a server that would trust them."""
+    if token is not None:
+        if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
+            raise ConfigError("a token is at least 16 printable ASCII characters without spaces")
+        return
+    if not _is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines: set a token (LUDUS_TOKEN, or --token-file), "
+            "or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror or error}") from error
+    return all(ip_address(str(entry[4][0])).is_loopback for entry in found)
+
+
+def _address(bound: tuple[str, int, int, int] | tuple[str, int]) -> str:
+    host, port = bound[0], bound[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

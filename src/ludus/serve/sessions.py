@@ -1,0 +1,206 @@
+"""Sessions: the episodes that a server holds open, and when it lets them go.
+
+Who waits for whom. Opening a session is a task of its own: requests that open it again, or call in it, wait for
+that task. So is closing one: it cancels the session's running calls, waits for them, then lets the host release
+the episode, whether or not the client that asked for it still waits. One sweeper
+closes the sessions that nobody has used for `idle_seconds`; a session with a running call is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from ludus.core.failures import InfraError
+from ludus.core.tooling import ToolContext, ToolSpec
+from ludus.serve.admission import Admission, Ticket
+from ludus.serve.journal import Entry
+from ludus.serve.metrics import Metrics
+from ludus.serve.problems import Problem
+from ludus.tools.hosting import ToolHost
+from ludus.tools.hosting.encoding import task_from_json
+from ludus.tools.remote.wire import ErrorKind, OpenBody
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 10.0
+
+OPENING = "(open)"
+"""The lane in which sessions are opened, beside those of the tools."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One open episode."""
+
+    id: str
+    episode: str
+    context: ToolContext
+    wanted: frozenset[str] | None
+    used: float
+    opening: asyncio.Task[None] | None = None
+    calls: set[Entry] = field(default_factory=set)
+    closing: asyncio.Task[None] | None = None
+
+    def wants(self, tool: str) -> bool:
+        return self.wanted is None or tool in self.wanted
+
+
+class Sessions:
+    """All open sessions of a server, by id."""
+
+    def __init__(
+        self, host: ToolHost, admission: Admission, metrics: Metrics, most: int, idle_seconds: float
+    ) -> None:
+        self._host, self._admission, self._metrics = host, admission, metrics
+        self._most, self._idle_seconds = most, idle_seconds
+        self._sessions: dict[str, Session] = {}
+        self._episodes: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def get(self, id: str) -> Session:
+        """An open session; one that is being opened is waited for."""
+        session = self._sessions.get(id)
+        if session is not None and session.opening is not None:
+            await self._joined(session.opening)
+        if session is None or session.closing is not None:
+            message = (
+                f"there is no session {id!r} here: it expired, was closed, or this server is a new one"
+            )
+            raise Problem(ErrorKind.SESSION_UNKNOWN, message)
+        session.used = _now()
+        return session
+
+    async def open(self, body: OpenBody, deadline: float | None) -> tuple[Session, bool]:
+        """The session, and whether it is new; an earlier request with the same id may have opened it."""
+        session = self._sessions.get(body.session)
+        is_new = session is None
+        if session is None:
+            session = self._begin(body, deadline)
+        elif session.episode != body.episode:
+            message = f"the session {body.session!r} belongs to another episode"
+            raise Problem(ErrorKind.KEY_REUSED, message)
+        if session.opening is not None:
+            await self._joined(session.opening)
+        if session.closing is not None:
+            raise Problem(ErrorKind.SESSION_UNKNOWN, f"the session {body.session!r} is being closed")
+        session.used = _now()
+        return session, is_new
+
+    async def _joined(self, opening: asyncio.Task[None]) -> None:
+        await asyncio.wait((opening,))
+        if opening.cancelled():
+            raise Problem(ErrorKind.SESSION_UNKNOWN, "the session was closed while it was opened")
+        error = opening.exception()
+        if isinstance(error, InfraError):
+            raise Problem.of(error) from error
+        if error is not None:
+            raise error
+
+    def _begin(self, body: OpenBody, deadline: float | None) -> Session:
+        if len(self._sessions) >= self._most:
+            message = f"{len(self._sessions)} sessions are open already"
+            raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0)
+        ticket = self._admission.enter(OPENING, deadline)
+        # Two clients may call their episodes alike; tools keep state by episode, so it must be unique here.
+        unique = body.episode not in self._episodes
+        episode = body.episode if unique else f"{body.episode}~{body.session}"
+        context = ToolContext(episode, task_from_json(body.task.model_dump()))
+        wanted = None if body.tools is None else frozenset(body.tools)
+        session = Session(body.session, body.episode, context, wanted, _now())
+        self._sessions[session.id] = session
+        self._episodes.add(episode)
+
+        session.opening = asyncio.create_task(self._open(context, ticket))
+        # By callback, because a task that is cancelled before its first step runs no line of its own.
+        session.opening.add_done_callback(lambda task: self._opened(session, ticket, task))
+        return session
+
+    async def _open(self, context: ToolContext, ticket: Ticket) -> None:
+        try:
+            await ticket.granted()
+            await self._host.open(context)
+        except (Problem, InfraError):
+            raise
+        except Exception as error:
+            message = f"the tools could not be opened: {type(error).__name__}: {error}"
+            raise Problem(ErrorKind.FAILED, message, started=True) from error
+
+    def _opened(self, session: Session, ticket: Ticket, task: asyncio.Task[None]) -> None:
+        ticket.leave()
+        session.opening = None
+        if task.cancelled() or task.exception() is not None:
+            self._forget(session)
+        else:
+            self._metrics.opened.inc()
+
+    async def tools(self, session: Session) -> Sequence[ToolSpec]:
+        """What the session can call now."""
+        try:
+            specs = await self._host.list(session.context)
+        except InfraError as error:
+            raise Problem.of(error) from error
+        return [spec for spec in specs if session.wants(spec.name)]
+
+    async def close(self, id: str, why: str) -> bool:
+        """Close a session; whether there was one. Its running calls are cancelled."""
+        session = self._sessions.get(id)
+        if session is None:
+            return False
+        is_first = session.closing is None
+        if session.closing is None:
+            session.closing = asyncio.create_task(self._close(session, why))
+        await asyncio.shield(session.closing)
+        return is_first
+
+    async def _close(self, session: Session, why: str) -> None:
+        if session.opening is not None:
+            session.opening.cancel()
+            await asyncio.wait((session.opening,))
+        running = [entry.task for entry in session.calls if entry.task is not None]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._host.close(session.context)
+        except Exception:  # noqa: BLE001 - a tool's own clean-up; nothing a client could do about it
+            _log.exception("closing the session %s failed", session.id)
+        self._forget(session)
+        self._metrics.closed.labels(why).inc()
+
+    async def close_all(self, why: str) -> None:
+        await asyncio.gather(*(self.close(id, why) for id in list(self._sessions)))
+
+    async def sweep(self) -> None:
+        """Close what is idle, for ever; cancelled when the server stops."""
+        await every(min(30.0, self._idle_seconds / 4), self._close_idle)
+
+    async def _close_idle(self) -> None:
+        oldest = _now() - self._idle_seconds
+        idle = [
+            session.id
+            for session in self._sessions.values()
+            if session.used < oldest and not session.calls and session.opening is None
+        ]
+        await asyncio.gather(*(self.close(id, "idle") for id in idle))
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        self._episodes.discard(session.context.episode)
+
+
+async def every(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+    """Do `work` again and again."""
+    while True:
+        await asyncio.sleep(seconds)
+        await work()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,132 @@
+"""The program of a worker process: one event loop, one tool set, requests over a socket.
+
+Who waits for whom. The main coroutine reads frames; each request is a task of its own, which writes its reply
+when it is done. The server's admission bounds how many there are. The process ends, with all it started, when
+its parent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+from ludus.core import process_worker
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, ToolCall
+from ludus.core.tooling import ToolContext
+from ludus.tools.hosting import frames
+from ludus.tools.hosting.encoding import (
+    error_to_json,
+    facts_to_json,
+    result_to_json,
+    spec_to_json,
+    task_from_json,
+)
+from ludus.tools.hosting.host import facts_of
+from ludus.tools.hosting.loading import ToolReference, load_tools
+
+
+class HostedTools:
+    """A tool set that is asked in JSON. Processes and Ray actors both hold one."""
+
+    def __init__(self, references: list[ToolReference]) -> None:
+        self._tools = load_tools(references)
+        self._contexts: dict[str, ToolContext] = {}
+
+    async def facts(self) -> Json:
+        return {"tools": [facts_to_json(facts) for facts in await facts_of(self._tools)]}
+
+    async def perform(self, operation: str, body: Json) -> tuple[Json, str | None]:
+        """The reply, and the text that belongs to it."""
+        if operation == "open":
+            await self._open(body)
+            return {}, None
+        if operation == "close":
+            context = self._contexts.pop(body["episode"], None)
+            if context is not None:
+                await self._tools.close(context)
+            return {}, None
+        context = self._contexts[body["episode"]]
+        if operation == "list":
+            return {"tools": [spec_to_json(spec) for spec in await self._tools.list(context)]}, None
+        call = body["call"]
+        result = await self._tools.call(ToolCall(call["name"], call["arguments"], call["id"]), context)
+        return result_to_json(result, content=False), result.content
+
+    async def _open(self, body: Json) -> None:
+        context = ToolContext(body["episode"], task_from_json(body["task"]))
+        await self._tools.open(context)
+        self._contexts[context.episode] = context
+
+
+class _Program:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        setup, _ = await frames.read(self._reader)
+        sys.path[:] = setup["path"]
+        try:
+            tools = HostedTools(setup["references"])
+            self._send({"reply": await tools.facts()})
+        except Exception as error:  # noqa: BLE001 - told to the host, which says it to people
+            known = error if isinstance(error, ConfigError) else _unloadable(error)
+            self._send({"error": error_to_json(known)})
+            await self._writer.drain()
+            return
+        while True:
+            try:
+                head, _ = await frames.read(self._reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            self._take(tools, head)
+
+    def _take(self, tools: HostedTools, head: Json) -> None:
+        number, operation = head["number"], head["operation"]
+        if operation == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+        elif operation == "ping":
+            self._send({"number": number, "reply": {}})
+        else:
+            work = self._perform(tools, number, operation, head["body"])
+            self._tasks[number] = asyncio.create_task(work)
+            self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _perform(self, tools: HostedTools, number: int, operation: str, body: Json) -> None:
+        try:
+            reply, text = await tools.perform(operation, body)
+        except Exception as error:  # noqa: BLE001 - raised again where the host is
+            self._send({"number": number, "error": error_to_json(error)})
+        else:
+            self._send({"number": number, "reply": reply}, text)
+        await self._writer.drain()
+
+    def _send(self, head: Json, text: str | None = None) -> None:
+        for piece in frames.packed(head, text):
+            self._writer.write(piece)
+
+
+def _unloadable(error: Exception) -> ConfigError:
+    return ConfigError(f"the tools could not be loaded: {type(error).__name__}: {error}")
+
+
+async def _main(connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection)
+    try:
+        await _Program(reader, writer).run()
+    finally:
+        writer.close()
+
+
+def main() -> None:
+    """Serve until the host closes the connection or dies."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    process_worker._end_with_parent(int(sys.argv[2]))
+    asyncio.run(_main(connection))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""From what a recipe says about tools to one tool set.
+
+A tool is named by a short name (`"python"`), by a reference (`"shop.py:search"`), by the address of a
+tool server (`"http://host:port"`), or by a table whose key `tool` is one of these and whose other keys
+are options (`{tool = "sql", database = "shop.db"}`); in Python it may be the thing itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.config import Config
+from ludus.core.failures import ConfigError
+from ludus.core.registry import Registry
+from ludus.core.tooling import ToolSet
+from ludus.tools.library.kits import Kit
+from ludus.tools.results import Encode
+from ludus.tools.tool import Tool
+from ludus.tools.toolset import as_toolset
+
+if TYPE_CHECKING:
+    from ludus.sandbox import SandboxConfig
+    from ludus.tools.recording import RecordingConfig
+
+TOOLS = Registry(
+    "tool",
+    {
+        "python": "ludus.tools.library.sandboxed:PYTHON",
+        "bash": "ludus.tools.library.sandboxed:BASH",
+        "files": "ludus.tools.library.files:FILES",
+        "sql": "ludus.tools.library.sql:SQL",
+        "calculator": "ludus.tools.library.calculator:calculator",
+    },
+)
+
+Spec = str | Mapping[str, Any] | Tool | ToolSet | Callable[..., Any]
+
+
+def build_toolset(
+    specs: Spec | Sequence[Spec] | None,
+    *,
+    encode: Encode | None = None,
+    max_tokens: int | None = None,
+    sandbox: SandboxConfig | None = None,
+    record: RecordingConfig | None = None,
+) -> ToolSet:
+    """One tool set. All sandbox tools of the list share one session per episode, made by `sandbox`.
+
+    With `record`, results are remembered and replayed, as they are before any cut by tokens.
+    """
+    if specs is None:
+        specs = []
+    if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
+        specs = [specs]
+    things: list[Any] = []
+    kits: list[tuple[Kit, Config]] = []
+    for spec in specs:
+        found, options = _found(spec)
+        if isinstance(found, Kit):
+            kits.append((found, found.options.parse(options, f"the tool {_name(spec)!r}")))
+        else:
+            things.append(_with_options(found, options, _name(spec)) if options else found)
+    if kits:
+        things.append(_sandboxed(kits, sandbox, encode, max_tokens))
+    if record is not None:
+        return record.wrap(things)
+    return as_toolset(things, encode=encode, max_tokens=max_tokens)
+
+
+def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
+    """What a spec names, and the options it gives."""
+    if isinstance(spec, str):
+        spec = {"tool": spec}
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    options = dict(spec)
+    name = options.pop("tool", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"a tool is a name, or a table whose key 'tool' names it: {spec!r:.200}")
+    if name.startswith(("http://", "https://")):
+        from ludus.tools.remote import RemoteTools
+
+        return _with_options(RemoteTools, options, name, name), {}
+    return TOOLS.load(name), options
+
+
+def _name(spec: Any) -> str:
+    return str(spec.get("tool")) if isinstance(spec, Mapping) else str(spec)
+
+
+def _with_options(found: Any, options: Mapping[str, Any], name: str, *arguments: Any) -> Any:
+    """What a class or a factory makes of the options; unknown ones are refused by name."""
+    if isinstance(found, Tool) or not callable(found):
+        raise ConfigError(f"the tool {name!r} takes no options ({', '.join(options)})")
+    signature = inspect.signature(found)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in options:
+        if key not in signature.parameters and not takes_any:
+            near = get_close_matches(key, signature.parameters, n=1)
+            known = ", ".join(signature.parameters) or "none"
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {known}"
+            raise ConfigError(f"the tool {name!r} has no option {key!r}; {hint}")
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"the tool {name!r}: {error}") from error
+    return found(*arguments, **options)
+
+
+def _sandboxed(
+    kits: Sequence[tuple[Kit, Config]],
+    sandbox: SandboxConfig | None,
+    encode: Encode | None,
+    max_tokens: int | None,
+) -> ToolSet:
+    from ludus.sandbox import SandboxConfig
+    from ludus.tools.library.sandboxed import SandboxTools
+    from ludus.tools.library.sessions import EpisodeSessions
+
+    config = sandbox or SandboxConfig()
+    seen = [path for kit, options in kits for path in kit.readable(options)]
+    readable = tuple(dict.fromkeys([*config.readable, *seen]))
+    sessions = EpisodeSessions(config.model_copy(update={"readable": readable}))
+    tools = [tool for kit, options in kits for tool in kit.build(options, sessions)]
+    return SandboxTools(tools, sessions, encode=encode, max_tokens=max_tokens)

@@ -1,0 +1,107 @@
+"""One sandbox session per episode, shared by all sandbox tools of a tool set.
+
+Who waits for whom. The calls of one episode's turn arrive at once; they take the episode's session one
+after the other, in the order in which they came, because a session is one interpreter and one folder.
+Different episodes never wait for each other here: the sandbox's own queue bounds them. A session is
+opened by the first call that needs it, so an episode that runs no code costs nothing, and it is closed
+with the episode.
+
+A task may say what a session starts with, in its metadata: `sandbox = {files = {path: text}, setup = "Python
+code"}`. The model is not shown it; what the code defines is there for the model's own code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from ludus.core.config import Config
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.task import Task
+from ludus.core.tooling import ToolContext
+from ludus.sandbox import Execution, SandboxConfig, Session, shared_sandbox
+
+GONE = "[A new session was started: the earlier variables, processes and files are gone.]"
+
+
+class SessionStart(Config):
+    """What the session of a task starts with."""
+
+    files: dict[str, str] = Field(default_factory=dict)
+    """Files by path, relative to the working directory."""
+    setup: str = ""
+    """Python code that runs first."""
+
+
+@dataclass(slots=True)
+class _Held:
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    session: Session | None = None
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Place:
+    """A session to work in. `note` tells the model that it is a fresh one in the middle of an episode."""
+
+    session: Session
+    note: str = ""
+    lost: bool = False
+
+    def saw(self, execution: Execution) -> Execution:
+        """`execution`, remembering whether the session survived it."""
+        self.lost = self.lost or execution.lost
+        return execution
+
+
+class EpisodeSessions:
+    """Hands out the session of an episode, one caller at a time."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self._held: dict[str, _Held] = {}
+
+    @asynccontextmanager
+    async def use(self, context: ToolContext) -> AsyncIterator[Place]:
+        """The episode's session; one that the model's own program ended is replaced next time."""
+        held = self._held.setdefault(context.episode, _Held())
+        async with held.turn:
+            note = GONE if held.lost else ""
+            if held.session is None:
+                held.session = await self._opened(context.task)
+                held.lost = False
+            place = Place(held.session, note)
+            try:
+                yield place
+            finally:
+                if place.lost or not held.session.alive:
+                    session, held.session, held.lost = held.session, None, True
+                    await session.close()
+
+    async def _opened(self, task: Task) -> Session:
+        start = SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
+        try:
+            session = await shared_sandbox(self.config).session(files=start.files)
+        except (ConfigError, OSError) as error:  # too little isolation, say: nothing for a model to read
+            raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
+        if start.setup:
+            execution = await session.python(start.setup)
+            if not execution.ok:
+                await session.close()
+                message = f"the setup of the task {task.id!r} failed: {execution.text()}"
+                raise InfraError(Boundary.SANDBOX, message, retriable=False)
+        return session
+
+    async def close(self, context: ToolContext) -> None:
+        """End the episode's session, if it ever had one."""
+        held = self._held.pop(context.episode, None)
+        if held is None:
+            return
+        async with held.turn:
+            session, held.session = held.session, None
+            if session is not None:
+                await session.close()

@@ -1,0 +1,256 @@
+"""What a tool server and its clients say to each other: bodies, headers, and kinds of errors.
+
+The server validates what it reads by these models and derives its OpenAPI document from them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ludus.core.failures import Boundary, Fault
+
+INSTANCE_HEADER = "Ludus-Instance"
+"""In every answer: which server process gave it. A restart makes another one."""
+DEADLINE_HEADER = "Ludus-Deadline-Ms"
+"""In a request: how many milliseconds its sender will still wait."""
+JSON_TYPE = "application/json"
+STREAM_TYPE = "application/x-ndjson"
+
+Key = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:-]+$")]
+
+
+class ErrorKind(StrEnum):
+    """Why there is no result. What each one means for a retry is in `ErrorBody`."""
+
+    BAD_REQUEST = "bad_request"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    SLOW_CLIENT = "slow_client"
+    SESSION_UNKNOWN = "session_unknown"
+    UNKNOWN_OUTCOME = "unknown_outcome"
+    CANCELLED = "cancelled"
+    SESSION_LOST = "session_lost"
+    TOO_LARGE = "too_large"
+    UNSUPPORTED_TYPE = "unsupported_type"
+    KEY_REUSED = "key_reused"
+    FAILED = "failed"
+    OVERLOADED = "overloaded"
+    DRAINING = "draining"
+    EXPIRED = "expired"
+
+    @property
+    def status(self) -> int:
+        """The HTTP status that carries it."""
+        return _STATUS[self]
+
+
+_STATUS = {
+    ErrorKind.BAD_REQUEST: 400,
+    ErrorKind.UNAUTHORIZED: 401,
+    ErrorKind.FORBIDDEN: 403,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.METHOD_NOT_ALLOWED: 405,
+    ErrorKind.SLOW_CLIENT: 408,
+    ErrorKind.SESSION_UNKNOWN: 404,
+    ErrorKind.UNKNOWN_OUTCOME: 409,
+    ErrorKind.CANCELLED: 409,
+    ErrorKind.SESSION_LOST: 410,
+    ErrorKind.TOO_LARGE: 413,
+    ErrorKind.UNSUPPORTED_TYPE: 415,
+    ErrorKind.KEY_REUSED: 409,
+    ErrorKind.FAILED: 424,
+    ErrorKind.OVERLOADED: 503,
+    ErrorKind.DRAINING: 503,
+    ErrorKind.EXPIRED: 503,
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class _Request(_Body):
+    """What clients send is taken as it is, or not at all: nothing is converted."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class CalledBody(_Request):
+    """A call that a message of a task records."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    id: str = ""
+
+
+class MessageBody(_Request):
+    """One message of a task."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: list[CalledBody] = []
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class TaskBody(_Request):
+    """What the episode is about, for tools that want to know."""
+
+    id: str = ""
+    messages: list[MessageBody] = []
+    target: Any = None
+    envs: dict[str, dict[str, Any]] = {}
+    metadata: dict[str, Any] = {}
+
+
+class OpenBody(_Request):
+    """Open a session for an episode. Repeating it with the same `session` gives the same session."""
+
+    session: Key
+    """Chosen by the client, random."""
+    episode: str = Field(max_length=1024)
+    """What the tools are told of as the episode."""
+    task: TaskBody = TaskBody()
+    tools: list[str] | None = None
+    """The tools wanted; all of them when left out."""
+
+
+class ToolBody(_Body):
+    """A tool as the model is told of it, and what a client must know before it repeats a call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """A JSON Schema."""
+    repeatable: bool
+    """Whether a call may run again when nobody knows how its first run ended."""
+    stateful: bool
+    """Whether a call may leave something behind in the session that later calls need."""
+
+
+class SessionBody(_Body):
+    """An open session."""
+
+    session: str
+    episode: str
+    instance: str
+    """The server process that holds it."""
+    tools: list[ToolBody]
+    """The tools that can be called now."""
+
+
+class RetryBody(_Request):
+    """What a client knows of an earlier attempt whose answer never came."""
+
+    instance: str = Field(max_length=128)
+    """The server process that the earlier attempt was sent to; empty when unknown."""
+    age_ms: float = Field(ge=0, le=1e12)
+    """How long ago it was sent."""
+
+
+class CallBody(_Request):
+    """One call. The same `key` again joins the call or gets its answer: nothing runs twice."""
+
+    key: Key
+    name: str = Field(max_length=1024)
+    arguments: dict[str, Any] = {}
+    id: str = Field(default="", max_length=1024)
+    retry: RetryBody | None = None
+
+
+class BatchCallBody(CallBody):
+    """A call of a batch; without a session it stands alone."""
+
+    session: Key | None = None
+
+
+class BatchBody(_Request):
+    """Many calls, run side by side; each has its own outcome."""
+
+    calls: list[BatchCallBody] = Field(max_length=1024)
+
+
+class MediaBody(_Body):
+    """Something that is not text."""
+
+    kind: str
+    sha256: str
+    data: str | None
+    """Base64."""
+
+
+class ResultBody(_Body):
+    """What a call gave. A fault is the model's own; `content` then says what was wrong."""
+
+    content: str
+    reward: float | None
+    terminated: bool
+    fault: Fault | None
+    media: list[MediaBody]
+    seconds: float
+
+
+class ErrorBody(_Body):
+    """Why there is no result."""
+
+    kind: ErrorKind
+    message: str
+    started: bool
+    """Whether the tool may have run. When it is false, sending the same again is always safe."""
+    retry_after: float | None = None
+    """Seconds after which to try again, where that makes sense."""
+    boundary: Boundary | None = None
+    """Where a failure of kind `failed` happened."""
+    attempts: int = 1
+    """How often the server tried."""
+    retriable: bool = False
+    """Whether a failure of kind `failed` may pass: the same can be tried again."""
+    replay: bool = False
+    """Whether the episode as a whole can be played again."""
+
+
+class ErrorAnswer(_Body):
+    """The body of every answer that is not a success."""
+
+    error: ErrorBody
+
+
+class OutcomeBody(_Body):
+    """The outcome of one call of a batch: a result, or an error."""
+
+    key: str
+    result: ResultBody | None = None
+    error: ErrorBody | None = None
+
+
+class BatchAnswer(_Body):
+    """The outcomes, in the order of the calls."""
+
+    outcomes: list[OutcomeBody]
+
+
+class ClosedBody(_Body):
+    """What became of something that was to be ended."""
+
+    ended: bool
+    """False when there was nothing to end, which is no error."""
+
+
+class HealthBody(_Body):
+    """How the server is doing."""
+
+    status: Literal["ok", "draining", "starting"]
+    instance: str
+    version: str
+    uptime: float
+    sessions: int
+    running: int
+    waiting: int
+    workers: int
+    alive: int
+    restarted: int

@@ -1,0 +1,211 @@
+"""A study as people and programs read it: tables, Markdown, JSON. Pure but for `write_report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.core.messages import Json
+from ludus.observe import atomic_write, table_markdown
+from ludus.observe.report import Cell
+from ludus.observe.statistics import Estimate
+from ludus.training.evaluating.plot import plot_study
+from ludus.training.evaluating.study import Measured, Study
+from ludus.training.evaluating.summary import Summary
+
+_HOW_IT_ENDED = {
+    "tool_calls": "tool calls",
+    "invalid_call_share": "tool errors (share)",
+    "tokens/action": "tokens said",
+}
+"""Further numbers of a single measurement, and what they are called."""
+
+
+_TESTS = (
+    "`+/-/=` counts tasks on which the model did better, worse, the same. `p flip` is the two-sided "
+    "permutation test of the mean difference, `p sign` the sign test; neither allows for several comparisons.\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns and rows, for the console or for Markdown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[Cell]]
+
+
+def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:
+    """An estimate as people read it."""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None if estimate is None else f"{estimate.value:.{digits}f}"
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+
+
+def letters(study: Study) -> dict[str, str]:
+    """A short name for each model: a table of long ones does not fit on a terminal."""
+    models = dict.fromkeys(measured.model for measured in study.measured)
+    return {model: chr(ord("A") + i) if i < 26 else f"M{i}" for i, model in enumerate(models)}
+
+
+def single_table(study: Study) -> Table:
+    """One measurement, one number in a row."""
+    measured, summary = study.summaries[0]
+    rows: list[list[Cell]] = [["success", interval_text(summary.success)]]
+    rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary)]
+    rows += [["reward", interval_text(summary.reward)], ["turns", summary.turns]]
+    found = measured.evaluation.metrics
+    rows += [[label, round(found[name], 3)] for name, label in _HOW_IT_ENDED.items() if name in found]
+    rows += [["truncated (share)", summary.truncated], ["failures of ours", summary.failed]]
+    if summary.left_out:
+        rows.append(["aborted or not scored", summary.left_out])
+    title = f"{measured.model}: {summary.tasks} tasks, {summary.episodes} episodes"
+    return Table(title, ("metric", "value"), rows)
+
+
+def full_table(study: Study) -> Table:
+    """All measurements, one in a row."""
+    summaries = study.summaries
+    ks = sorted({k for _, summary in summaries for k in summary.passed})
+    most = ks[-1:]
+    columns = (
+        *_place_columns(study),
+        "tasks",
+        "episodes",
+        "success",
+        *(f"average@{k}" for k in most),
+        *(f"pass@{k}" for k in ks),
+        *(f"pass^{k}" for k in most),
+        "reward",
+        "turns used",
+        "truncated",
+        "failed",
+    )
+    rows: list[list[Cell]] = [
+        [
+            *_place(study, measured, summary.subtask, measured.model),
+            summary.tasks,
+            summary.episodes,
+            interval_text(summary.success),
+            *(interval_text(summary.average.get(k)) for k in most),
+            *(interval_text(summary.passed.get(k)) for k in ks),
+            *(interval_text(summary.relied.get(k)) for k in most),
+            interval_text(summary.reward),
+            summary.turns,
+            summary.truncated,
+            summary.failed,
+        ]
+        for measured, summary in summaries
+    ]
+    return Table("evaluation", columns, rows)
+
+
+def short_table(study: Study) -> Table:
+    """All measurements in as many columns as fit on a terminal, models by their letters."""
+    most = max((k for _, summary in study.summaries for k in summary.passed), default=1)
+    columns = (*_place_columns(study), "success", f"pass@{most}", "failed")
+    names = letters(study)
+    rows: list[list[Cell]] = [
+        [
+            *_place(study, measured, summary.subtask, names[measured.model]),
+            interval_text(summary.success, 2),
+            interval_text(summary.passed.get(most), 2),
+            summary.failed,
+        ]
+        for measured, summary in study.summaries
+    ]
+    return Table("evaluation", columns, rows)
+
+
+def comparison_table(study: Study, *, short: bool = False) -> Table:
+    """Every model minus the one it is compared with; `short` with letters, for a terminal."""
+    tasks = () if short else ("tasks",)
+    columns = (*_place_columns(study), *tasks, "difference", "+/-/=", "p flip", "p sign")
+    names = letters(study) if short else {m.model: m.model for m in study.measured}
+    rows: list[list[Cell]] = [
+        [
+            *_place(study, measured, comparison.subtask, names[measured.model]),
+            *(() if short else (comparison.tasks,)),
+            interval_text(comparison.test.difference, 2 if short else 3),
+            f"{comparison.test.wins}/{comparison.test.losses}/{comparison.test.ties}",
+            f"{'' if comparison.test.is_exact else '≈ '}{comparison.test.p_flip:.2g}",
+            f"{comparison.test.p_sign:.2g}",
+        ]
+        for measured, comparison in study.comparisons
+    ]
+    return Table(f"success by task, minus that of {names.get(study.against or '')}", columns, rows)
+
+
+def study_json(study: Study) -> Json:
+    """All numbers, unrounded."""
+    return {
+        "level": study.how.level,
+        "by": study.how.by,
+        "measured": [
+            {"model": m.model, "max_turns": m.turns, **summary.as_json()}
+            for m, summary in study.summaries
+        ],
+        "against": study.against,
+        "comparisons": [
+            {"model": m.model, "max_turns": m.turns, **comparison.as_json()}
+            for m, comparison in study.comparisons
+        ],
+    }
+
+
+def study_markdown(study: Study) -> str:
+    """The page of a study."""
+    share = f"{study.how.level:.0%}"
+    parts = [
+        "# Evaluation\n",
+        _markdown(full_table(study)),
+        f"Brackets are {share} bootstrap intervals over tasks. Episodes lost to failures of ours are counted "
+        "under `failed`, and take no part in anything else.\n",
+    ]
+    if study.against is not None:
+        table = comparison_table(study)
+        parts += [f"## {table.title[:1].upper()}{table.title[1:]}\n", _markdown(table), _TESTS]
+    return "\n".join([*parts, "![plot](plot.png)\n"])
+
+
+def write_report(folder: Path, study: Study) -> list[Path]:
+    """`report.md`, `report.json` and `plot.png` in this folder."""
+    paths = [folder / name for name in ("report.md", "report.json", "plot.png")]
+    atomic_write(paths[0], study_markdown(study))
+    atomic_write(paths[1], json.dumps(study_json(study), indent=2) + "\n")
+    plot_study(paths[2], study)
+    return paths
+
+
+def _markdown(table: Table) -> str:
+    return table_markdown(table.columns, table.rows)
+
+
+def _at_k(summary: Summary) -> list[tuple[str, Estimate]]:
+    most = max(summary.average, default=0)
+    named = [(f"average@{most}", summary.average[most])] if most else []
+    named += [(f"pass@{k}", estimate) for k, estimate in summary.passed.items() if k > 1]
+    return named + [(f"pass^{k}", estimate) for k, estimate in summary.relied.items() if k == most > 1]
+
+
+def _place_columns(study: Study) -> Sequence[str]:
+    return [
+        "model",
+        *(["turns"] if _has_budgets(study) else []),
+        *(["sub-task"] if study.how.by is not None else []),
+    ]
+
+
+def _place(study: Study, measured: Measured, subtask: str, name: str) -> list[Cell]:
+    return [
+        name,
+        *([measured.turns] if _has_budgets(study) else []),
+        *([subtask] if study.how.by is not None else []),
+    ]
+
+
+def _has_budgets(study: Study) -> bool:
+    return len({measured.turns for measured in study.measured}) > 1

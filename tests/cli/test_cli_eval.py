@@ -1,0 +1,115 @@
+"""`ludus eval` as a process: stopped by Ctrl-C or killed, it goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ludus.cli.main import app
+
+MODULE = """
+import asyncio
+import os
+import ludus
+
+class Short(ludus.Agent):
+    async def run(self, episode):
+        turn = await episode.generate(max_tokens=3)
+        with open("played.txt", "a") as file:
+            file.write(episode.task.id + "\\\\n")
+        await asyncio.sleep(float(os.environ.get("ODD_SECONDS", "0")))
+        episode.answer(turn.text)
+
+@ludus.reward
+async def success(trajectory) -> float:
+    return float(trajectory.actions[0].tokens[0] % 2)
+
+def held_out():
+    return [ludus.Task.of(f"{n}?", id=str(n)) for n in range(10)]
+"""
+RECIPE = """
+name = "odd"
+threads = 1
+max_in_flight = 1
+rewards = ["odd_task.py:success"]
+
+[model.scratch]
+layers = 1
+width = 32
+heads = 2
+kv_heads = 1
+
+[tasks]
+train = "odd_task.py:held_out"
+evaluation = "odd_task.py:held_out"
+
+[agent]
+loop = "odd_task.py:Short"
+
+[engine]
+cache_tokens = 4096
+max_running = 16
+"""
+COMMAND = ("eval", "recipe.toml", "--attempts", "2", "--results")
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from ludus.cli.main import run; run()", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ODD_SECONDS": "0.15"},
+        cwd=folder,
+    )
+
+
+def ludus(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def measured(folder: Path) -> object:
+    return json.loads((folder / "report.json").read_text())["measured"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "odd_task.py").write_text(MODULE.replace("\\\\n", "\\n"))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_an_evaluation_that_was_stopped_goes_on(
+    project: Path, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started(project, *COMMAND, "stopped")
+    for _ in range(600):
+        if len(list(project.glob("stopped/*/*/parts/*.parquet"))) >= 3 or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(ending)
+    said, errors = process.communicate(timeout=50)
+    assert process.returncode == (130 if ending is signal.SIGINT else -signal.SIGKILL), errors
+    assert "Traceback" not in errors
+    if ending is signal.SIGINT:
+        assert "--results stopped" in said
+    kept = len(list(project.glob("stopped/*/*/parts/*.parquet")))
+    assert 3 <= kept < 10
+    (project / "played.txt").unlink()
+
+    monkeypatch.chdir(project)
+    assert f"{kept} tasks had been played before" in ludus(*COMMAND, "stopped")
+    assert len((project / "played.txt").read_text().split()) == 2 * (10 - kept)
+    ludus(*COMMAND, "whole")
+    assert measured(project / "stopped") == measured(project / "whole")

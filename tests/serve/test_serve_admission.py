@@ -1,0 +1,147 @@
+"""Admission and the journal by themselves: what they promise holds for any order of events."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.core.tooling import ToolResult
+from ludus.serve.admission import Admission, Ticket
+from ludus.serve.journal import Entry, Journal, Outcome
+from ludus.serve.problems import Problem
+from ludus.tools.remote.wire import CallBody, ErrorKind
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["enter", "leave", "abandon"]), st.sampled_from("abc"), st.integers(0, 20)
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS, st.integers(1, 3), st.integers(0, 4), st.integers(1, 2))
+def test_limits_hold_and_nobody_waits_who_could_run(
+    events: list[tuple[str, str, int]], concurrency: int, queue: int, narrow: int
+) -> None:
+    """Against a model that keeps plain lists: `a` has a limit of its own, `b` has none, `c` is unknown."""
+
+    async def play() -> None:
+        admission = Admission(concurrency, queue, {"a": narrow, "b": None})
+        running: list[tuple[str, Ticket]] = []
+        waiting: list[tuple[str, Ticket]] = []
+
+        def may_run(tool: str) -> bool:
+            free = len(running) < concurrency
+            return free and (tool != "a" or sum(name == "a" for name, _ in running) < narrow)
+
+        def settle() -> None:
+            while ready := [one for one in waiting if may_run(one[0])]:
+                waiting.remove(ready[0])
+                running.append(ready[0])
+
+        for event, tool, index in events:
+            if event == "enter":
+                lane = [one for one in waiting if (one[0] == tool)]
+                try:
+                    ticket = admission.enter(tool)
+                except Problem as problem:
+                    assert problem.kind is ErrorKind.OVERLOADED and not problem.started
+                    assert problem.retry_after and problem.retry_after > 0
+                    assert len(waiting) >= queue and (not may_run(tool) or lane)
+                    continue
+                (running if may_run(tool) and not lane else waiting).append((tool, ticket))
+            else:
+                pool = running if event == "leave" else waiting
+                if pool:
+                    _, ticket = pool.pop(index % len(pool))
+                    ticket.leave()
+                    ticket.leave()  # more than once is harmless
+                    settle()
+            assert [ticket.started is not None for _, ticket in running] == [True] * len(running)
+            assert [ticket.started is None for _, ticket in waiting] == [True] * len(waiting)
+            assert (admission.running, admission.waiting) == (len(running), len(waiting))
+
+    asyncio.run(play())
+
+
+async def test_a_ticket_that_is_cancelled_as_its_turn_comes_passes_the_slot_on() -> None:
+    admission = Admission(1, 10, {})
+    first, second, third = (admission.enter("x") for _ in range(3))
+    waiter = asyncio.create_task(second.granted())
+    await asyncio.sleep(0)
+    first.leave()
+    waiter.cancel()
+    await asyncio.wait((waiter,))
+    second.leave()
+    await asyncio.wait_for(third.granted(), 5)
+    third.leave()
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+async def test_a_deadline_in_the_queue() -> None:
+    admission = Admission(1, 10, {})
+    loop = asyncio.get_running_loop()
+    running = admission.enter("x")
+    with pytest.raises(Problem, match="deadline"):
+        admission.enter("x", loop.time() - 1)
+    late = admission.enter("x", loop.time() + 0.01)
+    with pytest.raises(Problem, match="not run") as caught:
+        await late.granted()
+    assert caught.value.kind is ErrorKind.EXPIRED and not caught.value.started
+    late.leave()
+    running.leave()
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+def call(key: str, name: str = "f") -> CallBody:
+    return CallBody(key=key, name=name)
+
+
+async def finished(journal: Journal, key: str, chars: int = 1) -> Entry:
+    async def work(entry: Entry) -> tuple[Outcome, bool]:
+        return ToolResult("x" * chars), True
+
+    entry = journal.start("s", call(key), work)
+    assert entry.done is not None
+    await entry.done.wait()
+    return entry
+
+
+async def test_what_is_forgotten_is_known_to_be_forgotten() -> None:
+    journal = Journal(600.0, keep_calls=2, keep_bytes=10**6)
+    assert not journal.may_have_forgotten(10_000)
+    first, _, _ = [await finished(journal, key) for key in "abc"]
+    assert journal.find("s", call("a")) is None and journal.find("s", call("c")) is not None
+    assert journal.find("other session", call("c")) is None
+    age = asyncio.get_running_loop().time() - first.arrived
+    assert journal.may_have_forgotten(age + 0.001), "its first attempt may be the one that was forgotten"
+    with pytest.raises(Problem, match="different call"):
+        journal.find("s", call("c", "g"))
+
+
+async def test_the_journal_is_bounded_in_size_and_age() -> None:
+    journal = Journal(600.0, keep_calls=100, keep_bytes=5_000)
+    for key in "abcdef":
+        await finished(journal, key, chars=1_000)
+    assert 0 < len(journal) < 5
+    short = Journal(0.01, keep_calls=100, keep_bytes=10**6)
+    await finished(short, "a")
+    await asyncio.sleep(0.05)
+    assert short.find("s", call("a")) is None and len(short) == 0
+
+
+async def test_a_call_cancelled_before_it_began_is_finished_all_the_same() -> None:
+    journal = Journal(600.0, 10, 10**6)
+
+    async def work(entry: Entry) -> tuple[Outcome, bool]:
+        raise AssertionError("it never runs")
+
+    entry = journal.start("s", call("a"), work)
+    assert entry.task is not None and entry.done is not None
+    entry.task.cancel()
+    await asyncio.wait_for(entry.done.wait(), 5)
+    assert isinstance(entry.outcome, Problem) and not entry.outcome.started
+    assert journal.find("s", call("a")) is None, "nothing ran, so it may be asked for again"

@@ -1,0 +1,254 @@
+"""Real server processes under pressure: full queues, deadlines, callers that leave, signals, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from server_process import TOOLS, ServerProcess, context, lines_of, serving, until
+
+from ludus.core.failures import ConfigError, InfraError
+from ludus.core.messages import ToolCall
+from ludus.serve import ServerConfig, ToolServer
+from ludus.tools.hosting import LocalHost, load_tools
+from ludus.tools.remote import RemoteTools
+
+
+async def call_alone(
+    http: aiohttp.ClientSession,
+    server: ServerProcess,
+    name: str,
+    deadline_ms: int | None = None,
+    **arguments: Any,
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    body = {"key": secrets.token_hex(8), "name": name, "arguments": arguments}
+    headers = {} if deadline_ms is None else {"Ludus-Deadline-Ms": str(deadline_ms)}
+    async with http.post(f"{server.address}/v1/calls", json=body, headers=headers) as answer:
+        return answer.status, await answer.json(), dict(answer.headers)
+
+
+async def test_a_full_server_says_so_at_once_and_a_passed_deadline_is_never_run(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "naps"
+    options = ("--concurrency", "1", "--queue", "1", "--limit", "narrow=1")
+    with serving("nap", "narrow", "echo", options=options) as server:
+        first = asyncio.create_task(call_alone(http, server, "nap", seconds=0.9, file=str(file)))
+        await until(lambda: lines_of(file) == ["start"])
+        status, raw, _ = await call_alone(http, server, "nap", 100, seconds=0, file=str(file))
+        assert (status, raw["error"]["kind"], raw["error"]["started"]) == (503, "expired", False)
+        second = asyncio.create_task(call_alone(http, server, "nap", seconds=0))
+        await asyncio.sleep(0.2)
+        status, raw, headers = await call_alone(http, server, "nap", seconds=0)
+        assert (status, raw["error"]["kind"], raw["error"]["started"]) == (503, "overloaded", False)
+        assert int(headers["Retry-After"]) >= 1 and raw["error"]["retry_after"] > 0
+        assert not first.done()
+        assert (await first)[0] == (await second)[0] == 200
+        assert lines_of(file) == ["start", "end"]
+        # A client of ours waits and comes back, as often as it takes.
+        async with RemoteTools(server.address) as tools:
+            episode = context()
+            naps = [tools.call(ToolCall("nap", {"seconds": 0.02}), episode) for _ in range(8)]
+            assert [result.content for result in await asyncio.gather(*naps)] == ["rested"] * 8
+            assert tools.counters.refused > 0
+            await tools.close(episode)
+
+
+async def test_a_slow_tool_holds_up_only_itself(
+    server: ServerProcess, http: aiohttp.ClientSession
+) -> None:
+    slow = [asyncio.create_task(call_alone(http, server, "narrow", seconds=0.25)) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    assert (await call_alone(http, server, "echo", text="quick"))[1]["content"] == "quick"
+    assert not any(task.done() for task in slow)
+    assert [status for status, _, _ in await asyncio.gather(*slow)] == [200] * 3
+
+
+async def test_a_deadline_ends_a_running_call(
+    server: ServerProcess, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "nap"
+    status, raw, _ = await call_alone(http, server, "nap", 300, seconds=60, file=str(file))
+    assert (status, raw["error"]["kind"], raw["error"]["started"]) == (503, "expired", True)
+    await until(lambda: lines_of(file) == ["start", "cancelled"])
+    async with RemoteTools(server.address, deadline=0.5) as tools:
+        episode = context()
+        with pytest.raises(InfraError, match=r"within 0\.5 seconds|deadline"):
+            await tools.call(ToolCall("nap", {"seconds": 60}), episode)
+        await tools.close(episode)
+
+
+async def test_cancelling_a_call_cancels_it_on_the_server(server: ServerProcess, tmp_path: Path) -> None:
+    file = tmp_path / "nap"
+    async with RemoteTools(server.address) as tools:
+        episode = context()
+        call = asyncio.create_task(
+            tools.call(ToolCall("nap", {"seconds": 60, "file": str(file)}), episode)
+        )
+        await until(lambda: lines_of(file) == ["start"])
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: lines_of(file) == ["start", "cancelled"])
+        assert (await tools.call(ToolCall("echo", {"text": "still open"}), episode)).fault is None
+        await tools.close(episode)
+
+
+async def test_a_call_whose_caller_is_gone_is_cancelled_unless_somebody_asks_again(
+    server: ServerProcess, http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "nap"
+    body = {"key": "orphan", "name": "nap", "arguments": {"seconds": 60, "file": str(file)}}
+    with pytest.raises(TimeoutError):
+        timeout = aiohttp.ClientTimeout(total=0.3)
+        async with http.post(f"{server.address}/v1/calls", json=body, timeout=timeout):
+            pass
+    await until(lambda: lines_of(file) == ["start", "cancelled"])
+    body["key"], body["arguments"] = "joined", {"seconds": 0.5, "file": str(tmp_path / "second")}
+    with pytest.raises(TimeoutError):
+        timeout = aiohttp.ClientTimeout(total=0.3)
+        async with http.post(f"{server.address}/v1/calls", json=body, timeout=timeout):
+            pass
+    async with http.post(f"{server.address}/v1/calls", json=body) as answer:
+        assert (await answer.json())["content"] == "rested"
+    assert lines_of(tmp_path / "second") == ["start", "end"]
+
+
+async def test_closing_a_session_cancels_its_calls(server: ServerProcess, tmp_path: Path) -> None:
+    file = tmp_path / "nap"
+    async with RemoteTools(server.address) as tools:
+        episode = context()
+        call = asyncio.create_task(
+            tools.call(ToolCall("nap", {"seconds": 60, "file": str(file)}), episode)
+        )
+        await until(lambda: lines_of(file) == ["start"])
+        await tools.close(episode)
+        with pytest.raises(InfraError):
+            await call
+        assert lines_of(file) == ["start", "cancelled"]
+
+
+async def test_idle_sessions_end_and_state_is_never_replaced_silently(
+    http: aiohttp.ClientSession,
+) -> None:
+    with serving("remember", "echo", options=("--idle-seconds", "0.4")) as server:
+        async with RemoteTools(server.address) as tools:
+            light, heavy = context("light"), context("heavy")
+            await tools.call(ToolCall("echo", {"text": "a"}), light)
+            await tools.call(ToolCall("remember", {"value": "a"}), heavy)
+
+            async def sessions() -> int:
+                async with http.get(f"{server.address}/healthz") as answer:
+                    return int((await answer.json())["sessions"])
+
+            async with asyncio.timeout(20):
+                while await sessions():  # noqa: ASYNC110 - another process makes it so
+                    await asyncio.sleep(0.05)
+            async with http.get(f"{server.address}/metrics") as answer:
+                assert 'ludus_tools_sessions_closed_total{why="idle"} 2.0' in await answer.text()
+            assert (await tools.call(ToolCall("echo", {"text": "b"}), light)).content == "b"
+            for _ in range(2):  # and it stays lost
+                with pytest.raises(InfraError, match="is gone") as caught:
+                    await tools.call(ToolCall("remember", {"value": "b"}), heavy)
+            assert caught.value.replay and not caught.value.retriable
+            assert (tools.counters.reopened, tools.counters.lost) == (1, 1)
+
+
+async def test_told_to_stop_it_finishes_what_runs(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "nap"
+    with serving("nap", "echo") as server:
+        async with http.get(f"{server.address}/readyz") as answer:
+            assert answer.status == 200
+        running = asyncio.create_task(call_alone(http, server, "nap", seconds=0.7, file=str(file)))
+        await until(lambda: lines_of(file) == ["start"])
+        server.signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        status, raw, headers = await call_alone(http, server, "echo", text="too late")
+        assert (status, raw["error"]["kind"], raw["error"]["started"]) == (503, "draining", False)
+        assert "Retry-After" in headers
+        async with http.get(f"{server.address}/readyz") as answer:
+            assert answer.status == 503
+        assert (await running)[1]["content"] == "rested"
+        assert await asyncio.to_thread(server.process.wait, 20) == 0
+
+
+async def test_told_twice_it_stops_at_once(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "nap"
+    with serving("nap") as server:
+        running = asyncio.create_task(call_alone(http, server, "nap", seconds=60, file=str(file)))
+        await until(lambda: lines_of(file) == ["start"])
+        server.signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        server.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.process.wait, 20) == 130
+        with pytest.raises(aiohttp.ClientError):
+            await running
+
+
+async def test_a_grace_that_ends_cancels(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "nap"
+    with serving("nap", options=("--drain-seconds", "0.3")) as server:
+        running = asyncio.create_task(call_alone(http, server, "nap", seconds=60, file=str(file)))
+        await until(lambda: lines_of(file) == ["start"])
+        server.signal(signal.SIGINT)
+        status, raw, _ = await running
+        assert (status, raw["error"]["kind"], raw["error"]["started"]) == (409, "cancelled", True)
+        assert await asyncio.to_thread(server.process.wait, 20) == 0
+        assert lines_of(file) == ["start", "cancelled"]
+
+
+async def test_a_token_opens_the_door(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("correct-horse-battery\n")
+    with serving("echo", options=("--token-file", str(file), "--host", "0.0.0.0")) as server:
+        address = f"http://127.0.0.1:{server.port}"
+        for path, status in (("/healthz", 200), ("/openapi.json", 200), ("/metrics", 401)):
+            async with http.get(address + path) as answer:
+                assert answer.status == status
+        for token in (None, "wrong-horse-battery"):
+            async with RemoteTools(address, token=token) as tools:
+                with pytest.raises(ConfigError, match="refused us"):
+                    await tools.open(context())
+        async with RemoteTools(address, token="correct-horse-battery") as tools:
+            episode = context()
+            assert (await tools.call(ToolCall("echo", {"text": "in"}), episode)).content == "in"
+            await tools.close(episode)
+        logged = [line for line in server.logs() if line["event"] == "call"]
+        assert [(line["tool"], line["outcome"]) for line in logged] == [("echo", "ok")]
+        assert {"request", "session", "seconds", "queue_seconds"} <= logged[0].keys()
+        assert "correct-horse" not in str(logged)
+
+
+def test_what_the_workers_cannot_host_is_said_by_the_server() -> None:
+    with (
+        pytest.raises(RuntimeError) as caught,
+        serving("wants_env", options=("--backend", "processes")),
+    ):
+        pass
+    assert "needs an environment" in " ".join(str(caught.value).split())
+
+
+@pytest.mark.parametrize(
+    ("reference", "config", "token", "complaint"),
+    [
+        ("wants_env", {}, None, "needs an environment"),
+        ("nothing_like_it", {}, None, "has no 'nothing_like_it'"),
+        ("echo", {"tool_concurrency": {"ecko": 1}}, None, "no tool here"),
+        ("echo", {"tool_concurrency": {"echo": 0}}, None, "at least 1"),
+        ("echo", {"host": "0.0.0.0"}, "short", "at least 16"),
+        ("echo", {"host": "::"}, None, "set a token"),
+        ("echo", {"host": "0.0.0.0"}, None, "set a token"),
+        ("echo", {"host": "192.0.2.1"}, "long-enough-to-be-one", "cannot listen"),
+    ],
+)
+async def test_what_cannot_be_served_is_a_config_error(
+    reference: str, config: dict[str, Any], token: str | None, complaint: str
+) -> None:
+    host = LocalHost(lambda: load_tools([f"{TOOLS}:{reference}"]))
+    with pytest.raises(ConfigError, match=complaint):
+        await ToolServer(host, ServerConfig.parse(config), token=token).start()
