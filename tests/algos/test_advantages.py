@@ -1,138 +1,271 @@
-"""Estimators, aggregation and losses against plain loops written from the formulas."""
+"""Estimators against nested loops written from the formulas (`reference_advantages`)."""
 
 from __future__ import annotations
 
-import math
-import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import reference_advantages as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ragged_batches import batches
+from torch import Tensor
 
-from ludus.algos import (
-    Credit,
-    by_sequence,
-    by_token,
-    clipped_surrogate,
-    grpo,
-    k3,
-    policy_gradient,
-    reinforce,
+import ludus.algos as algos
+from ludus.algos import Attempt, Credit, Estimate, Need, Turn, credit_from, load_estimator, needs_of
+
+Reference = Callable[[list[Attempt]], reference.Tokens]
+CASES: dict[str, tuple[str, dict[str, Any], Reference]] = {
+    "grpo": ("grpo", {}, reference.grpo),
+    "dr_grpo": ("dr_grpo", {}, reference.dr_grpo),
+    "rloo": ("rloo", {}, reference.rloo),
+    "reinforce": ("reinforce", {}, reference.reinforce),
+    "reinforce_pp": ("reinforce_pp", {}, lambda b: reference.reinforce_pp(b, 1.0)),
+    "reinforce_pp, discounted": (
+        "reinforce_pp",
+        {"discount": 0.9},
+        lambda b: reference.reinforce_pp(b, 0.9),
+    ),
+    "reinforce_pp_baseline": ("reinforce_pp_baseline", {}, reference.reinforce_pp_baseline),
+    "turn_grpo": ("turn_grpo", {}, lambda b: reference.turn_grpo(b, 1.0, True)),
+    "turn_grpo, discounted": (
+        "turn_grpo",
+        {"discount": 0.8},
+        lambda b: reference.turn_grpo(b, 0.8, True),
+    ),
+    "turn_grpo, centred": (
+        "turn_grpo",
+        {"discount": 0.8, "normalise": False},
+        lambda b: reference.turn_grpo(b, 0.8, False),
+    ),
+    "gigpo": ("gigpo", {}, lambda b: reference.gigpo(b, 0.95, 1.0, True)),
+    "gigpo, centred": (
+        "gigpo",
+        {"discount": 0.7, "step_weight": 0.5, "normalise": False},
+        lambda b: reference.gigpo(b, 0.7, 0.5, False),
+    ),
+    "gae": (
+        "gae",
+        {"discount": 0.97, "lam": 0.9},
+        lambda b: reference.whitened(b, reference.gae(b, discount=0.97, lam=0.9)[0]),
+    ),
+}
+each_case = pytest.mark.parametrize("case", list(CASES))
+each_estimator = pytest.mark.parametrize("name", list(algos.ESTIMATORS))
+
+
+def flat(rows: reference.Tokens) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+
+
+def assert_equal(found: Tensor, expected: reference.Tokens) -> None:
+    torch.testing.assert_close(found, flat(expected), atol=1e-6, rtol=1e-6)
+
+
+@each_case
+@given(batch=batches)
+def test_estimators_equal_their_formulas(case: str, batch: list[Attempt]) -> None:
+    name, options, expected = CASES[case]
+    assert_equal(load_estimator(name, options)(credit_from(batch)).advantages_T, expected(batch))
+
+
+def test_every_estimator_has_a_case() -> None:
+    assert {name for name, _, _ in CASES.values()} == set(algos.ESTIMATORS)
+
+
+@given(
+    batch=batches,
+    discount=st.sampled_from([1.0, 0.9, 0.0]),
+    lam=st.sampled_from([1.0, 0.8, 0.0]),
+    discount_per=st.sampled_from(["token", "turn"]),
+    lam_per=st.sampled_from(["token", "turn"]),
+    bootstrap=st.booleans(),
+    skip_observations=st.booleans(),
 )
-
-Batch = list[list[tuple[float, list[bool]]]]
-"""Groups of attempts; an attempt is its reward and its action mask."""
-
-attempts = st.tuples(
-    st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3)),
-    st.lists(st.booleans(), min_size=1, max_size=6),
-)
-batches = st.lists(st.lists(attempts, min_size=1, max_size=5), min_size=1, max_size=4)
-
-
-def credit_of(batch: Batch) -> Credit:
-    flat = [(g, reward, mask) for g, group in enumerate(batch) for reward, mask in group]
-    return Credit(
-        rewards_N=torch.tensor([reward for _, reward, _ in flat], dtype=torch.float64),
-        group_N=torch.tensor([g for g, _, _ in flat]),
-        trajectory_T=torch.tensor([n for n, (_, _, mask) in enumerate(flat) for _ in mask]),
-        action_T=torch.tensor([said for _, _, mask in flat for said in mask]),
-    )
-
-
-def spread(batch: Batch, advantages: list[float]) -> list[float]:
-    masks = [mask for group in batch for _, mask in group]
-    return [a if said else 0.0 for a, mask in zip(advantages, masks, strict=True) for said in mask]
-
-
-@given(batches)
-def test_grpo_is_the_group_normalised_reward(batch: Batch) -> None:
-    expected = []
-    for group in batch:
-        rewards = [reward for reward, _ in group]
-        deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-        expected += [(r - statistics.fmean(rewards)) / (deviation + 1e-6) for r in rewards]
-    # near-equal rewards divide rounding by epsilon, hence the tolerance
-    torch.testing.assert_close(
-        grpo(credit_of(batch)),
-        torch.tensor(spread(batch, expected), dtype=torch.float64),
-        atol=1e-6,
-        rtol=1e-6,
-    )
-
-
-@given(batches)
-def test_reinforce_subtracts_the_batch_mean(batch: Batch) -> None:
-    rewards = [reward for group in batch for reward, _ in group]
-    expected = [r - statistics.fmean(rewards) for r in rewards]
-    torch.testing.assert_close(
-        reinforce(credit_of(batch)), torch.tensor(spread(batch, expected), dtype=torch.float64)
-    )
-
-
-@given(attempts, st.integers(1, 5))
-def test_equal_rewards_and_groups_of_one_teach_nothing(
-    attempt: tuple[float, list[bool]], size: int
-) -> None:
-    assert grpo(credit_of([[attempt] * size])).abs().max() < 1e-6
-
-
-@given(batches, batches)
-def test_grpo_groups_do_not_see_each_other(one: Batch, other: Batch) -> None:
-    alone, together = grpo(credit_of(one)), grpo(credit_of(one + other))
-    torch.testing.assert_close(together[: len(alone)], alone)
-
-
-@given(batches)
-def test_weights_by_token_and_by_sequence(batch: Batch) -> None:
-    credit = credit_of(batch)
-    masks = [mask for group in batch for _, mask in group]
-    said = sum(map(sum, masks))
-    speaking = sum(any(mask) for mask in masks)
-    by_tokens = [float(s) / max(1, said) for mask in masks for s in mask]
-    by_sequences = [float(s) / max(1, sum(mask)) / max(1, speaking) for mask in masks for s in mask]
-    tokens = by_token(credit.trajectory_T, credit.action_T)
-    sequences = by_sequence(credit.trajectory_T, credit.action_T)
-    torch.testing.assert_close(tokens, torch.tensor(by_tokens))
-    torch.testing.assert_close(sequences, torch.tensor(by_sequences))
-
-
-numbers = st.lists(
-    st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=12
-)
-
-
-@given(numbers, st.floats(0.05, 0.5), st.floats(0.05, 0.5))
-def test_clipped_surrogate_by_hand(
-    rows: list[tuple[float, float, float]], low: float, high: float
-) -> None:
-    new, old, advantage = (
-        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
-    )
-    loss, metrics = clipped_surrogate(low, high)(new, old, advantage)
-    for i, (p, q, a) in enumerate(rows):
-        ratio = math.exp(p - q)
-        bounded = min(max(ratio, 1 - low), 1 + high)
-        assert math.isclose(loss[i], -min(ratio * a, bounded * a), abs_tol=1e-9)
-        assert bool(metrics["clip_fraction"][i]) == (bounded * a < ratio * a)
-
-
-def test_losses_agree_on_policy() -> None:
-    """Where the samples are the policy's own, PPO's gradient is the plain policy gradient."""
-    logprobs = torch.tensor([-1.0, -0.3, -2.0], dtype=torch.float64, requires_grad=True)
-    advantage = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    gradients = [
-        torch.autograd.grad(loss(logprobs, logprobs.detach(), advantage)[0].sum(), logprobs)[0]
-        for loss in (clipped_surrogate(), policy_gradient)
+def test_gae_with_every_switch(batch: list[Attempt], **options: Any) -> None:
+    found = algos.gae(credit_from(batch), normalise=False, **options)
+    advantages, targets = reference.gae(batch, **options)
+    # where the recursion runs through observations, only the actions are trained on all the same
+    said = [
+        [a if p in reference.said(b) else 0.0 for p, a in enumerate(row)]
+        for b, row in zip(batch, advantages, strict=True)
     ]
-    torch.testing.assert_close(gradients[0], gradients[1])
+    assert found.returns_T is not None
+    whole = credit_from(batch)
+    trained = replace(whole, trained_T=algos.speech_span(whole.trajectory_T, whole.action_T, len(batch)))
+    if not options["skip_observations"]:
+        assert_equal(algos.gae(trained, normalise=False, **options).advantages_T, advantages)
+    assert_equal(found.advantages_T * whole.action_T, said)
+    assert_equal(found.advantages_T, said)
+    assert_equal(found.returns_T, targets)
 
 
-@given(st.integers(0, 10_000))
-def test_k3_estimates_the_divergence(seed: int) -> None:
-    """Its expectation under p, summed exactly over a small vocabulary, is KL(p || q)."""
-    generator = torch.Generator().manual_seed(seed)
-    p, q = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
-    estimate = (p.exp() * k3(p, q)).sum()
-    torch.testing.assert_close(estimate, (p.exp() * (p - q)).sum())
-    assert (k3(p, q) >= 0).all()
+@given(batches)
+def test_a_critic_can_have_a_lambda_of_its_own(batch: list[Attempt]) -> None:
+    credit = credit_from(batch)
+    both = algos.gae(credit, lam=0.5, critic_lam=1.0)
+    assert torch.equal(both.advantages_T, algos.gae(credit, lam=0.5).advantages_T)
+    assert both.returns_T is not None
+    torch.testing.assert_close(both.returns_T, algos.gae(credit, lam=1.0).returns_T)
+
+
+def test_gae_by_hand() -> None:
+    """Two turns around an observation; gamma 0.5, lambda 1: credit passes the observation undiminished."""
+    attempt = Attempt(
+        reward=1.0, turns=[Turn(1, heard=3), Turn(2)], values=[9, 0.5, 9, 9, 9, 0.25, 0.125]
+    )
+    found = algos.gae(credit_from([attempt]), discount=0.5, lam=1.0, normalise=False)
+    last, middle = 1 - 0.125, 0.5 * 1 - 0.25
+    expected = [0, 0.25 * 1 - 0.5, 0, 0, 0, middle, last]
+    torch.testing.assert_close(found.advantages_T, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_truncation_is_not_termination() -> None:
+    cut = Attempt(reward=0.0, turns=[Turn(1)], values=[0, 2.0], truncated=True, bootstrap=3.0)
+    ended = replace(cut, truncated=False)
+    found = algos.gae(credit_from([cut, ended]), discount=0.5, bootstrap=True, normalise=False)
+    assert found.advantages_T.tolist() == [0, 0.5 * 3 - 2, 0, -2]
+    over = algos.gae(credit_from([cut, ended]), discount=0.5, normalise=False)
+    assert over.advantages_T.tolist() == [0, -2, 0, -2]
+
+
+def test_a_turns_pay_lands_on_its_last_token_and_the_rest_at_the_end() -> None:
+    paid = Attempt(reward=1.0, prompt=2, turns=[Turn(2, 2, reward=0.25), Turn(3, 1)])
+    assert algos.token_rewards(credit_from([paid])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0]
+
+
+@given(batches)
+def test_token_rewards_add_up_to_the_total(batch: list[Attempt]) -> None:
+    credit = credit_from(batch)
+    sums = torch.zeros(len(batch), dtype=torch.float64)
+    sums = sums.index_add(0, credit.trajectory_T, algos.token_rewards(credit))
+    spoke = torch.tensor([bool(reference.said(a)) for a in batch], dtype=torch.bool)
+    torch.testing.assert_close(sums[spoke], credit.totals[spoke])
+
+
+@given(batches)
+def test_turn_level_credit_without_turn_rewards_is_grpo(batch: list[Attempt]) -> None:
+    plain = [replace(a, turns=[replace(t, reward=0.0) for t in a.turns], penalties=()) for a in batch]
+    credit = credit_from(plain)
+    torch.testing.assert_close(algos.turn_grpo(credit).advantages_T, algos.grpo(credit).advantages_T)
+
+
+def test_ragged_turn_counts_do_not_bias_turn_level_credit() -> None:
+    """Two alike fail in four turns, one succeeds in one: the long ones must not count four times."""
+    long, short = Attempt(0.0, [Turn(1)] * 4), Attempt(1.0, [Turn(1)])
+    found = algos.turn_grpo(credit_from([long, long, short]), normalise=False)
+    advantages = found.advantages_T[credit_from([long, long, short]).action_T]
+    torch.testing.assert_close(advantages, torch.tensor([-1 / 3] * 8 + [2 / 3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("said", [[1], [3, 1], [2, 2, 1, 4]])
+def test_identical_siblings_teach_nothing_at_any_turn(said: list[int], size: int) -> None:
+    twin = Attempt(1.0, [Turn(n, 1, reward=0.1, anchor=i) for i, n in enumerate(said)])
+    for name, options in (("turn_grpo", {"discount": 0.5}), ("gigpo", {}), ("grpo", {}), ("rloo", {})):
+        found = load_estimator(name, options)(credit_from([twin] * size)).advantages_T
+        assert not found.any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 3, 7, 10, 17])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, 1e6 + 0.1])
+def test_equal_rewards_are_exactly_nothing(reward: float, size: int, dtype: torch.dtype) -> None:
+    """Not nearly: a rounding of the mean, divided by a deviation of the same size, would be a signal."""
+    credit = credit_from([Attempt(reward, [Turn(2)])] * size, dtype)
+    for name in ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp_baseline", "turn_grpo", "gigpo"):
+        assert not load_estimator(name)(credit).advantages_T.any(), name
+
+
+@each_estimator
+def test_edges_are_defined(name: str) -> None:
+    """No trajectories; none that spoke; one alone; a batch in which only some spoke."""
+    silent = Attempt(1.0, [], values=[0.5], penalties=[0.0])
+    speaking = Attempt(0.0, [Turn(1)], values=[0.5, 0.25], penalties=[0.0, 0.0])
+    for batch in ([], [silent], [silent, silent], [speaking], [silent, speaking]):
+        found = load_estimator(name)(credit_from(batch))
+        assert found.advantages_T.shape == (sum(map(reference.length, batch)),)
+        assert found.advantages_T.isfinite().all()
+    assert not load_estimator(name)(credit_from([speaking])).advantages_T.any()
+
+
+def test_a_silent_attempt_is_in_the_baseline() -> None:
+    """It was scored, so it counts; it has no tokens that could be credited."""
+    batch = [Attempt(1.0, []), Attempt(0.0, [Turn(1)])]
+    for name in ("dr_grpo", "turn_grpo"):
+        options = {"normalise": False} if name == "turn_grpo" else {}
+        assert load_estimator(name, options)(credit_from(batch)).advantages_T.tolist() == [0, 0, -0.5]
+
+
+def test_sets_are_normalised_apart() -> None:
+    """One set's rewards are a hundred times the other's; neither sees the other's scale."""
+    batch = [Attempt(r, [Turn(2)], group=g) for g in (0, 1) for r in (0.0, 1.0, 1.0)]
+    batch += [replace(a, reward=100 * a.reward, group=a.group + 2, set=1) for a in batch]
+    for name in ("reinforce_pp", "reinforce_pp_baseline"):
+        found = load_estimator(name)(credit_from(batch)).advantages_T
+        torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
+    found = algos.reinforce(credit_from(batch)).advantages_T
+    torch.testing.assert_close(100 * found[: len(found) // 2], found[len(found) // 2 :])
+
+
+class TestMasks:
+    """The loss mask and the advantage mask are separate switches."""
+
+    attempt = Attempt(1.0, [Turn(1, heard=2), Turn(1, heard=1)], values=[0, 0.5, 0.2, 0.3, 0.6, 0.1])
+
+    def credit(self, *, loss_mask: bool) -> Credit:
+        credit = credit_from([self.attempt])
+        span = algos.speech_span(credit.trajectory_T, credit.action_T, 1)
+        assert span.tolist() == [False, True, True, True, True, False]
+        return credit if loss_mask else replace(credit, trained_T=span)
+
+    def gae(self, *, loss_mask: bool, advantage_mask: bool) -> list[float]:
+        found = algos.gae(
+            self.credit(loss_mask=loss_mask), lam=0.0, skip_observations=advantage_mask, normalise=False
+        )
+        return [round(value, 6) for value in found.advantages_T.tolist()]
+
+    def test_all_four_combinations(self) -> None:
+        # with lambda 0, an advantage is r + V_next - V
+        assert self.gae(loss_mask=True, advantage_mask=True) == [0, 0.1, 0, 0, 0.4, 0]
+        assert self.gae(loss_mask=True, advantage_mask=False) == [0, -0.3, 0, 0, 0.4, 0]
+        assert self.gae(loss_mask=False, advantage_mask=False) == [0, -0.3, 0.1, 0.3, 0.4, 0]
+        # outside of the recursion, an observation has what the next action has
+        assert self.gae(loss_mask=False, advantage_mask=True) == [0, 0.1, 0.4, 0.4, 0.4, 0]
+
+    def test_without_the_loss_mask_a_group_trains_observations_too(self) -> None:
+        winner, loser = self.attempt, replace(self.attempt, reward=0.0)
+        credit = credit_from([winner, loser])
+        span = algos.speech_span(credit.trajectory_T, credit.action_T, 2)
+        found = algos.dr_grpo(replace(credit, trained_T=span)).advantages_T
+        assert found.tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, -0.5, -0.5, -0.5, -0.5, 0]
+
+
+def test_what_is_missing_is_named() -> None:
+    bare = Credit(
+        rewards_N=torch.tensor([1.0]),
+        group_N=torch.tensor([0]),
+        trajectory_T=torch.tensor([0, 0]),
+        action_T=torch.tensor([False, True]),
+    )
+    for name, missing in (("gae", "values_T"), ("turn_grpo", "trajectory_U"), ("gigpo", "trajectory_U")):
+        with pytest.raises(ValueError, match=missing):
+            load_estimator(name)(bare)
+    with pytest.raises(ValueError, match="turn_T"):
+        algos.gae(replace(bare, values_T=torch.zeros(2)), discount_per="turn")
+    with pytest.raises(ValueError, match="bootstrap_N"):
+        algos.gae(replace(bare, values_T=torch.zeros(2)), bootstrap=True)
+    with pytest.raises(ValueError, match=r"values_T has the shape \(3,\), not \(2,\)"):
+        replace(bare, values_T=torch.zeros(3))
+    with pytest.raises(ValueError, match="rewards_U counts turns"):
+        replace(bare, rewards_U=torch.zeros(1))
+
+
+def test_needs_are_written_down() -> None:
+    assert needs_of(algos.gae) == {Need.CRITIC}
+    assert needs_of(algos.gigpo) == {Need.SIBLINGS, Need.TURNS, Need.ANCHORS}
+    assert needs_of(algos.reinforce) == frozenset()
+    assert isinstance(algos.grpo(credit_from([])), Estimate)

@@ -7,9 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.task import Task
-from ludus.core.trajectory import Segment, SegmentKind, TokenSequence, Trajectory
+from ludus.core.trajectory import (
+    MediaSpan,
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.training.batches import items_of_step
-from ludus.training.packing import batches_of, credit_of, pack, rows_of
+from ludus.training.packing import Columns, credit_of, packs_of
+from ludus.training.rows import rows_of
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
@@ -36,19 +44,20 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @given(st.lists(trajectories(), min_size=1, max_size=6), st.integers(1, 60))
 def test_every_action_token_is_trained_once(played: list[Trajectory], budget: int) -> None:
     rows = rows_of(played)
-    credit = credit_of(rows, [0.0] * len(played), [0] * len(played))
+    credit = credit_of(rows, played, [0] * len(played))
     marks = torch.arange(len(credit.action_T), dtype=torch.float32)
     trained: list[tuple[int, float]] = []
-    for chosen in batches_of(rows, budget):
-        assert len(chosen) == 1 or sum(len(rows[i].tokens) for i in chosen) <= budget
-        packed = pack(rows, chosen, marks, marks)
+    laid: list[list[int]] = []
+    for packed in packs_of(rows, Columns.of(rows, marks, marks), budget):
+        assert len(packed.lengths) == 1 or sum(packed.lengths) <= budget
         torch.testing.assert_close(packed.old_logprobs_A, -packed.actions.float())
+        torch.testing.assert_close(packed.behaviour_A, -packed.actions.float())
         torch.testing.assert_close(packed.advantages_A, packed.weights_A)
         trained += zip(packed.actions.tolist(), packed.advantages_A.tolist(), strict=True)
-        laid = packed.tokens_T.split(packed.lengths)
-        assert [piece.tolist() for piece in laid] == [rows[row].tokens for row in chosen]
-        starts = {sum(packed.lengths[:i]) for i in range(len(chosen))}
+        laid += [piece.tolist() for piece in packed.tokens_T.split(packed.lengths)]
+        starts = {sum(packed.lengths[:i]) for i in range(len(packed.lengths))}
         assert not starts & set(packed.action_A.tolist()), "an action needs a token before it"
+    assert sorted(laid) == sorted(row.tokens for row in rows)
     said = sorted(t for p in played for s in p.sequences for a in s.actions for t in a.tokens)
     assert sorted(token for token, _ in trained) == said
     assert len({mark for _, mark in trained}) == len(trained), "a token was packed twice"
@@ -67,6 +76,76 @@ def test_a_branch_reads_its_ancestors_and_trains_its_own() -> None:
     rows = rows_of([Trajectory(Task.of("x", id="t"), sequences=[trunk, branch])])
     assert rows[1].tokens == [1, 2, 3, 4, 6, 7]
     assert rows[1].action_mask == [False, False, False, False, True, True]
+
+
+@given(st.lists(trajectories(), min_size=1, max_size=4), st.data())
+def test_credit_says_which_turn_said_what(played: list[Trajectory], data: st.DataObject) -> None:
+    """Read back turn by turn, the batch holds every action, its pay and its trajectory, in order."""
+    for trajectory in played:
+        for action in trajectory.actions:
+            action.reward = data.draw(st.sampled_from([None, 0.0, 0.5]))
+    rows = rows_of(played)
+    credit = credit_of(rows, played, list(range(len(played))))
+    assert credit.turn_T is not None
+    assert credit.trajectory_U is not None
+    assert credit.rewards_U is not None
+    assert torch.equal(credit.turn_T >= 0, credit.action_T)
+    laid = torch.tensor([token for row in rows for token in row.tokens])
+    found = [laid[credit.turn_T == turn].tolist() for turn in range(len(credit.trajectory_U))]
+    expected = [(n, action) for n, t in enumerate(played) for action in t.actions]
+    assert found == [action.tokens for _, action in expected]
+    assert credit.trajectory_U.tolist() == [number for number, _ in expected]
+    assert credit.rewards_U.tolist() == [action.reward or 0.0 for _, action in expected]
+
+
+def episode(*parts: tuple[str, list[int]], stop: StopReason = StopReason.ANSWERED) -> Trajectory:
+    kinds = {"p": SegmentKind.PROMPT, "a": SegmentKind.ACTION, "o": SegmentKind.OBSERVATION}
+    segments = [
+        Segment(kinds[kind], tokens, logprobs=[0.0] * len(tokens) if kind == "a" else None)
+        for kind, tokens in parts
+    ]
+    return Trajectory(Task.of("x"), sequences=[TokenSequence(segments)], stop=stop, reward=1.0)
+
+
+def test_the_state_of_a_turn_is_what_was_just_heard() -> None:
+    """Not how one came there; in another group, or straight after another action, it is another state."""
+    one = episode(("p", [1, 2]), ("a", [3]), ("o", [4]), ("a", [5]), ("o", [9]))
+    other = episode(
+        ("p", [1, 2]), ("a", [6]), ("o", [7]), ("a", [8]), ("o", [4]), ("a", [5]), ("a", [5])
+    )
+    apart = episode(("p", [1, 2]), ("a", [3]), stop=StopReason.MAX_TOKENS)
+    credit = credit_of(rows_of([one, other, apart]), [one, other, apart], [0, 0, 1], [0, 0, 7])
+    assert credit.anchor_U is not None
+    first, at_four, again, at_seven, also_four, nothing, elsewhere = credit.anchor_U.tolist()
+    assert first == again
+    assert at_four == also_four
+    assert nothing == -1
+    assert len({first, at_four, at_seven, nothing, elsewhere}) == 5
+    assert credit.truncated_N is not None
+    assert credit.truncated_N.tolist() == [False, False, True]
+    assert credit.sets.tolist() == [0, 0, 7]
+
+
+def test_pictures_make_states_differ() -> None:
+    """Their tokens are placeholders, the same for all."""
+    shown = [episode(("p", [1, 1]), ("a", [3])) for _ in range(3)]
+    for trajectory, sha in zip(shown, ("x", "y", "x"), strict=True):
+        trajectory.sequences[0].segments[0].media = (MediaSpan(sha, 0, 2),)
+    anchors = credit_of(rows_of(shown), shown, [0, 0, 0]).anchor_U
+    assert anchors is not None
+    assert anchors.tolist() == [0, 1, 0]
+
+
+def test_training_on_observations_leaves_prompts_and_ancestors_out() -> None:
+    trunk = episode(("p", [1, 2]), ("a", [3]), ("o", [4, 5]), ("a", [6]), ("o", [7])).sequences[0]
+    branch = TokenSequence(
+        [Segment(SegmentKind.ACTION, [8], logprobs=[0.0]), Segment(SegmentKind.OBSERVATION, [9])],
+        parent=(0, 2),
+    )
+    whole = Trajectory(Task.of("x"), sequences=[trunk, branch], reward=0.0)
+    credit = credit_of(rows_of([whole]), [whole], [0], trains_heard=True)
+    assert credit.trained_T is not None
+    assert credit.trained_T.int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 5))

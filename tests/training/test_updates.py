@@ -11,12 +11,14 @@ import torch
 
 from ludus.core.failures import Boundary, Failure
 from ludus.core.generation import Sampling
-from ludus.core.trajectory import Group, StopReason
+from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.training import Parts, Recipe, assemble
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs
-from ludus.training.packing import credit_of, pack, rows_of
-from ludus.training.recipe import OptimizerConfig, RLConfig
+from ludus.training.packing import Columns, Pack, packs_of
+from ludus.training.playing import Played
+from ludus.training.rows import rows_of
+from ludus.training.settings import OptimizerConfig, RLConfig
 from ludus.training.updates import imitate, reinforce_groups
 from ludus.training.workshop import Workshop
 
@@ -28,13 +30,26 @@ async def played(workshop: Workshop, temperature: float = 1.0) -> list[Group]:
     return [group async for group in rollout.groups(workshop.parts.tasks[:3], seed=1)]
 
 
+def reinforced(learner: Learner, groups: list[Group], config: RLConfig) -> dict[str, float]:
+    step = Played(groups, frozenset(), [0] * len(groups), {})
+    return reinforce_groups(learner, step, config, reference=None, critic=None)
+
+
+def packed_whole(trajectories: list[Trajectory]) -> Pack:
+    """All of them in one pack."""
+    rows = rows_of(trajectories)
+    zeros = torch.zeros(sum(len(row.tokens) for row in rows))
+    (packed,) = packs_of(rows, Columns.of(rows, zeros, zeros), budget=len(zeros))
+    return packed
+
+
 def gradients(workshop: Workshop, groups: list[Group], **settings: float) -> list[torch.Tensor]:
     """The gradient of one RL step, before clipping, without changing the model."""
     model = copy.deepcopy(workshop.model)
     tokens = int(settings.pop("micro_batch_tokens", 16384))
     optimizer = OptimizerConfig(micro_batch_tokens=tokens, max_gradient_norm=1e9)
     learner = Learner(model, optimizer, total_steps=1)
-    reinforce_groups(learner, groups, RLConfig(**settings), reference=None)  # type: ignore[arg-type]
+    reinforced(learner, groups, RLConfig(**settings))  # type: ignore[arg-type]
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -45,10 +60,7 @@ async def test_engine_and_trainer_agree(recipe: Recipe, parts: Parts, temperatur
         groups = await played(workshop, temperature)
         trajectories = [t for group in groups for t in group.trajectories]
         assert max(t.turns for t in trajectories) > 1, "the test needs a reused prefix"
-        rows = rows_of(trajectories)
-        credit = credit_of(rows, [0.0] * len(trajectories), [0] * len(trajectories))
-        zeros = torch.zeros(len(credit.action_T))
-        packed = pack(rows, range(len(rows)), zeros, zeros)
+        packed = packed_whole(trajectories)
         with torch.no_grad():
             logprobs, entropy = action_logprobs(workshop.model, packed, temperature)
         torch.testing.assert_close(logprobs, packed.old_logprobs_A, atol=1e-4, rtol=0)
@@ -85,7 +97,7 @@ async def test_groups_without_signal_change_nothing(recipe: Recipe, parts: Parts
                 trajectory.reward = 1.0
         before = copy.deepcopy(workshop.model.state_dict())
         learner = Learner(workshop.model, OptimizerConfig(learning_rate=0.1), total_steps=1)
-        assert reinforce_groups(learner, groups, RLConfig(), reference=None) == {}
+        assert reinforced(learner, groups, RLConfig()) == {}
         for name, value in workshop.model.state_dict().items():
             assert torch.equal(value, before[name])
 
@@ -117,11 +129,10 @@ async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> 
         best = max(groups[0].trainable, key=lambda t: t.reward or 0.0)
         worst = min(groups[0].trainable, key=lambda t: t.reward or 0.0)
         assert best.reward != worst.reward
-        reinforce_groups(learner, groups[:1], RLConfig(), reference=None)
-        zeros = torch.zeros(10_000)
+        reinforced(learner, groups[:1], RLConfig())
         moved = []
         for trajectory in (best, worst):
-            packed = pack(rows_of([trajectory]), [0], zeros, zeros)
+            packed = packed_whole([trajectory])
             with torch.no_grad():
                 now, _ = action_logprobs(workshop.model, packed, 1.0)
             moved.append(float((now - packed.old_logprobs_A).mean()))

@@ -1,4 +1,7 @@
-"""How per-token losses become one number: a weight for each token, summing to 1 over the batch."""
+"""How per-token losses become one number: a weight for each token, found once for the whole batch.
+
+Because weights are found before the batch is split into micro-batches, the split cannot change them.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ludus.algos.moments import sum_within
+from ludus.algos.options import Count
+
 Aggregation = Callable[[Tensor, Tensor], Tensor]
-"""(trajectory_T, action_T) -> weight_T; 0 where the token is not an action."""
+"""(trajectory_T, trained_T) -> weight_T; 0 where the loss does not apply."""
 
 
-def by_token(trajectory_T: Tensor, action_T: Tensor) -> Tensor:
-    """Every action token weighs the same; long episodes weigh more (DAPO, arXiv:2503.14476)."""
-    weight_T = action_T.to(torch.float32)
+def by_token(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Every token weighs the same, long episodes more (DAPO, arXiv:2503.14476). The sum is 1."""
+    weight_T = trained_T.to(torch.float32)
     return weight_T / weight_T.sum().clamp(min=1)
 
 
-def by_sequence(trajectory_T: Tensor, action_T: Tensor) -> Tensor:
-    """Every episode weighs the same; its tokens share its weight (GRPO as published)."""
-    weight_T = action_T.to(torch.float32)
-    count = int(trajectory_T.max()) + 1 if trajectory_T.numel() else 0
-    length_N = torch.zeros(count, device=weight_T.device).index_add(0, trajectory_T, weight_T)
+def by_sequence(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Every episode weighs the same; its tokens share its weight (GRPO as published). The sum is 1."""
+    weight_T = trained_T.to(torch.float32)
+    length_N = sum_within(weight_T, trajectory_T)
     speaking = (length_N > 0).sum().clamp(min=1)
     return weight_T / (length_N[trajectory_T].clamp(min=1) * speaking)
+
+
+def by_length(trajectory_T: Tensor, trained_T: Tensor, *, length: Count) -> Tensor:
+    """Every token weighs 1 / (episodes * length) for a constant length, such as the budget of tokens.
+
+    Neither an episode's length nor the others' changes what a token weighs (Dr. GRPO, arXiv:2503.20783). The
+    sum is the mean length divided by the constant.
+    """
+    weight_T = trained_T.to(torch.float32)
+    speaking = (sum_within(weight_T, trajectory_T) > 0).sum().clamp(min=1)
+    return weight_T / (speaking * length)

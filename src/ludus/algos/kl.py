@@ -1,15 +1,55 @@
-"""How far a policy is from its reference, estimated from the sampled tokens alone.
+"""How far a policy p is from its reference q, estimated from the sampled tokens alone.
 
-The estimator is k3, unbiased and never negative: exp(d) - d - 1 with d = log q - log p, for tokens drawn
-from p. Schulman, "Approximating KL divergence", 2020.
+With d = log q - log p, for tokens drawn from p::
+
+    k1 = -d                 unbiased, scattered, may be negative
+    k2 = d^2 / 2            biased, never negative
+    k3 = exp(d) - d - 1     unbiased, never negative
+
+As a number, k3 is the best of them, and as a reward (`kl_reward`), where no gradient passes through it, k1 is
+what the divergence asks for. As a term of the loss it is the gradient that counts, and in expectation over
+the samples: k1's is 0, so it penalises nothing; k2's is that of KL(p || q), exactly; k3's is that of
+KL(q || p). Schulman, "Approximating KL divergence", 2020; Tang and Munos, "On a few pitfalls in KL
+divergence gradient estimation for RL", 2025, arXiv:2506.09477.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+
+from ludus.algos.losses import MOST
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""(logprobs_A, reference_A) -> estimate_A."""
+
+
+def k1(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
+    """log p - log q."""
+    return logprobs_A - reference_A
+
+
+def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
+    """Half the squared difference."""
+    return (logprobs_A - reference_A) ** 2 / 2
 
 
 def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
-    """An estimate of KL(p || q) for each token."""
-    difference_A = reference_A - logprobs_A
+    """exp(d) - d - 1."""
+    # held from above alone: far below, where the policy has gone its own way, the pull back must not vanish
+    difference_A = (reference_A - logprobs_A).clamp(max=MOST)
     return difference_A.exp() - difference_A - 1
+
+
+def kl_reward(
+    logprobs_A: Tensor,
+    reference_A: Tensor,
+    action_T: Tensor,
+    *,
+    beta: float,
+    divergence: Divergence = k1,
+) -> Tensor:
+    """-beta times the divergence as a reward for each action token: `Credit.penalty_T`."""
+    penalty_A = -beta * divergence(logprobs_A.detach(), reference_A.detach())
+    return penalty_A.new_zeros(len(action_T)).masked_scatter(action_T, penalty_A)

@@ -13,8 +13,8 @@ from typing import Literal
 
 Aggregate = Literal["mean", "sum", "max", "last"]
 
-SPLITS = ("train", "eval", "sft", "rollout")
-"""The prefixes that say which episodes or examples a number was measured on."""
+SPLITS = ("train", "eval", "sft", "dpo", "rejection", "rollout")
+"""The prefixes that say which episodes or examples, or which stage, a number was measured on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,36 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("logprob_difference_mean", "Mean absolute difference between the engine's and the trainer's "
            "log-probability of the same action token under the same weights.", "nats"),
     Metric("logprob_difference_max", "The largest such difference.", "nats", "max"),
+    Metric("ratio_mean", "Mean ratio of a trained token's probability to its probability when the step "
+           "began.", "1"),
+    Metric("ratio_max", "The largest such ratio.", "1", "max"),
+    Metric("importance_weight", "Mean weight that an importance correction gave to a trained token.",
+           "1"),
+    Metric("value_loss", "The critic's loss: half the squared error of its values.", "reward²"),
+    Metric("value_clip_fraction", "Share of values that had moved too far to be moved on.", "share"),
+    Metric("value_gradient_norm", "L2 norm of the critic's gradient before clipping.", "1"),
+    Metric("value_learning_rate", "Learning rate of the critic's step.", "1", "last"),
+    Metric("explained_variance", "Share of the returns' variance that the critic's values explain.",
+           "share"),
+    Metric("masked", "Episodes that were kept out of the loss because they were broken.", "episodes",
+           "sum"),
+    Metric("broken/<kind>", "Episodes that went wrong in this way by the model's doing: no_answer, "
+           "over_length, tool_error, timed_out, void_turn.", "episodes", "sum"),
+    Metric("refilled", "Groups that replaced a group without signal.", "groups", "sum"),
+    Metric("without_signal", "Groups still without signal after all refills.", "groups", "sum"),
+    Metric("resampled", "Attempts that resampling left out of their groups.", "episodes", "sum"),
+    Metric("sets/<name>", "A number over the episodes of one task set, such as sets/maths/success.",
+           "any"),
+    Metric("curriculum/<setting>", "The value of a scheduled setting in this step.", "any", "last"),
+    Metric("pass@<k>", "The chance that at least one of k attempts succeeds, averaged over tasks "
+           "(unbiased).", "share"),
+    Metric("average@<k>", "The success of the first k attempts, averaged over tasks.", "share"),
+    Metric("kept", "Episodes that rejection sampling found worth imitating.", "episodes"),
+    Metric("pairs", "Pairs of episodes that a preference step learned from.", "pairs", "sum"),
+    Metric("accuracy", "Share of pairs whose preferred episode has the larger implicit reward.",
+           "share"),
+    Metric("margin", "Mean difference of the implicit rewards of preferred and rejected episodes.",
+           "nats"),
     Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),

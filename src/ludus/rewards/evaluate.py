@@ -18,8 +18,9 @@ from ludus.core.failures import ConfigError
 from ludus.core.protocols import GroupReward, Reward
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.function import FunctionReward, FunctionTurnReward
+from ludus.rewards.function import FunctionReward, FunctionTurnReward, UserFunction
 from ludus.rewards.guard import DEFAULT_TIMEOUT, SelfGuarded, guarded, in_time
+from ludus.rewards.parameters import STRICTNESS, current_strictness
 from ludus.rewards.values import Parts, number, parts_of, turns_of
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ def members(rewards: Iterable[Any]) -> dict[str, Any]:
 
 async def evaluate(reward: Reward, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
     """The parts of one reward, checked; what the reward raises comes out as `InfraError`."""
+    reward = at_strictness(reward)
 
     async def call() -> Parts:
         return parts_of(await ask(reward, reward.score, trajectory, task, envs), reward.name)
@@ -93,6 +95,7 @@ async def evaluate_turns(
     reward: TurnReward, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
 ) -> list[float | None]:
     """The scores of one per-turn reward, checked."""
+    reward = at_strictness(reward)
 
     async def call() -> list[float | None]:
         scores = await ask(reward, reward.score_turns, trajectory, task, envs)
@@ -101,8 +104,27 @@ async def evaluate_turns(
     return await guarded(reward.name, call)
 
 
+def takes_strictness(reward: Any) -> bool:
+    """Whether a reward has the option: its function does, or a scoring method of its class."""
+    if isinstance(reward, UserFunction):
+        return STRICTNESS in reward.parameters.options
+    methods = (getattr(reward, name, None) for name in ("score", "score_turns", "score_group"))
+    return any(STRICTNESS in inspect.signature(method).parameters for method in methods if method)
+
+
+def at_strictness(reward: T) -> T:
+    """The reward as strict as it should be now; one that is a class is told when it is asked."""
+    value = current_strictness.get()
+    if value is None or not isinstance(reward, UserFunction) or not takes_strictness(reward):
+        return reward
+    return reward.using(**{STRICTNESS: value})
+
+
 async def ask(reward: Any, method: Callable[..., Any], *args: Any) -> Any:
     """Call a method of a reward that somebody wrote as a class: sync or async, within its deadline."""
+    strictness = current_strictness.get()
+    if strictness is not None and STRICTNESS in inspect.signature(method).parameters:
+        method = partial(method, **{STRICTNESS: strictness})
     if isinstance(reward, SelfGuarded):
         return await method(*args)
     timeout = getattr(reward, "timeout", DEFAULT_TIMEOUT)

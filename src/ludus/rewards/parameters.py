@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.failures import ConfigError
 
 SETTINGS = ("name", "weight", "timeout", "retries")
+
+STRICTNESS = "strictness"
+"""The option that a run may move while it trains, wherever a reward has it."""
+
+current_strictness: ContextVar[float | None] = ContextVar("current_strictness", default=None)
+"""What it is for the episode that is being scored; None leaves every reward with its own."""
 
 
 @dataclass(frozen=True, slots=True)

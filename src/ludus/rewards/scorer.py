@@ -15,9 +15,10 @@ Everything is computed before anything is written: a failure leaves the trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self, TypeVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.protocols import GroupReward, Reward
@@ -26,17 +27,21 @@ from ludus.rewards.evaluate import (
     Scoring,
     TurnReward,
     as_scoring,
+    at_strictness,
     evaluate,
     evaluate_turns,
     members,
+    takes_strictness,
     together,
     weight_of,
 )
 from ludus.rewards.groups import as_group_reward, evaluate_group
 from ludus.rewards.guard import guarded
+from ludus.rewards.parameters import current_strictness
 from ludus.rewards.values import TOOLS, Parts, merge, number
 
 TurnScores = list[float | None]
+T = TypeVar("T")
 
 
 class Scorer:
@@ -52,6 +57,7 @@ class Scorer:
         self.turn_rewards: list[TurnReward] = [r for r in found if isinstance(r, TurnReward)]
         self.group_rewards = [as_group_reward(thing) for thing in group_rewards]
         self._members = members([*found, *self.group_rewards])
+        self._strictness: float | None = None
         if len({r.name for r in [*found, *self.group_rewards]}) < len(found) + len(self.group_rewards):
             raise ConfigError("a reward is listed twice; it would count twice")
 
@@ -81,15 +87,26 @@ class Scorer:
         if not shown or not self.group_rewards:
             return
         visible = Group(group.task, shown)
-        asked = [(reward, partial(evaluate_group, reward, visible)) for reward in self.group_rewards]
+        asked = [(reward, partial(_evaluate_group, reward, visible)) for reward in self.group_rewards]
         if any(reward.name in t.rewards for reward, _ in asked for t in shown):
             raise ValueError("this group has been scored already; it would be paid twice")
-        scores = await together(asked)
+        scores = await self._together(asked)
 
         async def written() -> None:
             self._write_group(shown, scores)
 
         await guarded("the sum of all rewards", written)
+
+    @property
+    def takes_strictness(self) -> bool:
+        """Whether any reward has the option `strictness`, those inside others included."""
+        return any(takes_strictness(reward) for reward in self._members.values())
+
+    def at_strictness(self, value: float | None) -> Self:
+        """The same rewards, and the same state, with another `strictness` for those that have it."""
+        other = copy.copy(self)
+        other._strictness = value
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """The state of those rewards that have one, by name."""
@@ -104,13 +121,20 @@ class Scorer:
                 raise ConfigError(f"the saved state has {name!r}, which no reward of this run takes")
             load(own)
 
+    async def _together(self, asked: Sequence[tuple[Any, Callable[[], Awaitable[T]]]]) -> list[T]:
+        token = current_strictness.set(self._strictness)
+        try:
+            return await together(asked)
+        finally:
+            current_strictness.reset(token)
+
     async def _ask(
         self, trajectory: Trajectory, envs: Mapping[str, Any]
     ) -> tuple[list[Parts], list[TurnScores]]:
         task = trajectory.task
         outcomes = [(r, partial(evaluate, r, trajectory, task, envs)) for r in self.rewards]
         turns = [(r, partial(evaluate_turns, r, trajectory, task, envs)) for r in self.turn_rewards]
-        answers: list[Any] = await together([*outcomes, *turns])
+        answers: list[Any] = await self._together([*outcomes, *turns])
         return answers[: len(outcomes)], answers[len(outcomes) :]
 
     def _write(
@@ -139,6 +163,10 @@ class Scorer:
         for trajectory, total, *values in zip(shown, totals, *scores, strict=True):
             trajectory.reward = total
             trajectory.rewards |= {r.name: v for r, v in zip(self.group_rewards, values, strict=True)}
+
+
+async def _evaluate_group(reward: GroupReward, group: Group) -> list[float]:
+    return await evaluate_group(at_strictness(reward), group)
 
 
 def turn_totals(

@@ -18,12 +18,21 @@ from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, Wan
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored
+from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure
 from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.report import Report, write_report
+from ludus.training.settings import (
+    ImitationConfig,
+    MeasurementConfig,
+    PreferenceConfig,
+    RejectionConfig,
+    RLConfig,
+    StageConfig,
+)
 from ludus.training.workshop import assemble
 
 PARTS = tuple(field.name for field in fields(Parts))
@@ -130,8 +139,9 @@ async def play(
     """Put everything together, play the tasks, take it apart again."""
     if not tasks:
         raise ConfigError("there are no tasks to play: set tasks.train, or pass tasks=")
-    async with await assemble(recipe, parts) as workshop:
-        return await measure(workshop.rollout, tasks, attempts=attempts, sampling=sampling, seed=seed)
+    player = await player_of(recipe.model.name, recipe)
+    async with player.open(recipe, parts) as rollout:
+        return await measure(rollout, tasks, attempts=attempts, sampling=sampling, seed=seed)
 
 
 def _parts(recipe: Recipe, **given: Any) -> Parts:
@@ -191,17 +201,31 @@ async def train_async(
 
 def check_parts(recipe: Recipe, parts: Parts) -> None:
     """Refuse what could run and would not learn."""
-    if recipe.rl.steps and not (parts.rewards or parts.group_rewards):
+    playing = [stage for stage in recipe.stages if _plays(stage)]
+    if playing and not (parts.rewards or parts.group_rewards or recipe.task_sets):
         raise ConfigError(
             "nothing is rewarded, so nothing can be learned: list rewards, or pass rewards="
         )
-    if recipe.rl.steps and not parts.tasks:
+    if playing and not (parts.tasks or recipe.task_sets):
         raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
-    if parts.demonstrations is not None and recipe.warm_start is None:
+    measures = any(isinstance(stage, MeasurementConfig) for stage in recipe.stages)
+    if measures and not (parts.held_out or any(one.evaluation for one in recipe.task_sets)):
         raise ConfigError(
-            "there are demonstrations, but no [warm_start] to imitate them in: add the table, or pass "
-            "warm_start={...}"
+            'a stage of kind "eval" has nothing to measure on: set tasks.evaluation, or pass held_out='
         )
+    imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
+    if parts.demonstrations is not None and not imitates:
+        raise ConfigError(
+            "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
+            '[[stage]] of kind "sft"), or pass warm_start={...}'
+        )
+
+
+def _plays(stage: StageConfig) -> bool:
+    """Whether a stage learns from episodes that are played and scored for it."""
+    if isinstance(stage, PreferenceConfig):
+        return stage.pairs is None
+    return isinstance(stage, RejectionConfig) or (isinstance(stage, RLConfig) and stage.steps > 0)
 
 
 def new_run(recipe: Recipe) -> RunWriter:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +21,22 @@ from ludus.training.models import without_bars
 
 OPTIMIZER = "optimizer.pt"
 REWARDS = "rewards.json"
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come: steps in all, the stage it is in, and the steps of that stage that are done."""
+
+    step: int = 0
+    stage: int = 0
+    done: int = 0
+
+
+class Saves(Protocol):
+    """Something with a state of its own in a checkpoint."""
+
+    def save(self, folder: Path) -> None: ...
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
@@ -34,21 +52,43 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
 
 def save_checkpoint(
     run: RunWriter,
-    step: int,
+    progress: Progress,
     model: nn.Module,
     tokenizer: HFTokenizer,
-    learner: Learner,
-    scorer: Scorer,
+    stage: Saves,
+    rewards: str,
 ) -> None:
-    """Write everything that going on after `step` needs; the folder appears whole or not at all."""
-    with run.checkpoint(step) as folder:
+    """Write everything that going on needs; the folder appears whole or not at all."""
+    with run.checkpoint(progress.step) as folder:
         save_model(folder, model, tokenizer)
-        torch.save(learner.state_dict(), folder / OPTIMIZER)
-        (folder / REWARDS).write_text(json.dumps(scorer.state_dict()), encoding="utf-8")
+        stage.save(folder)
+        (folder / REWARDS).write_text(rewards, encoding="utf-8")
+        (folder / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
 
 
-def load_state(folder: Path, learner: Learner, scorer: Scorer) -> None:
-    """Put the optimizer, and the rewards that remember something, where a checkpoint left them."""
+def load_progress(folder: Path) -> Progress:
+    """How far the run had come."""
+    return Progress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
+
+
+def rewards_state(scorers: Mapping[str, Scorer]) -> str:
+    """What the rewards that remember something have in mind now, by task set; written out, so that it stays."""
+    return json.dumps({name: scorer.state_dict() for name, scorer in scorers.items()})
+
+
+def load_rewards(folder: Path, scorers: Mapping[str, Scorer]) -> None:
+    """Put the rewards that remember something where the checkpoint left them."""
+    state = json.loads((folder / REWARDS).read_text(encoding="utf-8"))
+    for name, scorer in scorers.items():
+        scorer.load_state_dict(state[name])
+
+
+def save_learner(folder: Path, learner: Learner) -> None:
+    """Write an optimizer's state."""
+    torch.save(learner.state_dict(), folder / OPTIMIZER)
+
+
+def load_learner(folder: Path, learner: Learner) -> None:
+    """Put an optimizer where a checkpoint left it."""
     state = torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
     learner.load_state_dict(state)
-    scorer.load_state_dict(json.loads((folder / REWARDS).read_text(encoding="utf-8")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from ludus.core.failures import LudusError
 from ludus.training.logprobs import action_logprobs
 from ludus.training.packing import Pack
-from ludus.training.recipe import OptimizerConfig
+from ludus.training.settings import OptimizerConfig
 
 Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs_A, entropy_A, pack) -> (loss_A, metrics_A): what is minimised, and what is reported."""
 
+P = TypeVar("P")
+Evaluation = Callable[[P], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""(pack) -> (loss_A, weights_A, metrics_A), the loss with its gradient."""
 
-class Learner:
-    """Owns the parameters' updates. It does not know whether it imitates or reinforces."""
 
-    def __init__(
-        self, model: nn.Module, config: OptimizerConfig, total_steps: int, temperature: float = 1.0
-    ) -> None:
+class Descent:
+    """Owns the updates of a module's parameters; a policy's and a critic's alike."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
         self.model = model
         self.config = config
-        self.temperature = temperature
         self.total_steps = total_steps
         self.steps_done = 0
         self.device = next(model.parameters()).device
@@ -34,26 +35,28 @@ class Learner:
             _decay_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas
         )
 
-    def step(self, packs: Iterable[Pack], objective: Objective) -> dict[str, float]:
+    def forget_gradients(self) -> None:
+        """Free what the last step left behind: two models that learn in turns need room for one's only."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def descend(self, packs: Iterable[P], evaluate: Evaluation[P]) -> dict[str, float]:
         """One optimizer step over all packs.
 
-        The loss is the weighted sum over all action tokens. The other metrics are means over the tokens of
-        these packs, weighted in the same way.
+        The loss is the weighted sum over all tokens. The other metrics are means over the tokens of these
+        packs, weighted in the same way.
         """
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
         totals: dict[str, float] = {}
         seen = 0.0
-        for packed in packs:
-            pack = packed.to(self.device)
-            logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
-            loss_A, metrics = objective(logprobs_A, entropy_A, pack)
-            loss = (loss_A * pack.weights_A).sum()
+        for pack in packs:
+            loss_A, weights_A, metrics = evaluate(pack)
+            loss = (loss_A * weights_A).sum()
             torch.autograd.backward(loss)
-            seen += float(pack.weights_A.sum())
+            seen += float(weights_A.sum())
             totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
-            for name, value_A in {"entropy": entropy_A, **metrics}.items():
-                value = float((value_A.detach() * pack.weights_A).sum())
+            for name, value_A in metrics.items():
+                value = float((value_A.detach() * weights_A).sum())
                 totals[name] = totals.get(name, 0.0) + value
         totals = {name: v if name == "loss" else v / seen for name, v in totals.items()}
         totals["gradient_norm"] = self._update()
@@ -81,6 +84,27 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_done = state["steps_done"]
+
+
+class Learner(Descent):
+    """A policy's updates. It does not know whether it imitates, reinforces or prefers."""
+
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, total_steps: int, temperature: float = 1.0
+    ) -> None:
+        super().__init__(model, config, total_steps)
+        self.temperature = temperature
+
+    def step(self, packs: Iterable[Pack], objective: Objective) -> dict[str, float]:
+        """One optimizer step on an objective of the trained tokens' log-probabilities."""
+
+        def evaluate(packed: Pack) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            pack = packed.to(self.device)
+            logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
+            loss_A, metrics = objective(logprobs_A, entropy_A, pack)
+            return loss_A, pack.weights_A, {"entropy": entropy_A, **metrics}
+
+        return self.descend(packs, evaluate)
 
 
 def schedule(step: int, total: int, config: OptimizerConfig) -> float:

@@ -1,4 +1,6 @@
-"""The training loop: play, score, update, write down.
+"""The training loop: one stage after the other, step by step, and everything written down.
+
+A step of RL, for instance:
 
     groups  = play the step's tasks           (the engine samples, tools and environments answer)
     update  = advantages, loss, optimizer     (the engine is paused: it runs the same parameters)
@@ -8,33 +10,33 @@ It runs in one event loop. The update blocks that loop on purpose: nothing else 
 the update to the end of its bookkeeping nothing is awaited, so that a cancelled run stops either before a
 step or after it, and what it saves is never half a step.
 
-Steps are counted through the whole run: first those of the warm start, then those of RL.
+Steps are counted through the whole run, over all its stages. A checkpoint holds the weights, the stage's own
+state (optimizer, critic, curriculum, place in the tasks) and the rewards' memory; randomness is counter-based
+and needs no state. So a run that goes on from a checkpoint does what it would have done.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
-from torch import nn
-
-from ludus.core.failures import ConfigError, LudusError
-from ludus.core.generation import Sampling
-from ludus.core.random import key
-from ludus.core.trajectory import Group
-from ludus.engine import use_ludus_attention
-from ludus.observe import Checkpoint, RunWriter, atomic_directory, prefixed, rollout_metrics
-from ludus.training.batches import items_of_step
-from ludus.training.checkpoint import load_state, save_checkpoint, save_model
-from ludus.training.evaluation import Evaluation, in_order, measure
-from ludus.training.learner import Learner, frozen
-from ludus.training.models import load_model
-from ludus.training.recipe import ModelConfig
-from ludus.training.updates import imitate, reinforce_groups
+from ludus.observe import Checkpoint, RunWriter, prefixed
+from ludus.training.checkpoint import (
+    Progress,
+    load_progress,
+    load_rewards,
+    rewards_state,
+    save_checkpoint,
+)
+from ludus.training.evaluation import Evaluation
+from ludus.training.recipe import Recipe
+from ludus.training.report import stage_of, steps_of
+from ludus.training.settings import MeasurementConfig
+from ludus.training.stages import Stage, Step, build_stage
+from ludus.training.stages.checking import check_failures
+from ludus.training.stages.imitating import Imitation
 from ludus.training.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -50,180 +52,124 @@ class Trainer:
         self.workshop = workshop
         self.recipe = workshop.recipe
         self.run = run
-        self.step = 0
+        self.progress = Progress()
         self.evaluations: dict[str, Evaluation] = {}
         self._on_step = on_step or (lambda phase, step, total, metrics: None)
         self._saved: int | None = None
-        self._reference: nn.Module | None = None
-        rl = self.recipe.rl
-        self._warm_steps = self.recipe.warm_start.steps if self.recipe.warm_start else 0
-        self.learner = Learner(
-            workshop.model, rl.optimizer, rl.steps * rl.updates, self.recipe.sampling.temperature
-        )
-        self._active = self.learner
-        """Whose state a checkpoint holds: the warm start has a learner of its own."""
+        self._stage: Stage | None = None
+        self._rewards = ""
+        """What the rewards remembered after the last completed step."""
+        self._measured: set[int] = set()
+        """The steps after which the held-out tasks have been played."""
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
         if checkpoint is None:
-            await self._evaluate("at the start")
+            await self._evaluate()
         else:
-            self.step = self._saved = checkpoint.step
+            await self._go_on(checkpoint)
+        self._rewards = rewards_state(self.workshop.scorers)
         try:
-            if self.step < self._warm_steps:
-                await self._warm_start(checkpoint)
-            elif checkpoint is not None:
-                load_state(checkpoint.path, self.learner, self.workshop.rollout.scorer)
-            self.save()
-            self._load_reference()
-            while self.step < self._warm_steps + self.recipe.rl.steps:
-                await self._rl_step()
+            for number in range(self.progress.stage, len(self.recipe.stages)):
+                await self._run_stage(number, checkpoint)
+                checkpoint = None
         finally:
-            if self.step:
+            if self.progress.step:
                 self.save()
-        await self._evaluate("after RL")
+
+    async def _go_on(self, checkpoint: Checkpoint) -> None:
+        self.progress = load_progress(checkpoint.path)
+        self._saved = checkpoint.step
+        self._measured = {row["step"] for row in self.run.metrics() if any(map(_is_measured, row))}
+        load_rewards(checkpoint.path, self.workshop.scorers)
+        for _ in range(updates_until(self.progress, self.recipe)):
+            await self.workshop.engine.update_weights()  # so that versions are counted on
 
     def save(self) -> None:
-        """A checkpoint of the last completed step, unless there is one already."""
-        if self._saved == self.step:
+        """A checkpoint of the last completed step, unless there is one already.
+
+        Where a step has changed weights and come to no end, there is nothing to save: the checkpoint before
+        it is what a resumed run goes on from.
+        """
+        stage = self._stage
+        if self._saved == self.progress.step or stage is None:
+            return
+        if stage.is_torn:
+            log.warning("step %d was cut off in its midst and is not saved", self.progress.step + 1)
             return
         made = self.workshop
-        save_checkpoint(
-            self.run, self.step, made.model, made.tokenizer, self._active, made.rollout.scorer
-        )
-        self._saved = self.step
+        save_checkpoint(self.run, self.progress, made.model, made.tokenizer, stage, self._rewards)
+        self._saved = self.progress.step
         self.run.prune_checkpoints(self.recipe.run.keep_checkpoints)
 
-    async def _warm_start(self, checkpoint: Checkpoint | None) -> None:
-        config = self.recipe.warm_start
-        assert config is not None
-        demonstrations = await self.workshop.demonstrations()
-        if not demonstrations:
-            raise ConfigError("warm_start.demonstrations gave no demonstrations")
-        self._active = learner = Learner(self.workshop.model, config.optimizer, config.steps)
+    async def _run_stage(self, number: int, checkpoint: Checkpoint | None) -> None:
+        config = self.recipe.stages[number]
+        folder = self.run.path / "stages" / str(number)
+        self._stage = stage = build_stage(self.workshop, folder, config)
+        await stage.begin()
         if checkpoint is not None:
-            load_state(checkpoint.path, learner, self.workshop.rollout.scorer)
-        seed = key(self.recipe.seed, "warm start")
-        while self.step < config.steps:
-            started = time.perf_counter()
-            metrics = imitate(learner, items_of_step(demonstrations, self.step, config.batch, seed))
-            metrics["step_seconds"] = time.perf_counter() - started
-            self.step += 1
-            self._log("warm start", self.step, config.steps, prefixed("sft", metrics))
-            if self.step < config.steps and self.step % self.recipe.run.checkpoint_every == 0:
-                self.save()
-            await asyncio.sleep(0)  # where Ctrl-C is heard
-        self._active = self.learner
-        await self.workshop.engine.update_weights()
-        await self._evaluate("after the warm start")
-
-    async def _rl_step(self) -> None:
-        rl, workshop = self.recipe.rl, self.workshop
-        number = self.step - self._warm_steps
-        started = time.perf_counter()
-        tasks = items_of_step(workshop.parts.tasks, number, rl.tasks, self.recipe.seed)
-        seed = key(self.recipe.seed, "rl", number)
-        groups = in_order(
-            [group async for group in workshop.rollout.groups(tasks, seed)], [task.id for task in tasks]
-        )
-        self._check_failures(groups)
-        await workshop.engine.pause()
-        played = time.perf_counter()
-        metrics = reinforce_groups(self.learner, groups, rl, self._reference)
-        ended = time.perf_counter()
-        self.step += 1
-        metrics |= rollout_metrics(groups) | timing_metrics(groups, played - started, ended - played)
-        metrics["policy_version"] = workshop.engine.policy_version
-        every = self.recipe.run.trajectories_every
-        if every and (number + 1) % every == 0:
-            self.run.write_groups(groups, self.step)
-        self._log("RL", number + 1, rl.steps, metrics)
-        if (number + 1) % self.recipe.run.checkpoint_every == 0:
-            self.save()
-        await workshop.engine.update_weights()
-        await workshop.engine.resume()
-        between = self.recipe.evaluation.every
-        if between and (number + 1) % between == 0 and number + 1 < rl.steps:
-            await self._evaluate(f"after {number + 1} steps of RL")
-
-    async def _evaluate(self, when: str) -> None:
-        config = self.recipe.evaluation
-        tasks = self.workshop.parts.held_out[: config.tasks]
-        if not tasks:
-            return
-        result = await measure(
-            self.workshop.rollout,
-            tasks,
-            attempts=config.attempts,
-            sampling=Sampling(temperature=config.temperature),
-            seed=self.recipe.seed,
-        )
-        self._check_failures(result.groups)
-        self.evaluations[when] = result
-        self.run.write_groups(result.groups, self.step, "eval")
-        self._log("evaluation", self.step, self.step, prefixed("eval", result.metrics))
-
-    def _load_reference(self) -> None:
-        """The model that RL started from, where the recipe weighs the distance to it.
-
-        It is written down at the start of RL, because a resumed run has only later weights.
-        """
-        if self.recipe.rl.kl == 0:
-            return
-        folder = self.run.path / "reference"
-        if not folder.exists():
-            with atomic_directory(folder) as temporary:
-                save_model(temporary, self.workshop.model, self.workshop.tokenizer)
-            self._reference = frozen(copy.deepcopy(self.workshop.model))
+            stage.load(checkpoint.path)
+            await self._evaluate_between(stage)  # which may be what the run was stopped in
         else:
-            config = ModelConfig(
-                name=str(folder), dtype=self.recipe.model.dtype, device=self.recipe.model.device
-            )
-            model, _ = load_model(config, self.recipe.seed)
-            use_ludus_attention(model)
-            self._reference = frozen(model)
+            self.progress = replace(self.progress, stage=number, done=0)
+        if self.progress.step or not isinstance(stage, Imitation):
+            self.save()
+        while self.progress.done < stage.steps:
+            await self._advance(stage)
+        if stage.learns:
+            self.save()
+            await self._evaluate()
+
+    async def _advance(self, stage: Stage) -> None:
+        result = await stage.advance(self.progress.done)
+        self.progress = replace(self.progress, step=self.progress.step + 1, done=self.progress.done + 1)
+        self._rewards = rewards_state(self.workshop.scorers)
+        self._write_down(stage, result)
+        done = self.progress.done
+        if done % self.recipe.run.checkpoint_every == 0 and done < stage.steps:
+            self.save()
+        await stage.settle()
+        await asyncio.sleep(0)  # where Ctrl-C is heard
+        await self._evaluate_between(stage)
+
+    def _write_down(self, stage: Stage, result: Step) -> None:
+        every = self.recipe.run.trajectories_every
+        due = bool(every) and (self.progress.done % every == 0 or result.split == "eval")
+        if result.groups and due:
+            self.run.write_groups(list(result.groups), self.progress.step, result.split)
+        metrics = prefixed(stage.prefix, result.metrics) if stage.prefix else result.metrics
+        self._log(stage.phase, self.progress.done, stage.steps, metrics)
+
+    async def _evaluate_between(self, stage: Stage) -> None:
+        """Evaluate if it is time to in the midst of a stage; at its end it always is."""
+        every, done = self.recipe.evaluation.every, self.progress.done
+        if stage.learns and every and done and done % every == 0 and done < stage.steps:
+            await self._evaluate()
+
+    async def _evaluate(self) -> None:
+        config, step = self.recipe.evaluation, self.progress.step
+        if step in self._measured or not self.workshop.held_out(config.tasks):
+            return
+        result = await self.workshop.measure(
+            attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
+        )
+        check_failures(result.groups, self.recipe.rl.max_failures)
+        self.evaluations[stage_of(step, self.recipe)] = result
+        self.run.write_groups(result.groups, step, "eval")
+        self._measured.add(step)
+        self._log("evaluation", step, step, prefixed("eval", result.metrics))
 
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
-        self.run.log(self.step, metrics)
+        self.run.log(self.progress.step, metrics)
         self._on_step(phase, number, total, metrics)
 
-    def _check_failures(self, groups: Sequence[Group]) -> None:
-        """Stop when too much of what we are responsible for is broken: training would be on luck."""
-        failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
-        played = sum(len(group.trajectories) for group in groups)
-        if played and not failures and not any(group.trainable for group in groups):
-            raise ConfigError(
-                f"none of {played} episodes was scored: every reward returned None. Return a number for at "
-                "least some of them"
-            )
-        if played and len(failures) / played > self.recipe.rl.max_failures:
-            (boundary, message), count = Counter((f.boundary, f.message) for f in failures).most_common(
-                1
-            )[0]
-            raise LudusError(
-                f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
-                f"rl.max_failures = {self.recipe.rl.max_failures:g} allows. Most often ({count} times), at "
-                f"the boundary '{boundary}': {message}"
-            )
+
+def updates_until(progress: Progress, recipe: Recipe) -> int:
+    """How often the weights have changed by then: in every step of a stage that learns."""
+    steps = [steps_of(config) for config in recipe.stages[: progress.stage]] + [progress.done]
+    learns = [not isinstance(config, MeasurementConfig) for config in recipe.stages]
+    return sum(count for count, so in zip(steps, learns, strict=False) if so)
 
 
-def timing_metrics(groups: Sequence[Group], playing: float, training: float) -> dict[str, float]:
-    """Where the step's time went. While playing, a phase's share is its share of the episodes' time."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    total = sum(t.seconds.get("total", 0.0) for t in trajectories) or 1.0
-    step = playing + training
-    names = {"generation": "generate", "tools": "tools", "rewards": "rewards"}
-    shares = {
-        f"time_share/{name}": playing
-        / step
-        * sum(t.seconds.get(phase, 0.0) for t in trajectories)
-        / total
-        for name, phase in names.items()
-    }
-    said = sum(len(action.tokens) for t in trajectories for action in t.actions)
-    return shares | {
-        "time_share/training": training / step,
-        "tokens_per_second": said / step,
-        "episodes_per_second": len(trajectories) / step,
-        "step_seconds": step,
-    }
+def _is_measured(name: str) -> bool:
+    return name.startswith("eval/")

@@ -1,7 +1,6 @@
-"""Trajectories to training rows to packed micro-batches. No padding: rows lie end to end.
+"""Rows to an estimator's batch, and to packed micro-batches. No padding: rows lie end to end.
 
-A row is one sequence of a trajectory, with the prefix it shares with its ancestors in front. The prefix is
-context: its actions are trained where they were first said, and nowhere else.
+What lies over all rows, in the order they are given, has T in its name.
 """
 
 from __future__ import annotations
@@ -14,74 +13,66 @@ from torch import Tensor
 
 from ludus.algos import Credit
 from ludus.core.trajectory import Trajectory
+from ludus.training.rows import Row, State, engine_logprobs, flags, owners
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence to train on, and the trajectory (by number) it belongs to."""
+def credit_of(
+    rows: Sequence[Row],
+    trajectories: Sequence[Trajectory],
+    groups: Sequence[int],
+    sets: Sequence[int] | None = None,
+    *,
+    trains_heard: bool = False,
+) -> Credit:
+    """The estimator's view of all rows laid end to end.
 
-    tokens: list[int]
-    action_mask: list[bool]
-    logprobs: list[float]
-    trajectory: int
+    A total includes what the turns were paid, as the scorer has it. Two turns of a group have the same anchor
+    where the model had been told the same just before: the observation, not the history, is the state. A
+    critic's values and a divergence's penalties are for the caller to add.
 
-
-def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
-    """The rows of these trajectories, in order; a sequence without an action has nothing to train."""
-    rows: list[Row] = []
-    for number, trajectory in enumerate(trajectories):
-        for index, sequence in enumerate(trajectory.sequences):
-            mask = sequence.action_mask
-            if not any(mask):
-                continue
-            prefix = trajectory.prefix_tokens(index)
-            rows.append(
-                Row(
-                    tokens=prefix + sequence.tokens,
-                    action_mask=[False] * len(prefix) + mask,
-                    logprobs=[0.0] * len(prefix) + sequence.logprobs,
-                    trajectory=number,
-                )
-            )
-            if rows[-1].action_mask[0]:
-                raise ValueError("a row starts with an action: the model must have read something first")
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Rows end to end: R rows, T tokens, A of them actions.
-
-    `action_A` holds the places of the action tokens; each was predicted from the place before it.
+    Args:
+        rows: From `rows_of(trajectories)`.
+        trajectories: The episodes, all of them scored.
+        groups: The group of each.
+        sets: The task set of each; one when left out.
+        trains_heard: Whether the loss applies to observations as well.
     """
-
-    lengths: list[int]
-    tokens_T: Tensor
-    action_A: Tensor
-    old_logprobs_A: Tensor
-    advantages_A: Tensor
-    weights_A: Tensor
-
-    def to(self, device: torch.device) -> Pack:
-        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "lengths"}
-        return replace(self, **tensors)
-
-    @property
-    def actions(self) -> Tensor:
-        """The action tokens themselves."""
-        return self.tokens_T[self.action_A]
-
-
-def credit_of(rows: Sequence[Row], rewards: Sequence[float], groups: Sequence[int]) -> Credit:
-    """The estimator's view of all rows laid end to end, in the order they are given."""
+    turns = [(row.trajectory, turn) for row in rows for turn in row.turns]
+    action_T = flags(row.action_mask for row in rows)
     return Credit(
-        rewards_N=torch.tensor(rewards, dtype=torch.float32),
+        rewards_N=torch.tensor([t.reward or 0.0 for t in trajectories], dtype=torch.float32),
         group_N=torch.tensor(groups, dtype=torch.long),
-        trajectory_T=torch.tensor(
-            [row.trajectory for row in rows for _ in row.tokens], dtype=torch.long
-        ),
-        action_T=torch.tensor([said for row in rows for said in row.action_mask], dtype=torch.bool),
+        trajectory_T=owners(rows),
+        action_T=action_T,
+        trained_T=action_T | flags(row.heard_mask for row in rows) if trains_heard else None,
+        turn_T=_turns(rows),
+        trajectory_U=torch.tensor([number for number, _ in turns], dtype=torch.long),
+        rewards_U=torch.tensor([turn.reward or 0.0 for _, turn in turns], dtype=torch.float32),
+        anchor_U=_anchors(rows, groups),
+        truncated_N=torch.tensor([t.stop.is_truncated for t in trajectories], dtype=torch.bool),
+        set_N=None if sets is None else torch.tensor(sets, dtype=torch.long),
     )
+
+
+def _turns(rows: Sequence[Row]) -> Tensor:
+    numbers: list[int] = []
+    first = 0
+    for row in rows:
+        own = [first + i for i, turn in enumerate(row.turns) for _ in turn.tokens]
+        said = iter(own)
+        numbers += [next(said) if is_action else -1 for is_action in row.action_mask]
+        first += len(row.turns)
+    return torch.tensor(numbers, dtype=torch.long)
+
+
+def _anchors(rows: Sequence[Row], groups: Sequence[int]) -> Tensor:
+    known: dict[tuple[int, State], int] = {}
+    anchors = [
+        known.setdefault((groups[row.trajectory], state), len(known)) if state else -1
+        for row in rows
+        for state in row.states
+    ]
+    return torch.tensor(anchors, dtype=torch.long)
 
 
 def batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
@@ -105,19 +96,99 @@ def batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
     yield from batches
 
 
-def pack(rows: Sequence[Row], chosen: Sequence[int], advantages_T: Tensor, weights_T: Tensor) -> Pack:
-    """The chosen rows as one pack; `advantages_T` and `weights_T` lie over all rows, as in `credit_of`."""
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    starts = torch.cumsum(lengths, 0) - lengths
-    picked = [rows[i] for i in chosen]
-    own = torch.cat([torch.arange(int(starts[i]), int(starts[i] + lengths[i])) for i in chosen])
-    mask_T = torch.tensor([said for row in picked for said in row.action_mask], dtype=torch.bool)
-    logprobs_T = torch.tensor([value for row in picked for value in row.logprobs], dtype=torch.float32)
-    return Pack(
-        lengths=[len(row.tokens) for row in picked],
-        tokens_T=torch.tensor([token for row in picked for token in row.tokens], dtype=torch.long),
-        action_A=mask_T.nonzero().squeeze(1),
-        old_logprobs_A=logprobs_T[mask_T],
-        advantages_A=advantages_T[own][mask_T],
-        weights_A=weights_T[own][mask_T],
-    )
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Some of the rows end to end, and where their tokens lie among those of all rows."""
+
+    lengths: list[int]
+    tokens_T: Tensor
+    own_T: Tensor
+
+
+def laid(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Iterator[Laid]:
+    """The rows of these numbers in micro-batches."""
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + len(row.tokens))
+    for batch in batches_of([rows[i] for i in numbers], budget):
+        chosen = [numbers[i] for i in batch]
+        yield Laid(
+            lengths=[len(rows[i].tokens) for i in chosen],
+            tokens_T=torch.tensor([t for i in chosen for t in rows[i].tokens], dtype=torch.long),
+            own_T=torch.cat([torch.arange(starts[i], starts[i + 1]) for i in chosen]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Rows end to end: R rows, T tokens, A of them trained.
+
+    `action_A` holds the places of the trained tokens; each was predicted from the place before it. They are
+    the actions, unless a recipe trains on observations as well.
+    """
+
+    lengths: list[int]
+    tokens_T: Tensor
+    action_A: Tensor
+    old_logprobs_A: Tensor
+    """Under the weights at the start of the step: where ratios start from."""
+    behaviour_A: Tensor
+    """As the engine reported them when it sampled."""
+    advantages_A: Tensor
+    weights_A: Tensor
+
+    def to(self, device: torch.device) -> Pack:
+        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "lengths"}
+        return replace(self, **tensors)
+
+    @property
+    def actions(self) -> Tensor:
+        """The trained tokens themselves."""
+        return self.tokens_T[self.action_A]
+
+    @property
+    def rows(self) -> Tensor:
+        """The row in which each trained token lies."""
+        lengths_R = torch.tensor(self.lengths, device=self.tokens_T.device)
+        return torch.arange(len(lengths_R), device=lengths_R.device).repeat_interleave(lengths_R)[
+            self.action_A
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What is known about every token of all rows."""
+
+    trained_T: Tensor
+    behaviour_T: Tensor
+    old_T: Tensor
+    advantages_T: Tensor
+    weights_T: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], advantages_T: Tensor, weights_T: Tensor) -> Columns:
+        """The usual ones: the actions are trained, and the engine's logprobs are the old ones."""
+        sampled_T = engine_logprobs(rows)
+        said_T = flags(row.action_mask for row in rows)
+        return cls(said_T, sampled_T, sampled_T, advantages_T, weights_T)
+
+
+def packs_of(
+    rows: Sequence[Row], columns: Columns, budget: int, numbers: Sequence[int] | None = None
+) -> Iterator[Pack]:
+    """These rows (all when left out) as packs; a row without a trained token is left out."""
+    lengths = [len(row.tokens) for row in rows]
+    trains = [bool(piece.any()) for piece in torch.split(columns.trained_T, lengths)]
+    wanted = range(len(rows)) if numbers is None else numbers
+    for part in laid(rows, [i for i in wanted if trains[i]], budget):
+        mask_T = columns.trained_T[part.own_T]
+        own_A = part.own_T[mask_T]
+        yield Pack(
+            lengths=part.lengths,
+            tokens_T=part.tokens_T,
+            action_A=mask_T.nonzero().squeeze(1),
+            old_logprobs_A=columns.old_T[own_A],
+            behaviour_A=columns.behaviour_T[own_A],
+            advantages_A=columns.advantages_T[own_A],
+            weights_A=columns.weights_T[own_A],
+        )

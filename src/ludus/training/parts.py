@@ -39,7 +39,6 @@ class Parts:
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
-    warm = recipe.warm_start
     named = {
         "tasks": recipe.tasks.train,
         "held_out": recipe.tasks.evaluation,
@@ -48,7 +47,7 @@ def load_parts(recipe: Recipe) -> Parts:
         "rewards": recipe.rewards,
         "group_rewards": recipe.group_rewards,
         "agent": recipe.agent.loop,
-        "demonstrations": warm.demonstrations if warm else None,
+        "demonstrations": recipe.first_demonstrations,
     }
     given = {name: value for name, value in named.items() if value}
     return Parts(**{name: resolve_part(name, value, recipe) for name, value in given.items()})

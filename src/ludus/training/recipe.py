@@ -11,6 +11,8 @@ from ludus.engine import EngineConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
+from ludus.training.settings import ImitationConfig, MeasurementConfig, RLConfig, StageConfig
+from ludus.training.task_sets import TaskSetConfig
 
 
 class ScratchConfig(Config):
@@ -116,87 +118,11 @@ class SamplingConfig(Config):
         return self
 
 
-class OptimizerConfig(Config):
-    """AdamW and its schedule."""
-
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls after the warm-up: not at all, or to a tenth of the peak."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which it rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of the running moments."""
-    max_gradient_norm: float = Field(default=1.0, gt=0)
-    """Longer gradients are scaled down to this."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens in one forward and backward pass; gradients of a batch are summed over such passes."""
-
-
-class WarmStartConfig(Config):
-    """Supervised learning on demonstrations before RL."""
-
-    demonstrations: str | None = None
-    """An expert as 'module:function', or conversations in a .jsonl or .parquet file (docs/training.md)."""
-    steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
-    batch: int = Field(default=32, ge=1)
-    """Demonstrations in a step."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
-    """Its own optimizer settings; RL starts with a fresh optimizer."""
-
-
-class RLConfig(Config):
-    """The reinforcement learning itself."""
-
-    algorithm: Literal["grpo", "reinforce"] = "grpo"
-    """How rewards become advantages."""
-    loss: Literal["clipped", "policy_gradient"] = "clipped"
-    """How advantages become a loss."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """Whether every action token or every episode weighs the same."""
-    steps: int = Field(default=100, ge=0)
-    """Training steps: play, score, update."""
-    tasks: int = Field(default=16, ge=1)
-    """Tasks in a step."""
-    attempts: int = Field(default=8, ge=1)
-    """Episodes for each task: the group."""
-    updates: int = Field(default=1, ge=1)
-    """Optimizer updates in a step; the step's groups are split among them."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far below 1 a ratio counts."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """How far above 1 a ratio counts."""
-    kl: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the model RL started from; at 0 no reference is loaded."""
-    entropy: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """Optimizer settings."""
-
-    @model_validator(mode="after")
-    def _can_learn(self) -> RLConfig:
-        if self.algorithm == "grpo" and self.attempts == 1 and self.steps:
-            raise ValueError(
-                "grpo compares the attempts at a task with each other, so rl.attempts = 1 can teach nothing; "
-                'use at least 2, or rl.algorithm = "reinforce"'
-            )
-        if self.updates > self.tasks:
-            raise ValueError(
-                f"rl.updates = {self.updates} cannot split the {self.tasks} group(s) of a step (rl.tasks)"
-            )
-        return self
-
-
 class EvaluationConfig(Config):
     """When and how to measure on held-out tasks."""
 
     every: int = Field(default=0, ge=0)
-    """Evaluate after this many RL steps; 0 is only at the start and the end."""
+    """Evaluate after so many steps of a stage that learns; 0 is only at the start and after each of them."""
     tasks: int | None = Field(default=None, ge=1)
     """How many of the held-out tasks; all when left out."""
     attempts: int = Field(default=1, ge=1)
@@ -211,7 +137,7 @@ class RunConfig(Config):
     folder: str | None = None
     """The run's folder; runs/NAME-COUNTER when left out."""
     checkpoint_every: int = Field(default=50, ge=1)
-    """RL steps between checkpoints; there is always one at the end and on Ctrl-C."""
+    """Steps between checkpoints; there is always one after a stage, at the end and on Ctrl-C."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints stay."""
     trajectories_every: int = Field(default=1, ge=0)
@@ -243,7 +169,40 @@ class Recipe(Config):
     engine: EngineConfig = EngineConfig()
     max_in_flight: int = Field(default=256, ge=1)
     """Most episodes running at once."""
-    warm_start: WarmStartConfig | None = None
+    warm_start: ImitationConfig | None = None
     rl: RLConfig = RLConfig()
+    stage: tuple[StageConfig, ...] = ()
+    """What to do, in order, where a warm start and RL are not it: tables with kind = sft, rl, dpo, ..."""
+    task_sets: tuple[TaskSetConfig, ...] = ()
+    """Several task sets in one run, instead of [tasks]."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _one_plan(self) -> Recipe:
+        if self.stage and (self.warm_start is not None or self.rl != RLConfig()):
+            raise ValueError("[[stage]] tables replace [warm_start] and [rl]; give the one or the other")
+        if self.task_sets and self.tasks != TasksConfig():
+            raise ValueError("[[task_sets]] tables replace [tasks]; give the one or the other")
+        for number, stage in enumerate(self.stage):
+            if isinstance(stage, MeasurementConfig) and not all(
+                1 <= k <= stage.attempts for k in stage.pass_at
+            ):
+                raise ValueError(
+                    f"stage.{number}.pass_at: pass@k needs k attempts, and there are {stage.attempts}"
+                )
+        return self
+
+    @property
+    def first_demonstrations(self) -> str | None:
+        """What the first stage that imitates names; a tokenizer made from scratch is fitted to it."""
+        imitating = [stage for stage in self.stages if isinstance(stage, ImitationConfig)]
+        return next((stage.demonstrations for stage in imitating if stage.demonstrations), None)
+
+    @property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """What the run does, in order."""
+        if self.stage:
+            return self.stage
+        first = () if self.warm_start is None else (self.warm_start,)
+        return (*first, self.rl) if self.rl.steps or not first else first

@@ -9,7 +9,15 @@ from ludus.core.trajectory import Trajectory
 from ludus.observe import RunFolder, atomic_write, episode_text, plot_curve, table_markdown
 from ludus.observe.report import Cell
 from ludus.training.recipe import Recipe
+from ludus.training.settings import MeasurementConfig, RejectionConfig, RLConfig, StageConfig
 
+_NAMES = {
+    "sft": "the warm start",
+    "rl": "RL",
+    "dpo": "DPO",
+    "rejection": "rejection sampling",
+    "eval": "the evaluation",
+}
 COLUMNS = ("held-out tasks", "step", "success", "reward", "turns", "tool errors")
 
 
@@ -34,14 +42,22 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
 
 def stage_of(step: int, recipe: Recipe) -> str:
     """Where in the recipe a step stands, in words."""
-    warm = recipe.warm_start.steps if recipe.warm_start else 0
-    if step < warm or (step == 0 and warm == 0):
-        return "at the start"
-    if step == warm:
-        return "after the warm start"
-    if step >= warm + recipe.rl.steps:
-        return "after RL"
-    return f"after {step - warm} steps of RL"
+    start, before = 0, "at the start"
+    for config in recipe.stages:
+        name, steps = _NAMES[config.kind], steps_of(config)
+        if step == start:
+            return before
+        if step < start + steps:
+            return f"after {step - start} steps of {name}"
+        start, before = start + steps, f"after {name}"
+    return before
+
+
+def steps_of(config: StageConfig) -> int:
+    """How many steps a stage has."""
+    if isinstance(config, RejectionConfig):
+        return config.rounds * config.steps
+    return 1 if isinstance(config, MeasurementConfig) else config.steps
 
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
@@ -64,16 +80,27 @@ def _cells(row: dict[str, float], names: tuple[str, ...]) -> list[Cell]:
 
 
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
-    """The same task before and after RL: one that was learned, if there is such a one."""
+    """The same task before and after RL, or all of the run: one that was learned, if there is such a one."""
     steps = sorted(file.step for file in run.trajectory_files() if file.split == "eval")
-    warm = recipe.warm_start.steps if recipe.warm_start else 0
-    if warm not in steps or steps[-1] == warm:
+    first = _start_of_rl(recipe)
+    if first not in steps or steps[-1] == first:
         return []
-    before, after = (run.trajectories(step, "eval") for step in (warm, steps[-1]))
+    before, after = (run.trajectories(step, "eval") for step in (first, steps[-1]))
     later = {trajectory.task.id: trajectory for trajectory in after}
     pairs = [(old, later[old.task.id]) for old in before if old.task.id in later]
     learned = [(old, new) for old, new in pairs if not is_success(old) and is_success(new)]
     if not pairs:
         return []
     old, new = (learned or pairs)[0]
-    return [("before RL", old), ("after RL", new)]
+    what = "RL" if any(isinstance(stage, RLConfig) for stage in recipe.stages) else "training"
+    return [(f"before {what}", old), (f"after {what}", new)]
+
+
+def _start_of_rl(recipe: Recipe) -> int:
+    """The step after which the first RL stage begins; 0 where there is none."""
+    start = 0
+    for config in recipe.stages:
+        if isinstance(config, RLConfig):
+            return start
+        start += steps_of(config)
+    return 0

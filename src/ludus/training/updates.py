@@ -1,109 +1,210 @@
-"""From trajectories to weight updates: imitation, and reinforcement."""
+"""From trajectories to weight updates: imitation, and reinforcement.
+
+A step of reinforcement::
+
+    rows       of every scored episode, the masked ones included
+    old        log-probabilities where ratios start from: the engine's, or the trainer's in a pass of their own
+    credit     rewards, turns, anchors; a critic's values; the divergence as a penalty
+    estimate   advantages, over the whole step; a critic learns what it should have said
+    updates    the step's groups split into as many parts, one optimizer step on each
+
+Everything up to the estimate happens once, under the weights that played, so that splitting a step into
+updates changes neither a baseline nor a normalisation.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ludus.algos import AGGREGATIONS, ESTIMATORS, PolicyLoss, clipped_surrogate, k3, policy_gradient
-from ludus.core.trajectory import Group, Trajectory
+from ludus.algos import (
+    Algorithm,
+    Estimate,
+    Need,
+    Sampled,
+    by_token,
+    load_algorithm,
+    load_divergence,
+    regularised,
+    speech_span,
+)
+from ludus.core.failures import ConfigError
+from ludus.core.trajectory import Trajectory
+from ludus.training.critic import Critic, Lesson, explained_variance
+from ludus.training.experience import Experience, experience_of, with_penalty, with_values
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs
-from ludus.training.packing import Pack, Row, batches_of, credit_of, pack, rows_of
-from ludus.training.recipe import RLConfig
+from ludus.training.packing import Columns, Pack, packs_of
+from ludus.training.playing import Played
+from ludus.training.rows import Row, flags, owners, row_mask, rows_of
+from ludus.training.settings import RLConfig
 
 
 def imitate(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """One step of supervised learning on what was said in these episodes, and on nothing else."""
     rows = rows_of(trajectories)
-    credit = credit_of(rows, [0.0] * len(trajectories), [0] * len(trajectories))
-    weights_T = AGGREGATIONS["token"](credit.trajectory_T, credit.action_T)
-    packs = _packs(rows, torch.zeros_like(weights_T), weights_T, learner.config.micro_batch_tokens)
+    action_T = flags(row.action_mask for row in rows)
+    weights_T = by_token(owners(rows), action_T)
+    columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs_A, {}
 
-    return learner.step(packs, objective)
+    return learner.step(packs_of(rows, columns, learner.config.micro_batch_tokens), objective)
+
+
+def algorithm_of(config: RLConfig) -> Algorithm:
+    """The algorithm that a recipe names, with what its switches say."""
+    settings = config.algorithm_settings
+    algorithm = load_algorithm(**settings)
+    if config.advantage_mask:
+        return algorithm
+    if Need.CRITIC not in algorithm.needs:
+        raise ConfigError(
+            f"rl.advantage_mask = false is for algorithms with a critic, such as ppo: {config.algorithm} has "
+            "no recursion that could run through observations"
+        )
+    return load_algorithm(**settings | {"options": {**settings["options"], "skip_observations": False}})
 
 
 def reinforce_groups(
-    learner: Learner, groups: Sequence[Group], config: RLConfig, reference: nn.Module | None
+    learner: Learner,
+    played: Played,
+    config: RLConfig,
+    *,
+    reference: nn.Module | None,
+    critic: Critic | None,
+    critic_only: bool = False,
 ) -> dict[str, float]:
-    """The updates of one step. Failed episodes are neither in the loss nor in any baseline."""
-    metrics: list[dict[str, float]] = []
-    size = math.ceil(len(groups) / config.updates)
-    for start in range(0, len(groups), size):
-        part = [group for group in groups[start : start + size] if group.trainable]
-        done = _reinforce_once(learner, part, config, reference) if part else {}
-        if done:
-            metrics.append(done)
-    if not metrics:
+    """The updates of one step, and what there is to tell about them.
+
+    Failed episodes are neither in the loss nor in any baseline. Masked ones are in the baseline and not in the
+    loss: a critic, which is a baseline, learns from them too. A step that has nothing to teach changes
+    nothing, and its metrics are empty.
+
+    Args:
+        learner: The policy and its optimizer.
+        played: The step's groups.
+        config: The algorithm and everything around it.
+        reference: What the divergence is measured from; needed where `config.kl` is above 0.
+        critic: The value function; needed where the algorithm needs one.
+        critic_only: Leave the policy as it is, as in a critic's warm-up.
+    """
+    algorithm = algorithm_of(config)
+    if config.kl and reference is None:
+        raise ValueError("rl.kl weighs the divergence from a reference, and none was given")
+    if critic is None and Need.CRITIC in algorithm.needs:
+        raise ValueError(f"{config.algorithm} needs a critic, and none was given")
+    learner.forget_gradients()  # a critic may need their room
+    step = experience_of(learner, played, config)
+    if not step.rows:
         return {}
-    # only the first update sees the weights that played, so only there can the two sides be compared
-    averaged = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
-    return averaged | {
-        name: value for name, value in metrics[0].items() if name.startswith("logprob_difference")
-    }
+    metrics: dict[str, float] = {}
+    if reference is not None and config.kl_in == "reward":
+        step, metrics["kl"] = with_penalty(step, learner, config, reference)
+        reference = None
+    if critic is not None:
+        step = with_values(step, critic)
+    estimate = algorithm.estimate(step.credit)
+    if critic is not None and estimate.returns_T is not None:
+        metrics |= _teach(critic, step, estimate.returns_T, config)
+    if critic_only:
+        return metrics
+    updates = [
+        _update(learner, step, estimate, part, algorithm, config, reference) for part in step.parts
+    ]
+    taken = [update for update in updates if update]
+    return metrics | _merged(taken) if taken or critic is not None else {}
 
 
-def _reinforce_once(
-    learner: Learner, groups: Sequence[Group], config: RLConfig, reference: nn.Module | None
+def _teach(critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig) -> dict[str, float]:
+    """Let the critic learn what it should have said, wherever its word counted."""
+    credit, asked_T = step.credit, step.credit.action_T
+    if not config.advantage_mask:
+        asked_T = speech_span(credit.trajectory_T, credit.action_T, len(credit.rewards_N))
+        asked_T = asked_T & ~_first_places(step.rows)
+    assert credit.values_T is not None
+    explained = explained_variance(credit.values_T[asked_T], returns_T[asked_T])
+    metrics = {} if explained is None else {"explained_variance": explained}
+    lesson = Lesson(asked_T, credit.values_T, returns_T)
+    return metrics | critic.learn(step.rows, lesson, step.parts)
+
+
+def _first_places(rows: Sequence[Row]) -> Tensor:
+    """True at the first token of each row, before which nothing could be read."""
+    return flags([True] + [False] * (len(row.tokens) - 1) for row in rows)
+
+
+def _update(
+    learner: Learner,
+    step: Experience,
+    estimate: Estimate,
+    part: Sequence[int],
+    algorithm: Algorithm,
+    config: RLConfig,
+    reference: nn.Module | None,
 ) -> dict[str, float]:
-    trajectories = [trajectory for group in groups for trajectory in group.trainable]
-    numbers = [number for number, group in enumerate(groups) for _ in group.trainable]
-    rows = rows_of(trajectories)
-    credit = credit_of(rows, [t.reward or 0.0 for t in trajectories], numbers)
-    advantages_T = ESTIMATORS[config.algorithm](credit)
-    weights_T = AGGREGATIONS[config.aggregation](credit.trajectory_T, credit.action_T)
-    policy_loss = _policy_loss(config)
-    worst = 0.0
+    """One optimizer step on one part; nothing where there is nothing to learn."""
+    inside_T = step.trained_T & row_mask(step.rows, part)
+    weights_T = algorithm.weigh(step.credit.trajectory_T, inside_T)
+    columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
+    divergence = load_divergence(config.kl_estimator)
+    largest = {"logprob_difference_max": 0.0, "ratio_max": 0.0}
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        nonlocal worst
-        loss_A, metrics = policy_loss(logprobs_A, pack.old_logprobs_A, pack.advantages_A)
-        difference_A = (logprobs_A.detach() - pack.old_logprobs_A).abs()
-        worst = max(worst, float(difference_A.max()))
-        metrics["logprob_difference_mean"] = difference_A
+        sampled = Sampled(
+            logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.rows, pack.behaviour_A
+        )
+        loss_A, metrics = algorithm.loss(sampled)
+        metrics |= _comparison(logprobs_A.detach(), pack, largest)
         if reference is not None:
             with torch.no_grad():
                 reference_A, _ = action_logprobs(reference, pack, learner.temperature)
-            metrics["kl"] = k3(logprobs_A, reference_A)
-            loss_A = loss_A + config.kl * metrics["kl"]
-        return loss_A - config.entropy * entropy_A, metrics
+            metrics["kl"] = divergence(logprobs_A, reference_A)
+            loss_A = regularised(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
+        return regularised(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy), metrics
 
-    teaching = _teaching(rows, advantages_T, always=reference is not None or config.entropy > 0)
+    always = (reference is not None and config.kl > 0) or config.entropy > 0
+    teaching = _teaching(step.rows, part, inside_T, estimate.advantages_T, always)
     if not teaching:
         return {}
-    packs = _packs(rows, advantages_T, weights_T, learner.config.micro_batch_tokens, teaching)
-    metrics = learner.step(packs, objective)
-    return metrics | {"logprob_difference_max": worst}
+    packs = packs_of(step.rows, columns, learner.config.micro_batch_tokens, teaching)
+    return learner.step(packs, objective) | largest
 
 
-def _teaching(rows: Sequence[Row], advantages_T: Tensor, always: bool) -> list[int]:
+def _comparison(logprobs_A: Tensor, pack: Pack, largest: dict[str, float]) -> dict[str, Tensor]:
+    """How far the weights are from those that sampled, and from those that the step began with."""
+    difference_A = (logprobs_A - pack.behaviour_A).abs()
+    ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
+    for name, value_A in (("logprob_difference_max", difference_A), ("ratio_max", ratio_A)):
+        largest[name] = max(largest[name], float(value_A.max()))
+    return {"logprob_difference_mean": difference_A, "ratio_mean": ratio_A}
+
+
+def _teaching(
+    rows: Sequence[Row], part: Sequence[int], inside_T: Tensor, advantages_T: Tensor, always: bool
+) -> list[int]:
     """The rows that have a gradient: without other terms, those with an advantage that is not 0.
 
     The others keep their weight in the average, so leaving them out saves time and changes nothing.
     """
-    pieces = torch.split(advantages_T, [len(row.tokens) for row in rows])
-    return [i for i, piece in enumerate(pieces) if always or bool(piece.any())]
+    has_signal_T = inside_T if always else inside_T & (advantages_T != 0)
+    pieces = torch.split(has_signal_T, [len(row.tokens) for row in rows])
+    return [i for i in part if bool(pieces[i].any())]
 
 
-def _policy_loss(config: RLConfig) -> PolicyLoss:
-    if config.loss == "policy_gradient":
-        return policy_gradient
-    return clipped_surrogate(config.clip_low, config.clip_high)
+def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One table for the updates of a step: means, and the largest of what is a largest.
 
-
-def _packs(
-    rows: Sequence[Row],
-    advantages_T: Tensor,
-    weights_T: Tensor,
-    budget: int,
-    teaching: Sequence[int] | None = None,
-) -> Iterator[Pack]:
-    numbers = range(len(rows)) if teaching is None else teaching
-    for chosen in batches_of([rows[i] for i in numbers], budget):
-        yield pack(rows, [numbers[i] for i in chosen], advantages_T, weights_T)
+    Only the first update sees the weights that played, so only there can engine and trainer be compared.
+    """
+    merged: dict[str, float] = {}
+    for name in updates[0] if updates else ():
+        values = [update[name] for update in updates]
+        if name.startswith("logprob_difference"):
+            merged[name] = values[0]
+        else:
+            merged[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return merged

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +14,13 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
-from ludus.core.protocols import Tokenizer
+from ludus.core.protocols import Engine, Tokenizer
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolSpec
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Group, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.envs import EnvPool, call_env
+from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts.demonstrator import Demonstrator, Expert
 from ludus.rollouts.env_tools import tools_of
@@ -27,12 +29,16 @@ from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.runner import Rollout
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
-from ludus.tools import LocalTools, shut
+from ludus.tools import LocalTools
 from ludus.tools.library import build_toolset
+from ludus.training.evaluating.summary import Statistics
+from ludus.training.evaluation import Evaluation, measure
 from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts
+from ludus.training.parts import Parts, resolve_part
 from ludus.training.recipe import Recipe
+from ludus.training.set_building import build_task_sets, close_task_sets
+from ludus.training.task_sets import TaskSet
 
 FITTING_SAMPLE = 64
 """How many demonstrations a tokenizer made from scratch is fitted to."""
@@ -47,7 +53,17 @@ class Workshop:
     model: nn.Module
     tokenizer: HFTokenizer
     engine: EmbeddedEngine
-    rollout: Rollout
+    task_sets: list[TaskSet]
+
+    @property
+    def rollout(self) -> Rollout:
+        """The rollout of the first task set, which is the only one in most runs."""
+        return self.task_sets[0].rollout
+
+    @property
+    def scorers(self) -> dict[str, Scorer]:
+        """What scores the episodes of each task set, by the set's name."""
+        return {one.name: one.rollout.scorer for one in self.task_sets}
 
     async def __aenter__(self) -> Self:
         return self
@@ -56,13 +72,61 @@ class Workshop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engine.close()
-        await asyncio.gather(*(pool.close() for pool in self.rollout.pools.values()))
-        await shut(self.rollout.tools)
+        await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
 
-    async def demonstrations(self) -> list[Trajectory]:
-        """The trajectories to imitate, on the training tasks."""
-        return await demonstrate(self.rollout, self.parts, self.parts.tasks, self.recipe.seed)
+    async def demonstrations(self, source: str | None = None) -> list[Trajectory]:
+        """The trajectories to imitate, on the training tasks; `source` as in a recipe, or the run's own."""
+        parts = self.parts
+        if source is not None and source != self.recipe.first_demonstrations:
+            parts = replace(parts, demonstrations=resolve_part("demonstrations", source, self.recipe))
+        return await demonstrate(self.rollout, parts, list(self.task_sets[0].tasks), self.recipe.seed)
+
+    def held_out(self, most: int | None = None) -> list[list[Task]]:
+        """The held-out tasks of each task set; an empty list where there are none at all."""
+        tasks = [list(one.held_out)[:most] for one in self.task_sets]
+        return tasks if any(tasks) else []
+
+    async def measure(
+        self,
+        *,
+        attempts: int,
+        temperature: float,
+        tasks: int | None = None,
+        pass_at: Sequence[int] = (),
+        with_pass: bool = False,
+    ) -> Evaluation:
+        """Play the held-out tasks of all sets; with `with_pass`, pass@k and average@k are among the metrics.
+
+        Rewards that remember what they scored forget what they scored here: measuring changes nothing.
+        """
+        sampling, seed = Sampling(temperature=temperature), self.recipe.seed
+        memories = [(s, copy.deepcopy(s.state_dict())) for s in self.scorers.values()]
+        try:
+            parts = [
+                await measure(one.rollout, chosen, attempts=attempts, sampling=sampling, seed=seed)
+                for one, chosen in zip(self.task_sets, self.held_out(tasks), strict=False)
+            ]
+        finally:
+            for scorer, memory in memories:
+                scorer.load_state_dict(memory)
+        groups = [group for part in parts for group in part.groups]
+        metrics = rollout_metrics(groups)
+        if len(parts) > 1:
+            for one, part in zip(self.task_sets, parts, strict=True):
+                names = ("success", "reward", "turns")
+                metrics |= {f"sets/{one.name}/{n}": part.metrics[n] for n in names if n in part.metrics}
+        if with_pass:
+            # sets may have tasks of the same id, which are not attempts at one task
+            apart = [
+                Group(replace(group.task, id=f"{number}/{group.task.id}"), group.trajectories)
+                for number, part in enumerate(parts)
+                for group in part.groups
+            ]
+            summary = Evaluation({}, apart).summary(Statistics(ks=tuple(pass_at)))
+            metrics |= {f"pass@{k}": float(e.value) for k, e in summary.passed.items()}
+            metrics |= {f"average@{k}": float(e.value) for k, e in summary.average.items()}
+        return Evaluation(metrics, groups)
 
 
 async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> Workshop:
@@ -75,13 +139,17 @@ async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None)
     model, tokenizer = load_model(config, recipe.seed, corpus)
     use_ludus_attention(model)
     engine = EmbeddedEngine(model, tokenizer, recipe.engine)
-    rollout = build_rollout(recipe, parts, engine, tokenizer)
-    return Workshop(recipe, parts, model, tokenizer, engine, rollout)
+    return Workshop(
+        recipe, parts, model, tokenizer, engine, task_sets_on(engine, tokenizer, recipe, parts)
+    )
 
 
-def build_rollout(
-    recipe: Recipe, parts: Parts, engine: EmbeddedEngine | FakeEngine, tokenizer: Tokenizer
-) -> Rollout:
+def task_sets_on(engine: Engine, tokenizer: Tokenizer, recipe: Recipe, parts: Parts) -> list[TaskSet]:
+    """The task sets that a recipe describes, all on one engine."""
+    return build_task_sets(recipe, parts, lambda r, p: build_rollout(r, p, engine, tokenizer))
+
+
+def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
     """The rollout that a recipe describes, on any engine."""
     format = load_format(recipe.agent.format, **recipe.agent.format_options)
     renderer = Renderer(tokenizer, format, history=recipe.agent.history)
@@ -116,7 +184,8 @@ async def demonstrate(
     if source is None:
         return []
     if callable(source):
-        return await play_expert(rollout, source, tasks, seed)
+        unscored = replace(rollout, scorer=Scorer(()))  # judging is dear, and rewards may remember it
+        return await play_expert(unscored, source, tasks, seed)
     specs = await tool_specs(rollout, parts)
     return [trajectory_of(conversation, rollout.renderer, specs) for conversation in source[:most]]
 
@@ -150,11 +219,11 @@ async def play_expert(
 
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     """Texts to fit a tokenizer to: some demonstrations as the model will read them, or the bare tasks."""
-    rollout = build_rollout(recipe, parts, FakeEngine([]), HFTokenizer(fit_tokenizer([], vocabulary=0)))
-    sample = parts.tasks[:FITTING_SAMPLE]
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    sets = task_sets_on(FakeEngine([]), tokenizer, recipe, parts)
+    rollout, sample = sets[0].rollout, list(sets[0].tasks[:FITTING_SAMPLE])
     shown = await demonstrate(rollout, parts, sample, recipe.seed, most=FITTING_SAMPLE)
-    await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
-    await shut(rollout.tools)
+    await close_task_sets(sets)
     await close_shared_sandboxes()
     if not shown:
         return [message.content for task in sample for message in task.messages]

@@ -1,0 +1,65 @@
+"""Importance correction: weights for samples that another policy drew than the one ratios start from.
+
+The engine that sampled may hold other weights (stale samples) or compute in another way (foreign kernels,
+another number format). Then p_old, which the trainer computes, is not the probability that the sample
+had, and the loss of each token is to be weighted by
+
+    w = p_old / p_behaviour
+
+whose product over long sequences explodes. Truncation caps it, which bounds the variance at the price of some
+bias; masking drops tokens whose ratio lies outside of a band, taking them as not comparable. Level
+"sequence" uses one ratio for all tokens of a row: the product of theirs. Weights carry no gradient.
+
+Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025 (truncated);
+Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model", 2025,
+arXiv:2510.18855 (masked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ludus.algos.losses import Metrics, PolicyLoss, Sampled, held
+from ludus.algos.moments import sum_within
+from ludus.algos.options import NotNegative, Positive
+
+Level = Literal["token", "sequence"]
+Correction = Callable[[Sampled], Tensor]
+"""(sampled) -> weight_A, without gradient; 1 where nothing needs correction."""
+
+
+def truncated_importance(sampled: Sampled, *, high: Positive = 2.0, level: Level = "token") -> Tensor:
+    """min(w, high)."""
+    return _ratio(sampled, level).clamp(max=high)
+
+
+def masked_importance(
+    sampled: Sampled, *, low: NotNegative = 0.5, high: Positive = 2.0, level: Level = "token"
+) -> Tensor:
+    """w where low <= w <= high, 0 elsewhere."""
+    ratio_A = _ratio(sampled, level)
+    return torch.where((ratio_A >= low) & (ratio_A <= high), ratio_A, 0)
+
+
+def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
+    """The same loss, each token weighted by its correction."""
+
+    def weighted(sampled: Sampled) -> tuple[Tensor, Metrics]:
+        loss_A, metrics = loss(sampled)
+        weight_A = correction(sampled)
+        return loss_A * weight_A, metrics | {"importance_weight": weight_A}
+
+    return weighted
+
+
+def _ratio(sampled: Sampled, level: Level) -> Tensor:
+    if sampled.behaviour_A is None:
+        return torch.ones_like(sampled.old_A)
+    difference_A = (sampled.old_A - sampled.behaviour_A).detach()
+    if level == "sequence":
+        difference_A = sum_within(difference_A, sampled.sequence_A)[sampled.sequence_A]
+    return held(difference_A).exp()

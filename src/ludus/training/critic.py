@@ -1,0 +1,187 @@
+"""The value function of algorithms that need one (ppo), and how it learns.
+
+The value at a token is that of the state in which the token was chosen: it is read from the hidden state of
+the place before, as the token's probability is. It is in units of reward, in float32 whatever the model.
+
+A critic of kind "model" is a copy of the policy's decoder with a linear head of its own. One of kind "head"
+is that head alone, on what the policy makes of the tokens at the time; no gradient enters the policy.
+The head starts at 0, so that the first advantages are the rewards themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludus.algos import by_token, value_loss
+from ludus.core.failures import LudusError
+from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
+from ludus.training.learner import Descent
+from ludus.training.packing import Laid, laid
+from ludus.training.rows import Row, row_mask
+from ludus.training.settings import CriticConfig
+
+FILE = "critic.pt"
+NAMES = {
+    "loss": "value_loss",
+    "value_clip_fraction": "value_clip_fraction",
+    "gradient_norm": "value_gradient_norm",
+    "learning_rate": "value_learning_rate",
+}
+"""What a step's metrics are called when the policy's stand beside them."""
+
+
+class ValueModel(nn.Module):
+    """A linear head, and the decoder under it where that is the critic's own."""
+
+    def __init__(self, policy: nn.Module, own_trunk: bool) -> None:
+        super().__init__()
+        parameter = next(policy.parameters())
+        self.trunk: nn.Module | None = copy.deepcopy(decoder_of(policy)) if own_trunk else None
+        width = int(decoder_of(policy).config.hidden_size)
+        self.head = nn.Linear(width, 1, device=parameter.device, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def get_decoder(self) -> nn.Module:
+        """What `hidden_states` runs."""
+        assert self.trunk is not None, "a head alone has no decoder"
+        return self.trunk
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a critic learns in a step; over all rows."""
+
+    asked_T: Tensor
+    """Where its value was used, and hence where it has something to learn."""
+    old_T: Tensor
+    """What it said."""
+    returns_T: Tensor
+    """What it should have said."""
+
+
+class Critic:
+    """A value function and its optimizer."""
+
+    def __init__(self, policy: nn.Module, config: CriticConfig, total_steps: int) -> None:
+        self.config = config
+        self.policy = policy
+        self.model = ValueModel(policy, own_trunk=config.kind == "model")
+        self.descent = Descent(self.model, config.optimizer, total_steps)
+
+    def is_warming_up(self, step: int) -> bool:
+        """Whether only the critic learns in this step of RL, counted from 0."""
+        return step < self.config.warmup_steps
+
+    @torch.no_grad()
+    def values(self, rows: Sequence[Row], trajectories: int) -> tuple[Tensor, Tensor]:
+        """(values_T, bootstrap_N): before each token, and after the last one of each trajectory.
+
+        Both are 0 where there is nothing to read from: at the first token of a row, and for a trajectory
+        without rows.
+        """
+        values_T = torch.zeros(sum(len(row.tokens) for row in rows))
+        after_T = torch.zeros_like(values_T)
+        with sampling_mode(self.model):
+            for part in laid(rows, range(len(rows)), self.config.optimizer.micro_batch_tokens):
+                found_T = self._after(part).cpu()
+                after_T[part.own_T] = found_T
+                inside_T = torch.ones(len(found_T), dtype=torch.bool)
+                inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
+                values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
+        bootstrap_N = torch.zeros(trajectories)
+        end = 0
+        for row in rows:  # the last row of a trajectory has the last word
+            end += len(row.tokens)
+            bootstrap_N[row.trajectory] = after_T[end - 1]
+        return values_T, bootstrap_N
+
+    def learn(
+        self, rows: Sequence[Row], lesson: Lesson, parts: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """So many passes over the step's rows, one update for each part; the last pass's mean metrics."""
+        metrics: list[dict[str, float]] = []
+        for _ in range(self.config.passes):
+            metrics = [self._update(rows, lesson, part) for part in parts]
+        self.descent.forget_gradients()
+        return {NAMES[name]: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+    def _update(self, rows: Sequence[Row], lesson: Lesson, part: Sequence[int]) -> dict[str, float]:
+        budget, device = self.config.optimizer.micro_batch_tokens, self.descent.device
+        inside_T = row_mask(rows, part) & lesson.asked_T
+        weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
+
+        def evaluate(packed: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            place_A = lesson.asked_T[packed.own_T].nonzero().squeeze(1)
+            own_A = packed.own_T[place_A]
+            values_A = self._after(packed)[place_A.to(device) - 1]
+            loss_A, metrics = value_loss(
+                values_A,
+                lesson.old_T[own_A].to(device),
+                lesson.returns_T[own_A].to(device),
+                bound=self.config.clip,
+            )
+            return loss_A, weights_T[own_A].to(device), metrics
+
+        return self.descent.descend(laid(rows, part, budget), evaluate)
+
+    def _after(self, packed: Laid) -> Tensor:
+        """The value after each token."""
+        context = PackedContext(packed.lengths, self.descent.device)
+        tokens_T = packed.tokens_T.to(self.descent.device)
+        if self.model.trunk is not None:
+            hidden_TD = hidden_states(self.model, tokens_T, context.position_ids, context)
+        else:
+            with torch.no_grad(), sampling_mode(self.policy):
+                hidden_TD = hidden_states(self.policy, tokens_T, context.position_ids, context)
+        values: Tensor = self.model.head(hidden_TD.float()).squeeze(1)
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and counters; nothing of the policy."""
+        return {
+            "kind": self.config.kind,
+            "model": self.model.state_dict(),
+            "descent": self.descent.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["kind"] != self.config.kind:
+            raise LudusError(
+                f"the checkpoint has a critic of kind {state['kind']!r}, and the recipe asks for "
+                f"{self.config.kind!r}: set rl.critic.kind to what the run began with"
+            )
+        self.model.load_state_dict(state["model"])
+        self.descent.load_state_dict(state["descent"])
+
+    def save(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder, beside the policy."""
+        torch.save(self.state_dict(), folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        path = folder / FILE
+        if not path.is_file():
+            raise LudusError(f"{folder} has no {FILE}: it was written by a stage without a critic")
+        self.load_state_dict(torch.load(path, map_location=self.descent.device, weights_only=True))
+
+
+def explained_variance(values_A: Tensor, returns_A: Tensor) -> float | None:
+    """1 - var(returns - values) / var(returns); None where the returns do not vary.
+
+    1 is a perfect critic, 0 one that is no better than a constant, and below 0 it is worse than that.
+    """
+    spread = float(returns_A.var(correction=0))
+    if spread == 0:
+        return None
+    return 1 - float((returns_A - values_A).var(correction=0)) / spread

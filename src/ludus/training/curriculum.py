@@ -1,0 +1,142 @@
+"""Settings that change while training: a growing horizon, and whatever else should start easy.
+
+A *schedule* says from which step on a value holds. An *adaptive* setting moves on by itself when a metric,
+averaged over the last steps, says so. Both are state machines over the steps' metrics: pure, resumable, and
+shown among the metrics as `curriculum/<setting>`. The growing horizon is ScalingInter-RL's: Xi et al.,
+"AgentGym-RL: Training LLM Agents for Long-Horizon Decision Making through Multi-Turn Reinforcement Learning",
+2025, arXiv:2509.08755.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, FiniteFloat, model_validator
+
+from ludus.core.config import Config
+from ludus.core.failures import ConfigError
+
+
+class AdaptiveConfig(Config):
+    """A value that moves on when the model is ready for it."""
+
+    start: FiniteFloat
+    """Where it begins."""
+    stop: FiniteFloat
+    """Where it ends; it can be below the start."""
+    by: float = Field(gt=0)
+    """How far it moves at a time."""
+    metric: str = "success"
+    """What decides: success, truncated, or any metric of a step."""
+    above: float | None = None
+    """Move on when the metric's mean is at least this."""
+    below: float | None = None
+    """Move on when the metric's mean is at most this."""
+    over: int = Field(default=5, ge=1)
+    """Over how many steps the mean is taken; they are counted anew after each move."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> AdaptiveConfig:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("give exactly one of above and below")
+        return self
+
+
+class CurriculumConfig(Config):
+    """One setting that changes: by a schedule, or adaptively."""
+
+    setting: Literal[
+        "budgets.max_turns",
+        "budgets.max_tokens",
+        "budgets.max_turn_tokens",
+        "tasks.difficulty",
+        "rewards.strictness",
+    ]
+    """A budget, the difficulty of the hardest tasks to draw, or how strict rewards are."""
+    schedule: tuple[tuple[int, FiniteFloat], ...] = ()
+    """Pairs of (step, value): from that step of the stage on, the value holds."""
+    adaptive: AdaptiveConfig | None = None
+    """Or: when to move on."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> CurriculumConfig:
+        if bool(self.schedule) == (self.adaptive is not None):
+            raise ValueError("give exactly one of schedule and adaptive")
+        steps = [step for step, _ in self.schedule]
+        if self.schedule and (steps[0] != 0 or steps != sorted(set(steps))):
+            raise ValueError("a schedule's steps start at 0 and rise")
+        return self
+
+
+class Curriculum:
+    """The scheduled settings of a stage, and where each of them stands."""
+
+    def __init__(self, configs: Sequence[CurriculumConfig]) -> None:
+        self._configs = list(configs)
+        names = [config.setting for config in configs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{twice[0]} is moved twice by a curriculum; give it one schedule")
+        self._adaptive = {
+            config.setting: _Adaptive(config.adaptive)
+            for config in configs
+            if config.adaptive is not None
+        }
+
+    def values(self, step: int) -> dict[str, float]:
+        """The settings that hold in a step of the stage, by name."""
+        return {
+            config.setting: self._adaptive[config.setting].value
+            if config.adaptive is not None
+            else scheduled(config.schedule, step)
+            for config in self._configs
+        }
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """What a step has shown; adaptive settings may move on by it."""
+        for setting in self._adaptive.values():
+            setting.observe(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: setting.state_dict() for name, setting in self._adaptive.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, setting in self._adaptive.items():
+            setting.load_state_dict(state[name])
+
+
+def scheduled(schedule: Sequence[tuple[int, float]], step: int) -> float:
+    """The value of the last entry whose step has come."""
+    return [value for start, value in schedule if start <= step][-1]
+
+
+class _Adaptive:
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self._config = config
+        self.value = config.start
+        self._seen: list[float] = []
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        if self._config.metric not in metrics:
+            return
+        self._seen = [*self._seen, float(metrics[self._config.metric])][-self._config.over :]
+        if len(self._seen) == self._config.over and self._is_ready(statistics.fmean(self._seen)):
+            self.value = self._next()
+            self._seen = []
+
+    def _is_ready(self, mean: float) -> bool:
+        above, below = self._config.above, self._config.below
+        return (above is not None and mean >= above) or (below is not None and mean <= below)
+
+    def _next(self) -> float:
+        config = self._config
+        if config.stop >= config.start:
+            return min(config.stop, self.value + config.by)
+        return max(config.stop, self.value - config.by)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value, self._seen = float(state["value"]), [float(v) for v in state["seen"]]

@@ -1,0 +1,255 @@
+"""What the stages of a run can be told. A stage is one way of learning, or a measurement."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, model_validator
+
+from ludus.algos import Need, load_algorithm
+from ludus.core.config import Config
+from ludus.training.curriculum import CurriculumConfig
+
+
+class OptimizerConfig(Config):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls after the warm-up: not at all, or to a tenth of the peak."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which it rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the running moments."""
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are scaled down to this."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Tokens in one forward and backward pass; gradients of a batch are summed over such passes."""
+
+
+class ImitationConfig(Config):
+    """Supervised learning on demonstrations."""
+
+    kind: Literal["sft"] = "sft"
+    """What kind of stage this is."""
+    demonstrations: str | None = None
+    """An expert as 'module:function', or conversations in a .jsonl or .parquet file (docs/training.md)."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    batch: int = Field(default=32, ge=1)
+    """Demonstrations in a step."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    """Its own optimizer settings; every stage starts with a fresh optimizer."""
+
+
+class CriticConfig(Config):
+    """A value function, for algorithms that need one (ppo)."""
+
+    kind: Literal["model", "head"] = "model"
+    """A copy of the model with a value head, or a head on the policy's own hidden states."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """RL steps at the start in which only the critic learns."""
+    passes: int = Field(default=1, ge=1)
+    """How often it goes over each step's episodes."""
+    clip: float | None = Field(default=0.5, gt=0)
+    """How far a value may move in one step before it gets no more gradient."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """Its own optimizer settings."""
+
+
+Treatment = Literal["keep", "mask"] | FiniteFloat
+
+
+class BrokenConfig(Config):
+    """What becomes of episodes that went wrong by the model's doing: keep, mask, or a number to add.
+
+    A masked episode is not trained on, but stays in its group's baseline; a number is added to its reward.
+    """
+
+    no_answer: Treatment = "keep"
+    """It used up its turns without an answer or an ending."""
+    over_length: Treatment = "keep"
+    """It used up its tokens."""
+    tool_error: Treatment = "keep"
+    """One of its calls was malformed, unknown, or raised."""
+    timed_out: Treatment = "keep"
+    """One of its calls took too long or hit a limit."""
+    void_turn: Treatment = "keep"
+    """In one of its turns it neither called anything nor answered."""
+
+
+class RefillConfig(Config):
+    """DAPO's dynamic sampling: groups whose rewards are all equal are replaced by groups of further tasks."""
+
+    rounds: int = Field(default=3, ge=1)
+    """How often to play replacements; what is still without signal then stays."""
+
+
+class OverlongConfig(Config):
+    """DAPO's overlong shaping: a price for coming close to the longest length, rising over a buffer."""
+
+    longest: int = Field(ge=2)
+    """Tokens said, over the whole episode, from which on the price is paid in full."""
+    buffer: int = Field(ge=1)
+    """Over how many tokens before that it rises."""
+    price: float = Field(default=1.0, gt=0)
+    """What it costs at most."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongConfig:
+        if self.buffer > self.longest:
+            raise ValueError("buffer cannot be larger than longest")
+        return self
+
+
+class RLConfig(Config):
+    """Reinforcement learning."""
+
+    kind: Literal["rl"] = "rl"
+    """What kind of stage this is."""
+    algorithm: str = "grpo"
+    """How rewards become advantages and a loss: a name from docs/algos.md, or 'file.py:function'."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the algorithm's advantages, such as { discount = 0.99 }."""
+    loss: str | None = None
+    """Another loss than the algorithm's own: clipped, dual_clip, gspo, cispo, policy_gradient."""
+    loss_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the loss, such as { clip_low = 0.2, clip_high = 0.28 }."""
+    aggregation: str | None = None
+    """Another average over tokens than the algorithm's own: token, sequence, length."""
+    aggregation_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the aggregation, such as { length = 512 }."""
+    correction: str | None = None
+    """Importance correction for samples of another policy: truncated, masked."""
+    correction_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the correction, such as { high = 2.0 }."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps: play, score, update."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks in a step."""
+    attempts: int = Field(default=8, ge=1)
+    """Episodes for each task: the group."""
+    updates: int = Field(default=1, ge=1)
+    """Optimizer updates in a step; the step's groups are split among them."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the model the stage started from; at 0 no reference is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from the sampled tokens."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the divergence is part of the loss, or of each token's reward."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus."""
+    critic: CriticConfig | None = None
+    """The value function; algorithms that need one have it with these settings or the usual ones."""
+    loss_mask: bool = True
+    """Train on what the model said alone. False trains on observations too: for ablations."""
+    advantage_mask: bool = True
+    """Let credit skip observations. False lets it flow through them: for ablations."""
+    refill: RefillConfig | None = None
+    """Replace groups without signal."""
+    keep_attempts: int | None = Field(default=None, ge=2)
+    """GRPO-RoC: of the attempts at a task, keep so many, the untidy among the correct ones less likely."""
+    overlong: OverlongConfig | None = None
+    """A price for length."""
+    broken: BrokenConfig = BrokenConfig()
+    """What becomes of broken episodes."""
+    curriculum: tuple[CurriculumConfig, ...] = ()
+    """Settings that change while training, such as a growing horizon."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer settings."""
+
+    @model_validator(mode="after")
+    def _can_learn(self) -> RLConfig:
+        algorithm = load_algorithm(**self.algorithm_settings)
+        compares = Need.SIBLINGS in algorithm.needs or self.refill is not None
+        if compares and self.attempts == 1 and self.steps:
+            raise ValueError(
+                f"{self.algorithm} compares the attempts at a task with each other, so rl.attempts = 1 can "
+                'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
+            )
+        if self.updates > self.tasks:
+            raise ValueError(
+                f"rl.updates = {self.updates} cannot split the {self.tasks} group(s) of a step (rl.tasks)"
+            )
+        if self.keep_attempts is not None and self.keep_attempts >= self.attempts:
+            raise ValueError("rl.keep_attempts must be below rl.attempts, of which it keeps some")
+        return self
+
+    @property
+    def algorithm_settings(self) -> dict[str, Any]:
+        """What `load_algorithm` is called with."""
+        names = ("options", "loss", "loss_options", "aggregation", "aggregation_options")
+        also = ("correction", "correction_options")
+        return {"name": self.algorithm, **{name: getattr(self, name) for name in (*names, *also)}}
+
+
+class PreferenceConfig(Config):
+    """DPO: prefer one episode to another, on pairs mined from groups or given."""
+
+    kind: Literal["dpo"] = "dpo"
+    """What kind of stage this is."""
+    pairs: str | None = None
+    """A .jsonl file of {"chosen": [messages], "rejected": [messages]}; mined from groups when left out."""
+    steps: int = Field(default=50, ge=1)
+    """Optimizer steps; where pairs are mined, each step plays first."""
+    batch: int = Field(default=16, ge=1)
+    """Given pairs in a step."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks to mine from in a step."""
+    attempts: int = Field(default=4, ge=2)
+    """Episodes for each of them: the best is preferred to the worst."""
+    margin: float = Field(default=0.0, ge=0)
+    """How much better in reward the chosen one must be."""
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the distance to the reference counts."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+    """Optimizer settings."""
+
+
+class RejectionConfig(Config):
+    """Rejection sampling; with several rounds AgentEvol's: explore, filter, imitate, repeat."""
+
+    kind: Literal["rejection"] = "rejection"
+    """What kind of stage this is."""
+    rounds: int = Field(default=1, ge=1)
+    """How often to explore anew."""
+    tasks: int = Field(default=64, ge=1)
+    """Tasks to explore in a round."""
+    attempts: int = Field(default=8, ge=1)
+    """Episodes for each of them."""
+    threshold: float = 1.0
+    """The least reward of an episode that is imitated."""
+    keep: int = Field(default=1, ge=1)
+    """How many episodes of a task are imitated at most: the best, the shorter first."""
+    steps: int = Field(default=50, ge=1)
+    """Optimizer steps in a round."""
+    batch: int = Field(default=32, ge=1)
+    """Episodes in a step."""
+    restart: bool = False
+    """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    """Optimizer settings."""
+
+
+class MeasurementConfig(Config):
+    """An evaluation on the held-out tasks, with pass@k."""
+
+    kind: Literal["eval"] = "eval"
+    """What kind of stage this is."""
+    attempts: int = Field(default=4, ge=1)
+    """Episodes for each task."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    pass_at: tuple[int, ...] = ()
+    """The k of pass@k; powers of two up to the attempts when left out."""
+
+
+StageConfig = Annotated[
+    ImitationConfig | RLConfig | PreferenceConfig | RejectionConfig | MeasurementConfig,
+    Field(discriminator="kind"),
+]

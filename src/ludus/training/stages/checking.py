@@ -1,0 +1,28 @@
+"""Stopping when too much of what we are responsible for is broken: training would be on luck."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.trajectory import Group
+
+
+def check_failures(groups: Sequence[Group], max_failures: float) -> None:
+    """Raise when nothing was scored, or when more than this share of the episodes failed through our fault."""
+    failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
+    played = sum(len(group.trajectories) for group in groups)
+    if played and not failures and not any(group.trainable for group in groups):
+        raise ConfigError(
+            f"none of {played} episodes was scored: every reward returned None. Return a number for at "
+            "least some of them"
+        )
+    if played and len(failures) / played > max_failures:
+        counted = Counter((failure.boundary, failure.message) for failure in failures)
+        (boundary, message), count = counted.most_common(1)[0]
+        raise LudusError(
+            f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
+            f"rl.max_failures = {max_failures:g} allows. Most often ({count} times), at "
+            f"the boundary '{boundary}': {message}"
+        )

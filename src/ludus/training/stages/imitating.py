@@ -1,0 +1,49 @@
+"""Supervised learning on demonstrations."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from ludus.core.failures import ConfigError
+from ludus.core.random import key
+from ludus.core.trajectory import Trajectory
+from ludus.training.batches import items_of_step
+from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.learner import Learner
+from ludus.training.settings import ImitationConfig
+from ludus.training.stages.stage import Stage, Step
+from ludus.training.updates import imitate
+from ludus.training.workshop import Workshop
+
+
+class Imitation(Stage):
+    """Learn to say what was said in the demonstrations."""
+
+    phase = "warm start"
+    prefix = "sft"
+
+    def __init__(self, workshop: Workshop, folder: Path, config: ImitationConfig) -> None:
+        super().__init__(workshop, folder, config.steps)
+        self._config = config
+        self._demonstrations: list[Trajectory] = []
+        self._learner = Learner(workshop.model, config.optimizer, config.steps)
+
+    async def begin(self) -> None:
+        self._demonstrations = await self.workshop.demonstrations(self._config.demonstrations)
+        if not self._demonstrations:
+            raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
+
+    async def advance(self, number: int) -> Step:
+        started = time.perf_counter()
+        seed = key(self.workshop.recipe.seed, "warm start")
+        batch = items_of_step(self._demonstrations, number, self._config.batch, seed)
+        with self.change():
+            metrics = imitate(self._learner, batch)
+        return Step({**metrics, "step_seconds": time.perf_counter() - started})
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)

@@ -1,0 +1,91 @@
+"""Direct preference optimisation, on pairs that are mined from played groups, or given."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from ludus.core.failures import ConfigError
+from ludus.core.random import key
+from ludus.core.trajectory import Group
+from ludus.observe import rollout_metrics
+from ludus.training.batches import items_of_step
+from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.learner import Learner
+from ludus.training.playing import Player
+from ludus.training.preference import Pair, pair_of, pairs_of, prefer, read_pairs
+from ludus.training.settings import PreferenceConfig, RLConfig
+from ludus.training.stages.checking import check_failures
+from ludus.training.stages.reference import load_reference
+from ludus.training.stages.stage import Stage, Step
+from ludus.training.workshop import Workshop, tool_specs
+
+_STATE = "preference.json"
+
+
+class Preference(Stage):
+    """Learn to prefer the better of two episodes."""
+
+    phase = "DPO"
+    prefix = "dpo"
+
+    def __init__(self, workshop: Workshop, folder: Path, config: PreferenceConfig) -> None:
+        super().__init__(workshop, folder, config.steps)
+        self._config = config
+        self._learner = Learner(
+            workshop.model, config.optimizer, config.steps, workshop.recipe.sampling.temperature
+        )
+        self._player = _miner(workshop, config, self.seed) if config.pairs is None else None
+        self._given: list[Pair] = []
+        self._reference: nn.Module | None = None
+
+    async def begin(self) -> None:
+        self._reference = load_reference(self.workshop, self.folder)
+        if self._config.pairs is not None:
+            rollout = self.workshop.rollout
+            specs = await tool_specs(rollout, self.workshop.parts)
+            given = read_pairs(Path(self._config.pairs))
+            if not given:
+                raise ConfigError(f"{self._config.pairs} has no pairs to learn from")
+            self._given = [
+                pair_of(chosen, rejected, rollout.renderer, specs) for chosen, rejected in given
+            ]
+
+    async def advance(self, number: int) -> Step:
+        assert self._reference is not None
+        started = time.perf_counter()
+        groups: Sequence[Group] = []
+        metrics: dict[str, float] = {}
+        if self._player is None:
+            seed = key(self.seed, "dpo")
+            pairs = items_of_step(self._given, number, self._config.batch, seed)
+        else:
+            played = await self._player.play(number, {})
+            check_failures(played.groups, 0.5)
+            groups = played.groups
+            pairs = pairs_of(groups, self._config.margin)
+            metrics = rollout_metrics(groups)
+        await self.workshop.engine.pause()
+        metrics["pairs"] = len(pairs)
+        with self.change():
+            metrics |= prefer(self._learner, pairs, self._reference, self._config.beta)
+        return Step({**metrics, "step_seconds": time.perf_counter() - started}, groups)
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+        if self._player is not None:
+            (folder / _STATE).write_text(json.dumps(self._player.state_dict()), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+        if self._player is not None:
+            self._player.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+
+
+def _miner(workshop: Workshop, config: PreferenceConfig, seed: int) -> Player:
+    mining = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+    return Player(workshop.task_sets, mining, seed)

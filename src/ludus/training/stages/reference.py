@@ -1,0 +1,33 @@
+"""The model that a stage started from, for those that weigh the distance to it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from torch import nn
+
+from ludus.engine import use_ludus_attention
+from ludus.observe import atomic_directory
+from ludus.training.checkpoint import save_model
+from ludus.training.learner import frozen
+from ludus.training.models import load_model
+from ludus.training.recipe import ModelConfig
+from ludus.training.workshop import Workshop
+
+
+def load_reference(workshop: Workshop, folder: Path) -> nn.Module:
+    """The weights as they were when the stage began.
+
+    They are written down then, because a resumed run has only later weights.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(folder) as temporary:
+            save_model(temporary, workshop.model, workshop.tokenizer)
+        return frozen(copy.deepcopy(workshop.model))
+    settings = workshop.recipe.model
+    config = ModelConfig(name=str(folder), dtype=settings.dtype, device=settings.device)
+    model, _ = load_model(config, workshop.recipe.seed)
+    use_ludus_attention(model)
+    return frozen(model)

@@ -1,0 +1,95 @@
+"""Reinforcement learning: play, score, update."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from torch import nn
+
+from ludus.algos import Need
+from ludus.observe import rollout_metrics
+from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.critic import Critic
+from ludus.training.curriculum import Curriculum
+from ludus.training.learner import Learner
+from ludus.training.playing import Player
+from ludus.training.settings import CriticConfig, RLConfig
+from ludus.training.stages.checking import check_failures
+from ludus.training.stages.reference import load_reference
+from ludus.training.stages.stage import Stage, Step
+from ludus.training.stages.timing import timing_metrics
+from ludus.training.updates import algorithm_of, reinforce_groups
+from ludus.training.workshop import Workshop
+
+_STATE = "reinforcement.json"
+
+
+class Reinforcement(Stage):
+    """Learn from rewards."""
+
+    phase = "RL"
+
+    def __init__(self, workshop: Workshop, folder: Path, config: RLConfig) -> None:
+        super().__init__(workshop, folder, config.steps)
+        self._config = config
+        warm_up = config.critic.warmup_steps if config.critic is not None else 0
+        total = max(0, config.steps - warm_up) * config.updates
+        self._learner = Learner(
+            workshop.model, config.optimizer, total, workshop.recipe.sampling.temperature
+        )
+        self._player = Player(workshop.task_sets, config, self.seed)
+        self._curriculum = Curriculum(config.curriculum)
+        self._reference: nn.Module | None = None
+        self._critic: Critic | None = None
+
+    async def begin(self) -> None:
+        config = self._config
+        if config.kl > 0:
+            self._reference = load_reference(self.workshop, self.folder)
+        if config.critic is not None or Need.CRITIC in algorithm_of(config).needs:
+            settings = config.critic or CriticConfig()
+            total = config.steps * config.updates * settings.passes
+            self._critic = Critic(self.workshop.model, settings, total)
+
+    async def advance(self, number: int) -> Step:
+        started = time.perf_counter()
+        values = self._curriculum.values(number)
+        played = await self._player.play(number, values)
+        everything = [*played.groups, *played.dropped]
+        check_failures(everything, self._config.max_failures)
+        await self.workshop.engine.pause()
+        ready = time.perf_counter()
+        with self.change():
+            metrics = reinforce_groups(
+                self._learner,
+                played,
+                self._config,
+                reference=self._reference,
+                critic=self._critic,
+                critic_only=self._critic is not None and self._critic.is_warming_up(number),
+            )
+        ended = time.perf_counter()
+        # over all that was played: what refills and resampling leave is no picture of the policy
+        metrics |= rollout_metrics(everything) | played.metrics
+        metrics |= timing_metrics(everything, ready - started, ended - ready)
+        metrics |= {f"curriculum/{name}": value for name, value in values.items()}
+        metrics["policy_version"] = self.workshop.engine.policy_version
+        self._curriculum.observe(metrics)
+        return Step(metrics, played.groups)
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+        state = {"player": self._player.state_dict(), "curriculum": self._curriculum.state_dict()}
+        (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        if self._critic is not None:
+            self._critic.save(folder)
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        self._player.load_state_dict(state["player"])
+        self._curriculum.load_state_dict(state["curriculum"])
+        if self._critic is not None:
+            self._critic.load(folder)

@@ -1,0 +1,178 @@
+"""What must not matter: order, packing, observations, duplicates, micro-batches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ragged_batches import batch_from, batches
+from reference_advantages import length
+from torch import Tensor
+
+import ludus.algos as algos
+from ludus.algos import (
+    Attempt,
+    Credit,
+    Sampled,
+    credit_from,
+    load_aggregation,
+    load_estimator,
+    load_loss,
+)
+
+each_estimator = pytest.mark.parametrize("name", list(algos.ESTIMATORS))
+each_loss = pytest.mark.parametrize("name", list(algos.LOSSES))
+
+
+def rows(values_T: Tensor, batch: list[Attempt]) -> list[Tensor]:
+    return list(torch.split(values_T, [length(attempt) for attempt in batch]))
+
+
+def advantages(name: str, batch: list[Attempt]) -> list[Tensor]:
+    return rows(load_estimator(name)(credit_from(batch)).advantages_T, batch)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+@each_estimator
+@settings(max_examples=40)
+@given(batch=batches, seed=st.integers(0, 1000))
+def test_the_order_of_trajectories_does_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
+    order = list(range(len(batch)))
+    random.Random(seed).shuffle(order)
+    shuffled = advantages(name, [batch[i] for i in order])
+    plain = advantages(name, batch)
+    assert_same(shuffled, [plain[i] for i in order])
+
+
+@each_estimator
+@settings(max_examples=40)
+@given(batch=batches, seed=st.integers(0, 1000))
+def test_the_way_tokens_are_packed_does_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
+    """Tokens of different trajectories may lie interleaved, as long as each one's stay in order."""
+    credit = credit_from(batch)
+    places = list(credit.trajectory_T.tolist())
+    random.Random(seed).shuffle(places)  # a random interleaving: whose token comes next
+    queues = {n: iter((credit.trajectory_T == n).nonzero().squeeze(1).tolist()) for n in set(places)}
+    order = torch.tensor([next(queues[n]) for n in places], dtype=torch.long)
+    mixed = replace(
+        credit,
+        **{
+            field: value[order]
+            for field in Credit.__slots__
+            if field.endswith("_T") and (value := getattr(credit, field)) is not None
+        },
+    )
+    estimate = load_estimator(name)
+    found, expected = estimate(mixed), estimate(credit)
+    torch.testing.assert_close(found.advantages_T, expected.advantages_T[order])
+    if expected.returns_T is not None:
+        torch.testing.assert_close(found.returns_T, expected.returns_T[order])
+
+
+@each_estimator
+@settings(max_examples=40)
+@given(batch=batches, seed=st.integers(0, 1000))
+def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
+    """More tokens heard, whatever a critic or a penalty says at them: what was said is worth the same."""
+    source = random.Random(seed)
+
+    def longer(attempt: Attempt) -> Attempt:
+        heard = [source.randint(0, 3) for _ in attempt.turns]
+        values, penalties = (
+            list(attempt.values[: attempt.prompt]),
+            list(attempt.penalties[: attempt.prompt]),
+        )
+        at = attempt.prompt
+        for turn, more in zip(attempt.turns, heard, strict=True):
+            end = at + turn.said + turn.heard
+            values += [*attempt.values[at:end], *(source.uniform(-9, 9) for _ in range(more))]
+            penalties += [*attempt.penalties[at:end], *(source.uniform(-9, 9) for _ in range(more))]
+            at = end
+        turns = [replace(t, heard=t.heard + n) for t, n in zip(attempt.turns, heard, strict=True)]
+        return replace(attempt, turns=turns, values=values, penalties=penalties)
+
+    stretched = [longer(attempt) for attempt in batch]
+    estimate = load_estimator(name)
+    one, other = credit_from(batch), credit_from(stretched)
+    torch.testing.assert_close(
+        estimate(one).advantages_T[one.action_T], estimate(other).advantages_T[other.action_T]
+    )
+
+
+@each_estimator
+@settings(max_examples=40)
+@given(batch=batches)
+def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attempt]) -> None:
+    """Beside its groups, a batch has the same ones again, as groups of their own."""
+    again = [replace(attempt, group=attempt.group + 4) for attempt in batch]
+    credit, double = credit_from(batch), credit_from(batch + again)
+    estimate = load_estimator(name)
+    found = estimate(double).advantages_T
+    torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
+    expected = estimate(credit).advantages_T
+    if name in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+        # deviations over twice the tokens divide by 2n - 1, not by 2 (n - 1); the scale apart, nothing changes
+        for number in set(credit.sets.tolist()):
+            mine = credit.action_T & (credit.sets[credit.trajectory_T] == number)
+            size = int(mine.sum())
+            if size > 1:
+                scale = ((2 * size - 1) / (2 * (size - 1))) ** 0.5
+                torch.testing.assert_close(
+                    found[: len(expected)][mine], expected[mine] * scale, atol=1e-6, rtol=1e-6
+                )
+    else:
+        torch.testing.assert_close(found[: len(expected)], expected)
+
+
+@each_estimator
+@settings(max_examples=40)
+@given(batch=batches)
+def test_only_actions_are_credited(name: str, batch: list[Attempt]) -> None:
+    credit = credit_from(batch)
+    assert not load_estimator(name)(credit).advantages_T[~credit.action_T].any()
+
+
+@each_loss
+@settings(max_examples=30)
+@given(
+    aggregation=st.sampled_from(sorted(algos.AGGREGATIONS)),
+    count=st.integers(1, 7),
+    seed=st.integers(0, 2**32),
+)
+def test_micro_batches_do_not_change_the_gradient(
+    name: str, aggregation: str, count: int, seed: int
+) -> None:
+    """The weighted losses of whole rows add up, in whatever portions and order they come."""
+    batch = batch_from(count, seed)
+    credit = credit_from(batch)
+    size = int(credit.action_T.sum())
+    weigh = load_aggregation(aggregation, {"length": 8} if aggregation == "length" else None)
+    weights = weigh(credit.trajectory_T, credit.action_T)[credit.action_T].double()
+    source = torch.Generator().manual_seed(seed)
+    logprobs, old, advantages = torch.randn(3, size, generator=source, dtype=torch.float64) * 0.3
+    row = credit.trajectory_T[credit.action_T]
+
+    def gradient(portions: list[list[int]]) -> Tensor:
+        leaf = logprobs.clone().requires_grad_()
+        for portion in portions:
+            chosen = torch.cat([(row == n).nonzero().squeeze(1) for n in portion])
+            renumbered = torch.searchsorted(torch.tensor(sorted(portion)), row[chosen])
+            loss, _ = load_loss(name)(Sampled(leaf[chosen], old[chosen], advantages[chosen], renumbered))
+            (loss * weights[chosen]).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    cut = random.Random(seed + 1).randint(0, count)
+    portions = [part for part in (order[:cut], order[cut:]) if part]
+    torch.testing.assert_close(gradient([list(range(count))]), gradient(portions))
+    torch.testing.assert_close(gradient([list(range(count))]), gradient([[n] for n in order]))

@@ -1,0 +1,96 @@
+"""Algorithms by name, with options that are checked, and algorithms of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ludus.algos as algos
+from ludus.algos import (
+    Attempt,
+    Need,
+    Sampled,
+    Turn,
+    credit_from,
+    load_algorithm,
+    load_estimator,
+    load_loss,
+)
+from ludus.core.failures import ConfigError
+
+PAIR = [Attempt(1.0, [Turn(1)]), Attempt(0.0, [Turn(2)])]
+
+
+@pytest.mark.parametrize("name", list(algos.ALGORITHMS))
+def test_every_algorithm_can_be_loaded_and_run(name: str) -> None:
+    needs_length = algos.ALGORITHMS[name].aggregation == "length"
+    algorithm = load_algorithm(name, aggregation_options={"length": 4} if needs_length else None)
+    batch = [Attempt(r, [Turn(2, 1, anchor=0), Turn(1)], values=[0.0] * 5) for r in (1.0, 0.0)]
+    credit = credit_from(batch)
+    advantages = algorithm.estimate(credit).advantages_T[credit.action_T]
+    logprobs = torch.full_like(advantages, -1.0).requires_grad_()
+    sampled = Sampled(logprobs, logprobs.detach(), advantages, credit.trajectory_T[credit.action_T])
+    weights = algorithm.weigh(credit.trajectory_T, credit.action_T)[credit.action_T]
+    (algorithm.loss(sampled)[0] * weights).sum().backward()
+    assert logprobs.grad is not None
+    # what was said in the better attempt is pulled up, in the worse one pushed down
+    assert (logprobs.grad[:3] < 0).all() and (logprobs.grad[3:] > 0).all()
+
+
+def test_an_algorithm_brings_its_own_defaults_and_takes_others() -> None:
+    sampled = Sampled(torch.tensor([0.0]), torch.tensor([-0.25]), torch.tensor([1.0]), torch.tensor([0]))
+    ratio = torch.tensor(0.25).exp().item()
+    assert load_algorithm("grpo").loss(sampled)[0].item() == pytest.approx(-1.2)
+    assert load_algorithm("dapo").loss(sampled)[0].item() == pytest.approx(-1.28)
+    wider = load_algorithm("dapo", loss_options={"clip_high": 0.5})
+    assert wider.loss(sampled)[0].item() == pytest.approx(-ratio)
+    other = load_algorithm("dapo", loss="policy_gradient")
+    assert other.loss(sampled)[0].item() == 0.0
+    assert load_algorithm("ppo").needs == {Need.CRITIC}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gae", {"lamda": 1.0}, "lamda: unknown key; did you mean 'lam'?"),
+        ("gae", {"lam": 1.5}, "lam: .*less than or equal to 1"),
+        ("gae", {"discount_per": "day"}, "discount_per: .*'token' or 'turn'"),
+        ("grpo", {"discount": 1.0}, "discount: unknown key"),
+        ("grppo", {}, "Did you mean 'grpo'?"),
+        ("ludus.algos:EPSILON_OF_MINE", {}, "has no 'EPSILON_OF_MINE'"),
+        ("math:pi", {}, "must be a function"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    name: str, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_estimator(name, options)
+
+
+def test_an_unknown_algorithm_and_stray_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no algorithm called 'pppo'\. Did you mean 'ppo'"):
+        load_algorithm("pppo")
+    with pytest.raises(ConfigError, match="no correction is named"):
+        load_algorithm("grpo", correction_options={"high": 2.0})
+    with pytest.raises(ConfigError, match="length: field required"):
+        load_algorithm("dr_grpo")
+
+
+def test_an_algorithm_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from ludus.algos import Credit, Estimate, Sampled\n"
+        "def best_only(credit: Credit, *, threshold: float = 0.5) -> Estimate:\n"
+        "    return credit.spread((credit.rewards_N > threshold).double())\n"
+        "def squared(sampled: Sampled, *, power: int = 2):\n"
+        "    return -sampled.advantages_A * sampled.logprobs_A**power, {}\n"
+    )
+    algorithm = load_algorithm(f"{file}:best_only", {"threshold": 0.9}, loss=f"{file}:squared")
+    assert algorithm.estimate(credit_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
+    assert algorithm.needs == frozenset()
+    with pytest.raises(ConfigError, match="power"):
+        load_loss(f"{file}:squared", {"power": "high"})

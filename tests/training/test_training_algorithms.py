@@ -1,0 +1,396 @@
+"""Every algorithm's first update equals an independent computation, over ragged multi-turn episodes.
+
+Advantages, losses and averages come from the plain-Python formulas of the algorithms' own tests; the model is
+run row by row, without packing. The engine's log-probabilities are off by some noise, so ratios differ
+from 1 and some are clipped.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ragged_episodes import (
+    assert_same_gradient,
+    attempts_of,
+    gradient_of,
+    plain,
+    played,
+    references,
+    row_logprobs,
+    scored,
+    slope,
+    tiny_learner,
+    tiny_model,
+)
+from torch import nn
+
+from ludus.algos import ALGORITHMS
+from ludus.core.failures import ConfigError
+from ludus.training.critic import Critic
+from ludus.training.learner import frozen
+from ludus.training.playing import Played
+from ludus.training.settings import CriticConfig, RLConfig
+from ludus.training.updates import reinforce_groups
+
+advantages = references("reference_advantages")
+losses = references("reference_losses")
+
+Tokens = list[list[float]]
+LENGTH = 20
+
+
+def clipped(low: float, high: float) -> Callable[..., float]:
+    return lambda new, held, old, mean, advantage: losses.clipped(new, old, advantage, low, high)
+
+
+def cispo(new: float, held: float, old: float, mean: float, advantage: float) -> float:
+    return float(losses.cispo(new, held, old, advantage, 1.0, 4.0))
+
+
+def gspo(new: float, held: float, old: float, mean: float, advantage: float) -> float:
+    return float(losses.gspo_token(new, held, math.exp(mean), advantage, 3e-4, 4e-4))
+
+
+def ppo(attempts: list[Any], **options: Any) -> Tokens:
+    found, _ = advantages.gae(attempts, discount=1.0, lam=0.95, **options)
+    whitened: Tokens = advantages.whitened(attempts, found)
+    return whitened
+
+
+USUAL = clipped(0.2, 0.2)
+PLANS: dict[str, tuple[Callable[[list[Any]], Tokens], Callable[..., float], str]] = {
+    "grpo": (advantages.grpo, USUAL, "token"),
+    "dr_grpo": (advantages.dr_grpo, USUAL, "length"),
+    "dapo": (advantages.grpo, clipped(0.2, 0.28), "token"),
+    "gspo": (advantages.grpo, gspo, "sequence"),
+    "cispo": (advantages.grpo, cispo, "token"),
+    "rloo": (advantages.rloo, USUAL, "sequence"),
+    "reinforce": (advantages.reinforce, USUAL, "token"),
+    "reinforce_pp": (lambda a: advantages.reinforce_pp(a, 1.0), USUAL, "token"),
+    "reinforce_pp_baseline": (advantages.reinforce_pp_baseline, USUAL, "token"),
+    "ppo": (ppo, USUAL, "token"),
+    "turn_grpo": (lambda a: advantages.turn_grpo(a, 1.0, True), USUAL, "token"),
+    "gigpo": (lambda a: advantages.gigpo(a, 0.95, 1.0, True), USUAL, "token"),
+}
+
+
+def settings(algorithm: str, **others: Any) -> RLConfig:
+    length = {"aggregation_options": {"length": LENGTH}} if algorithm == "dr_grpo" else {}
+    return RLConfig.parse({"algorithm": algorithm, **length, **others})
+
+
+def still_critic(model: nn.Module) -> Critic:
+    """One that says different things at different places, and hardly learns."""
+    critic = Critic(model, CriticConfig.parse({"optimizer": {"learning_rate": 1e-30}}), 10)
+    torch.manual_seed(5)
+    nn.init.normal_(critic.model.head.weight, std=0.3)
+    return critic
+
+
+def values_row_by_row(critic: Critic, model: nn.Module, tokens: list[int]) -> list[float]:
+    """The value before each token and after the last, from the policy's own hidden states.
+
+    The critic's trunk is a copy of it that has not learnt yet.
+    """
+    runner: Any = plain(model)
+    with torch.no_grad():
+        hidden = runner.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+        after = critic.model.head(hidden).squeeze(1).tolist()
+    return [0.0, *after]
+
+
+def ppo_attempts(critic: Critic, model: nn.Module, given: Played) -> list[Any]:
+    result = []
+    for attempt, trajectory in zip(attempts_of(given), scored(given), strict=True):
+        *values, after = values_row_by_row(critic, model, trajectory.tokens)
+        result.append(replace(attempt, values=values, bootstrap=after))
+    return result
+
+
+def expected_slopes(
+    model: nn.Module,
+    given: Played,
+    found: Tokens,
+    loss: Callable[..., float],
+    aggregation: str,
+    trained: list[list[bool]],
+    old: Tokens | None = None,
+) -> Tokens:
+    """d(objective)/d(logprob) of every token of every episode."""
+    trajectories = scored(given)
+    laid = iter(losses.weights(trained, aggregation, LENGTH))
+    weights = [[next(laid) for _ in mask] for mask in trained]
+    result: Tokens = []
+    for i, trajectory in enumerate(trajectories):
+        new = row_logprobs(model, trajectory.tokens).tolist()
+        before = trajectory.logprobs if old is None else old[i]
+        places = [place for place, is_trained in enumerate(trained[i]) if is_trained]
+        mean = statistics.fmean(new[p] - before[p] for p in places) if places else 0.0
+        slopes = [0.0] * len(new)
+        for p in places:
+            slopes[p] = weights[i][p] * slope(
+                lambda x, i=i, p=p, new=new, before=before, mean=mean: loss(  # type: ignore[misc]
+                    x, new[p], before[p], mean, found[i][p]
+                ),
+                new[p],
+            )
+        result.append(slopes)
+    return result
+
+
+def said(given: Played) -> list[list[bool]]:
+    return [trajectory.action_mask for trajectory in scored(given)]
+
+
+def check(
+    model: nn.Module, given: Played, config: RLConfig, slopes: Tokens, **others: Any
+) -> dict[str, float]:
+    others = {"reference": None, "critic": None} | others
+    for budget in (1, 40, 1000):
+        learner = tiny_learner(model, budget)
+        metrics = reinforce_groups(learner, given, config, **others)
+        expected = gradient_of(model, [t.tokens for t in scored(given)], slopes)
+        assert_same_gradient(model, expected)
+    assert all(math.isfinite(value) for value in metrics.values())
+    return metrics
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_the_first_update_is_the_formulas(algorithm: str) -> None:
+    """And it is the same in micro-batches of one row, of some, and of all."""
+    model = tiny_model()
+    given = played(model, seed=3)
+    attempts = attempts_of(given)
+    critic = None
+    if algorithm == "ppo":
+        critic = still_critic(model)
+        attempts = ppo_attempts(critic, model, given)
+    advantage, loss, aggregation = PLANS[algorithm]
+    slopes = expected_slopes(model, given, advantage(attempts), loss, aggregation, said(given))
+    metrics = check(model, given, settings(algorithm), slopes, critic=critic)
+    assert metrics["logprob_difference_max"] == pytest.approx(0.15, abs=0.03)
+    assert metrics["ratio_max"] > 1
+    assert ("value_loss" in metrics) == (algorithm == "ppo")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "gigpo"])
+def test_a_masked_episode_is_in_the_baseline_and_not_in_the_loss(algorithm: str) -> None:
+    model = tiny_model()
+    given = played(model, seed=4)
+    masked = replace(given, masked=frozenset({(0, 0), (2, 1)}))
+    spared = {id(given.groups[0].trajectories[0]), id(given.groups[2].trajectories[1])}
+    trained = [[m and id(t) not in spared for m in t.action_mask] for t in scored(given)]
+    advantage, loss, aggregation = PLANS[algorithm]
+    slopes = expected_slopes(model, given, advantage(attempts_of(given)), loss, aggregation, trained)
+    check(model, masked, settings(algorithm), slopes)
+
+
+def test_a_step_of_masked_episodes_changes_nothing() -> None:
+    model = tiny_model()
+    given = played(model, groups=1)
+    everything = frozenset((0, i) for i in range(len(given.groups[0].trajectories)))
+    learner = tiny_learner(model)
+    none = reinforce_groups(
+        learner, replace(given, masked=everything), settings("grpo"), reference=None, critic=None
+    )
+    assert none == {}
+    assert learner.steps_done == 0
+
+
+def heard_and_said(given: Played) -> list[list[bool]]:
+    """Everything but the prompt."""
+    prompts = [len(t.sequences[0].segments[0].tokens) for t in scored(given)]
+    return [[p >= n for p in range(len(t.tokens))] for t, n in zip(scored(given), prompts, strict=True)]
+
+
+def old_with_heard(model: nn.Module, given: Played) -> Tokens:
+    """The engine's logprobs where the model spoke, the trainer's where it listened."""
+    return [
+        [
+            engine if spoke else trainer
+            for engine, spoke, trainer in zip(
+                t.logprobs, t.action_mask, row_logprobs(model, t.tokens).tolist(), strict=True
+            )
+        ]
+        for t in scored(given)
+    ]
+
+
+def test_without_the_loss_mask_observations_are_trained() -> None:
+    model = tiny_model()
+    given = played(model, seed=5)
+    trained = heard_and_said(given)
+    found = advantages.grpo(attempts_of(given))
+    spread = [[max(row, key=abs) * m for m in mask] for row, mask in zip(found, trained, strict=True)]
+    slopes = expected_slopes(model, given, spread, USUAL, "token", trained, old_with_heard(model, given))
+    check(model, given, settings("grpo", loss_mask=False), slopes)
+
+
+def test_without_the_advantage_mask_credit_runs_through_observations() -> None:
+    model = tiny_model()
+    given = played(model, seed=6)
+    critic = still_critic(model)
+    attempts = ppo_attempts(critic, model, given)
+    through = ppo(attempts, skip_observations=False)
+    assert through != ppo(attempts)
+    slopes = expected_slopes(model, given, through, USUAL, "token", said(given))
+    check(model, given, settings("ppo", advantage_mask=False), slopes, critic=critic)
+
+
+def test_ppo_by_the_turn_and_beyond_the_cut() -> None:
+    """The options that read turns, endings and the value after the last token."""
+    model = tiny_model()
+    given = played(model, seed=12)
+    critic = still_critic(model)
+    attempts = ppo_attempts(critic, model, given)
+    assert {attempt.truncated for attempt in attempts} == {True, False}
+    options: dict[str, Any] = {"discount": 0.8, "lam": 0.9, "discount_per": "turn", "bootstrap": True}
+    found, _ = advantages.gae(attempts, **options)
+    slopes = expected_slopes(
+        model, given, advantages.whitened(attempts, found), USUAL, "token", said(given)
+    )
+    check(model, given, settings("ppo", options=options), slopes, critic=critic)
+
+
+def test_without_both_masks_everything_is_credited_and_trained() -> None:
+    model = tiny_model()
+    given = played(model, seed=7)
+    critic = still_critic(model)
+    attempts, trained = ppo_attempts(critic, model, given), heard_and_said(given)
+    found, _ = advantages.gae(attempts, discount=1.0, lam=0.95, skip_observations=False)
+    whitened: Tokens = []
+    for attempt, row, mask in zip(attempts, found, trained, strict=True):
+        pool = [
+            value
+            for other, values, chosen in zip(attempts, found, trained, strict=True)
+            if other.set == attempt.set
+            for value, is_chosen in zip(values, chosen, strict=True)
+            if is_chosen
+        ]
+        scale = statistics.stdev(pool) + 1e-8
+        whitened.append(
+            [(v - statistics.fmean(pool)) / scale if m else 0.0 for v, m in zip(row, mask, strict=True)]
+        )
+    slopes = expected_slopes(
+        model, given, whitened, USUAL, "token", trained, old_with_heard(model, given)
+    )
+    config = settings("ppo", loss_mask=False, advantage_mask=False)
+    check(model, given, config, slopes, critic=critic)
+
+
+def test_the_advantage_mask_is_ppos() -> None:
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="advantage_mask"):
+        reinforce_groups(
+            tiny_learner(model),
+            played(model),
+            settings("grpo", advantage_mask=False),
+            reference=None,
+            critic=None,
+        )
+
+
+def test_a_correction_weighs_by_what_the_engine_reported() -> None:
+    """Ratios start from the trainer's own logprobs, so they are 1 in the first update."""
+    model = tiny_model()
+    given = played(model, seed=8, noise=1.5)
+    new = [row_logprobs(model, t.tokens).tolist() for t in scored(given)]
+    slopes = expected_slopes(
+        model, given, advantages.grpo(attempts_of(given)), USUAL, "token", said(given), new
+    )
+    capped = False
+    for row, mine, trajectory in zip(slopes, new, scored(given), strict=True):
+        for place in range(len(row)):
+            ratio = math.exp(mine[place] - trajectory.logprobs[place]) if row[place] else 1.0
+            capped |= ratio > 2
+            row[place] *= min(ratio, 2.0)
+    assert capped
+    config = settings("grpo", correction="truncated", correction_options={"high": 2.0})
+    metrics = check(model, given, config, slopes)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["logprob_difference_max"] > 1
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_divergence_as_a_term_of_the_loss(estimator: str) -> None:
+    model, reference = tiny_model(), frozen(tiny_model(seed=1))
+    given = played(model, seed=9)
+    slopes = expected_slopes(
+        model, given, advantages.grpo(attempts_of(given)), USUAL, "token", said(given)
+    )
+    count = sum(sum(mask) for mask in said(given))
+    total, kl = 0.0, getattr(losses, estimator)
+    for row, trajectory in zip(slopes, scored(given), strict=True):
+        new = row_logprobs(model, trajectory.tokens).tolist()
+        far = row_logprobs(reference, trajectory.tokens).tolist()
+        for place, spoke in enumerate(trajectory.action_mask):
+            if spoke:
+                row[place] += 0.3 / count * slope(partial(kl, reference=far[place]), new[place])
+                total += kl(new[place], far[place])
+    config = settings("grpo", kl=0.3, kl_estimator=estimator)
+    metrics = check(model, given, config, slopes, reference=reference)
+    assert metrics["kl"] == pytest.approx(total / count, rel=1e-3)
+
+
+def test_the_divergence_as_a_reward() -> None:
+    model, reference = tiny_model(), frozen(tiny_model(seed=1))
+    given = played(model, seed=10)
+    penalised = []
+    for attempt, trajectory in zip(attempts_of(given), scored(given), strict=True):
+        far = row_logprobs(reference, trajectory.tokens).tolist()
+        pairs = zip(trajectory.logprobs, far, trajectory.action_mask, strict=True)
+        penalised.append(replace(attempt, penalties=[-0.1 * (p - q) * spoke for p, q, spoke in pairs]))
+    found = advantages.reinforce_pp(penalised, 1.0)
+    slopes = expected_slopes(model, given, found, USUAL, "token", said(given))
+    config = settings("reinforce_pp", kl=0.1, kl_estimator="k1", kl_in="reward")
+    metrics = check(model, given, config, slopes, reference=reference)
+    mean = -sum(sum(a.penalties) for a in penalised) / 0.1 / sum(sum(mask) for mask in said(given))
+    assert metrics["kl"] == pytest.approx(mean, rel=1e-3)
+
+
+def test_several_updates_share_one_estimate() -> None:
+    """Baselines are over the step, weights over the update's part: the last gradient is the last part's."""
+    model = tiny_model()
+    given = played(model, seed=11)
+    last = {id(t) for group in given.groups[2:] for t in group.trajectories}
+    trained = [[m and id(t) in last for m in t.action_mask] for t in scored(given)]
+    found = advantages.reinforce_pp(attempts_of(given), 1.0)
+    slopes = expected_slopes(model, given, found, USUAL, "token", trained)
+    learner = tiny_learner(model)
+    config = settings("reinforce_pp", updates=2)
+    reinforce_groups(learner, given, config, reference=None, critic=None)
+    assert learner.steps_done == 2
+    assert_same_gradient(model, gradient_of(model, [t.tokens for t in scored(given)], slopes))
+
+
+def test_engine_and_trainer_are_compared_in_the_first_update() -> None:
+    """Later ones run other weights, and their distance would say nothing about the engine."""
+    model = tiny_model()
+    given = played(model, seed=11, noise=0.0)
+    learner = tiny_learner(model, learning_rate=0.05)
+    config = settings("grpo", updates=4)
+    metrics = reinforce_groups(learner, given, config, reference=None, critic=None)
+    assert metrics["logprob_difference_max"] < 1e-4
+    assert metrics["ratio_max"] > 1.01
+
+
+def test_what_is_needed_is_asked_for() -> None:
+    model = tiny_model()
+    learner, given = tiny_learner(model), played(model)
+    with pytest.raises(ValueError, match="critic"):
+        reinforce_groups(learner, given, settings("ppo"), reference=None, critic=None)
+    with pytest.raises(ValueError, match="reference"):
+        reinforce_groups(learner, given, settings("grpo", kl=0.1), reference=None, critic=None)
+    assert (
+        reinforce_groups(
+            learner, Played([], frozenset(), [], {}), settings("grpo"), reference=None, critic=None
+        )
+        == {}
+    )
