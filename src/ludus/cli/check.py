@@ -40,7 +40,9 @@ def check_environment(
 
 @check_app.command("tool")
 def check_tool(
-    tool: Annotated[str, typer.Argument(help="module:function or file.py:function.")],
+    tool: Annotated[
+        str, typer.Argument(help="module:function, file.py:function, or a name such as python.")
+    ],
     arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
 ) -> None:
     """Show a tool as the model sees it, and call it."""

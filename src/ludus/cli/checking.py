@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import ToolCall
-from ludus.core.registry import load_reference
 from ludus.core.success import is_success
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext
@@ -17,7 +16,8 @@ from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.tasksets import load_tasks
 from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.tools import as_toolset
+from ludus.sandbox import close_shared_sandboxes
+from ludus.tools.library import build_toolset
 from ludus.training import Parts, Recipe, load_parts, load_recipe
 from ludus.training.models import device_of, fit_tokenizer
 from ludus.training.workshop import build_rollout, play_expert
@@ -105,7 +105,7 @@ def _env(factory: object, tasks: list[Task], name: str) -> Findings:
 
 def tool_findings(reference: str, arguments: str | None) -> Findings:
     """A tool as the model is told of it, and what a call gives."""
-    tools = as_toolset([load_reference(reference)])
+    tools = build_toolset([reference])
     context = ToolContext("check", Task.of("check", id="check"))
     try:
         given = json.loads(arguments) if arguments is not None else None
@@ -127,6 +127,8 @@ def tool_findings(reference: str, arguments: str | None) -> Findings:
                 return [*findings, ("error", str(error))]
             fault = f" (the model's fault: {result.fault})" if result.fault else ""
             findings.append(("warning" if fault else "info", f"result{fault}: {result.content}"))
+            await tools.close(context)
+            await close_shared_sandboxes()
         return findings
 
     return asyncio.run(used())

@@ -5,7 +5,13 @@ what came of it. `Limits` and `SandboxConfig` say how much it may take.
 """
 
 from ludus.sandbox.config import Limits, SandboxConfig
-from ludus.sandbox.errors import CannotFork, SandboxError, SandboxUnavailable, SessionLost
+from ludus.sandbox.errors import (
+    CannotFork,
+    SandboxError,
+    SandboxUnavailable,
+    SessionEnded,
+    SessionLost,
+)
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.layers import Layers
 from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
@@ -22,6 +28,7 @@ __all__ = [
     "SandboxError",
     "SandboxUnavailable",
     "Session",
+    "SessionEnded",
     "SessionLost",
     "Snapshot",
     "close_shared_sandboxes",

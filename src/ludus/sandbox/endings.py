@@ -21,7 +21,7 @@ _SAID = {
     "interrupted": Outcome.TIMEOUT,
     "signal": Outcome.KILLED,
 }
-_EXCESS = {"memory": Outcome.MEMORY, "processes": Outcome.PROCESSES}
+_EXCESS = {"memory": Outcome.MEMORY, "processes": Outcome.PROCESSES, "cpu": Outcome.CPU}
 
 
 def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:

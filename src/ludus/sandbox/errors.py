@@ -29,3 +29,7 @@ class CannotFork(LudusError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"this session cannot be forked now: {reason}")
         self.reason = reason
+
+
+class SessionEnded(LudusError):
+    """The code in a session ended it, between two requests: the model's doing, and its state is gone."""

@@ -62,6 +62,12 @@ class Link:
                 frames.close_all(list(fds))
             self._outgoing.clear()
 
+    def abandon(self) -> None:
+        """Close the socket alone; the event loop is gone."""
+        self._is_open = False
+        self._socket.close()
+        frames.close_all(self._fds)
+
     def _write(self) -> None:
         while self._outgoing:
             data, fds = self._outgoing[0]

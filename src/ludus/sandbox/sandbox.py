@@ -9,9 +9,9 @@ caller that finds it dead; executions that were in it are run again elsewhere, s
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import socket
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -26,7 +26,7 @@ from ludus.sandbox.session import Session
 from ludus.sandbox.worker import Worker
 
 _YOUNG_SECONDS = 0.1
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 Files = Mapping[str, bytes | str]
 
 
@@ -57,8 +57,13 @@ class Sandbox:
             if missing > 0:
                 layers = self._layers
                 started = [Worker(layers.order, layers.group, self._on_death) for _ in range(missing)]
-                await asyncio.gather(*(worker.start() for worker in started))
-                self._workers += started
+                told = await asyncio.gather(*(w.start() for w in started), return_exceptions=True)
+                for worker, answer in zip(started, told, strict=True):
+                    if not isinstance(answer, BaseException):
+                        self._workers.append(worker)
+                for answer in told:
+                    if isinstance(answer, BaseException):
+                        raise answer
             return self._layers
 
     @property
@@ -117,6 +122,15 @@ class Sandbox:
             if not waiting.done():
                 waiting.set_exception(SandboxError("the sandbox was closed", retriable=False))
         self._queue.clear()
+
+    def abandon(self) -> None:
+        """End everything without an event loop: theirs is closed, or the interpreter is about to end."""
+        self._closed = True
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.abandon()
+        if self._layers is not None:
+            self._layers.tidy()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -257,14 +271,14 @@ class _Place:
             self._sandbox._leave(self._worker)
 
 
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = (
-    weakref.WeakKeyDictionary()
-)
+_shared: dict[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = {}
 
 
 def shared_sandbox(config: SandboxConfig | None = None) -> Sandbox:
     """The sandbox that everything on this event loop shares, one for each config."""
     loop = asyncio.get_running_loop()
+    for other in [other for other in _shared if other.is_closed()]:
+        _abandon(_shared.pop(other))
     boxes = _shared.setdefault(loop, {})
     config = config or SandboxConfig()
     if config not in boxes or boxes[config]._closed:
@@ -276,3 +290,14 @@ async def close_shared_sandboxes() -> None:
     """Close those of this event loop; whoever needs one afterwards gets a new one."""
     boxes = _shared.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(box.close() for box in boxes.values()))
+
+
+def _abandon(boxes: dict[SandboxConfig, Sandbox]) -> None:
+    for box in boxes.values():
+        box.abandon()
+
+
+@atexit.register
+def _abandon_all() -> None:
+    for boxes in _shared.values():
+        _abandon(boxes)

@@ -24,7 +24,7 @@ from ludus.sandbox.branches import Stem
 from ludus.sandbox.capture import Capture
 from ludus.sandbox.config import Limits
 from ludus.sandbox.endings import execution_of, unfinished
-from ludus.sandbox.errors import SessionLost
+from ludus.sandbox.errors import SessionEnded, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
 
@@ -63,11 +63,19 @@ class Session:
         """Whether our files are the stem's own rather than a copy."""
         self._lock = asyncio.Lock()
         self._closed = False
+        self._abandoned = False
+        """Whether an execution was cancelled under way, for which its process was ended."""
 
     @property
     def alive(self) -> bool:
         """Whether it can still run code."""
-        return not self._closed and self._body.alive
+        return not self._closed and not self._abandoned and self._body.alive
+
+    @property
+    def was_ended_inside(self) -> bool:
+        """Whether the code in it ended it, or hit a limit for it: the model's doing, not ours."""
+        gone = not self._body.alive and not self._closed and not self._abandoned
+        return gone and self._body.process.problem is None
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
@@ -85,9 +93,11 @@ class Session:
         self, argv: Sequence[str], *, stdin: str = "", wall_seconds: float | None = None
     ) -> Execution:
         """Run a program in the session's files; nothing of it stays but what it wrote there."""
+        if isinstance(argv, str | bytes) or not argv:
+            raise ValueError(
+                f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`'
+            )
         words = [os.fsdecode(_argument(word)) for word in argv]
-        if not words:
-            raise ValueError("argv is empty; its first word names the program")
         return await self._execute({"op": "run", "argv": words}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
@@ -191,6 +201,8 @@ class Session:
         if wall <= 0:
             raise ValueError(f"wall_seconds = {wall} leaves no time to run in")
         async with self._lock:
+            if self.was_ended_inside:
+                return await self._gone()
             self._check()
             self._is_stem_state = False
             started = time.monotonic()
@@ -209,8 +221,9 @@ class Session:
                 os.close(given)
             try:
                 said = await self._outcome(running, wall, polite=header["op"] == "python")
-            except BaseException:
-                self._body.process.kill()  # a cancelled execution cannot be left to run on
+            except asyncio.CancelledError:
+                self._abandoned = True
+                self._body.process.kill()  # it cannot be left to run on
                 raise
             finally:
                 self._body.settled()
@@ -223,6 +236,13 @@ class Session:
                 seconds=time.monotonic() - started,
                 lost=not self._body.alive,
             )
+
+    async def _gone(self) -> Execution:
+        """What there is to say to somebody who runs something in a session that its code has ended."""
+        ending = self._body.process.ended.result()
+        if self._stem is not None:
+            ending = await self._stem.ending(self._body)
+        return replace(unfinished(ending, None, self.limits), lost=True)
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
         """Wait for the end of an execution, and bring it about at the deadline."""
@@ -274,6 +294,8 @@ class Session:
     async def _file(self, header: dict[str, Any], body: bytes, most_body: int) -> bytes:
         """A request about a file, which is answered from inside at once."""
         async with self._lock:
+            if self.was_ended_inside:
+                raise SessionEnded("the code in the session has ended it")
             self._check()
             self._is_stem_state = self._is_stem_state and header["op"] == "read"
             request = self._body.ask(header, body, most_body=most_body)
@@ -281,6 +303,7 @@ class Session:
                 async with asyncio.timeout(self.limits.wall_seconds):
                     await first(request.answered, self._body.process.ended)
             except BaseException as error:
+                self._abandoned = True
                 self._body.process.kill()  # what it would answer later belongs to nobody
                 if isinstance(error, TimeoutError):
                     raise SessionLost("a session did not answer in time and was ended") from None
@@ -288,8 +311,9 @@ class Session:
             finally:
                 self._body.settled()
             if not request.answered.done():
-                reason = self._body.process.problem or "its process is gone"
-                raise SessionLost(f"a session was lost: {reason}")
+                if self._body.process.problem is None:
+                    raise SessionEnded("the code in the session has ended it")
+                raise SessionLost(f"a session was lost: {self._body.process.problem}")
             said, content = request.answered.result()
         if said.get("done") != "ok":
             number = said.get("errno")
@@ -300,6 +324,8 @@ class Session:
     def _check(self) -> None:
         if self._closed:
             raise SessionLost("the session is closed")
+        if self._abandoned:
+            raise SessionLost("the session was ended because an execution in it was cancelled")
         if not self._body.alive:
             reason = self._body.process.problem or "its process is gone"
             raise SessionLost(f"the session has ended: {reason}")
@@ -359,6 +385,8 @@ async def _closed_when_made(task: asyncio.Task[Made]) -> None:
 
 
 def _source(code: str) -> bytes:
+    if not isinstance(code, str):
+        raise TypeError(f"code is a text, not {type(code).__name__}")
     data = _text(code)
     if len(data) > _MOST_SOURCE:
         raise ValueError(f"the code has {len(data):,} bytes; {_MOST_SOURCE:,} are accepted")

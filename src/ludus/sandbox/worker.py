@@ -188,6 +188,16 @@ class Worker:
             self._popen.kill()
             self._popen.wait()
 
+    def abandon(self) -> None:
+        """The same at once, where there is no event loop any more."""
+        self.is_alive = False
+        if self._link is not None:
+            self._link.abandon()
+            self._link = None
+        if self._popen is not None and self._popen.returncode is None:
+            self._popen.kill()
+            self._popen.wait()
+
     def _new_process(self) -> Process:
         process = Process(self, next(self._numbers))
         self._processes[process.number] = process

@@ -82,7 +82,7 @@ class Trainer:
         self._saved = checkpoint.step
         self._measured = {row["step"] for row in self.run.metrics() if any(map(_is_measured, row))}
         load_rewards(checkpoint.path, self.workshop.scorers)
-        for _ in range(updates_until(self.progress, self.recipe)):
+        for _ in range(updates_until(self.progress, self.recipe) + len(self._measured)):
             await self.workshop.engine.update_weights()  # so that versions are counted on
 
     def save(self) -> None:

@@ -33,7 +33,8 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
     """Draw `curve.png` and write `report.md` into the run's folder."""
     report = Report(_rows(run, recipe), _samples(run, recipe))
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
-    parts = [f"# {run.name}\n", table_markdown(COLUMNS, report.rows), "![curve](curve.png)\n"]
+    parts = [f"# {run.name}\n", table_markdown(COLUMNS, report.rows), *_passes(run)]
+    parts.append("![curve](curve.png)\n")
     for label, trajectory in report.samples:
         parts.append(f"## An episode {label}\n\n```text\n{episode_text(trajectory)}\n```\n")
     atomic_write(run.report_path, "\n".join(parts))
@@ -73,6 +74,22 @@ def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
         ]
         for row in measured.values()
     ]
+
+
+def _passes(run: RunFolder) -> list[str]:
+    """A table of pass@k and average@k for each measurement that has them."""
+    tables: list[str] = []
+    for row in run.metrics():
+        ks = [int(name.partition("@")[2]) for name in row if name.startswith("eval/pass@")]
+        shares = [
+            [f"{what}@k", *(f"{row[f'eval/{what}@{k}']:.1%}" for k in ks)]
+            for what in ("pass", "average")
+        ]
+        if ks:
+            tables.append(
+                table_markdown((f"after step {row['step']}", *(f"k = {k}" for k in ks)), shares)
+            )
+    return tables
 
 
 def _cells(row: dict[str, float], names: tuple[str, ...]) -> list[Cell]:

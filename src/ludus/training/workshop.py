@@ -98,7 +98,9 @@ class Workshop:
     ) -> Evaluation:
         """Play the held-out tasks of all sets; with `with_pass`, pass@k and average@k are among the metrics.
 
-        Rewards that remember what they scored forget what they scored here: measuring changes nothing.
+        Measuring changes nothing. Rewards that remember what they scored forget what they scored here; and the
+        engine drops the KV it has computed: found again later, it would change a last bit there, and a run that
+        is resumed does not have it. (It counts that as an update.)
         """
         sampling, seed = Sampling(temperature=temperature), self.recipe.seed
         memories = [(s, copy.deepcopy(s.state_dict())) for s in self.scorers.values()]
@@ -110,6 +112,7 @@ class Workshop:
         finally:
             for scorer, memory in memories:
                 scorer.load_state_dict(memory)
+        await self.engine.update_weights()
         groups = [group for part in parts for group in part.groups]
         metrics = rollout_metrics(groups)
         if len(parts) > 1:

@@ -7,6 +7,7 @@ import os
 import signal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _ROUNDS = 100
 
 
@@ -33,6 +34,16 @@ def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> 
         return None
     # Pages that a fork shares are counted in each process; the slower count divides them.
     return "memory" if sum(map(_proportional, family)) > most_bytes else None
+
+
+def cpu_seconds(pid: int, others: set[int]) -> float:
+    """Processor time that a session's processes have used, those that have ended and were collected too."""
+    ticks = 0
+    for one in tree(pid, others):
+        with contextlib.suppress(OSError), open(f"/proc/{one}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            ticks += sum(int(fields[place]) for place in (11, 12, 13, 14))
+    return ticks / _TICKS
 
 
 def kill_below(pid: int, keep: set[int]) -> None:

@@ -54,7 +54,10 @@ def main(link_fd: int) -> None:
 
 def _preload(names: list[str]) -> None:
     for name in (*_ALWAYS, *names):
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"preload names {name!r}, which cannot be imported: {error}") from error
     count = len(os.listdir("/proc/self/task"))
     if count > 1:
         raise RuntimeError(
@@ -148,6 +151,8 @@ class Zygote:
         self._poll = select.poll()
         self._bounds: dict[int, Bounds] = {}
         """The limits of each session, by number."""
+        self._idle_use: dict[int, tuple[float, float]] = {}
+        """Of sessions that should be idle: processor time used, and for how long they have been busy."""
         self._watched: set[int] = set()
         """Sessions to look after often: those that have been running something for a while."""
 
@@ -174,8 +179,9 @@ class Zygote:
                 self._obey()
             now = time.monotonic()
             if now - later > _SELDOM_SECONDS:
-                soon = later = now
                 self._look_after(set(self._sessions))
+                self._look_for_restless(now - later)
+                soon = later = now
             elif now - soon > _OFTEN_SECONDS:
                 soon = now
                 self._look_after(self._watched)
@@ -333,6 +339,20 @@ class Zygote:
             if excess is not None:
                 self._tell({"event": "excess", "id": number, "what": excess})
                 self._kill(number)
+
+    def _look_for_restless(self, seconds: float) -> None:
+        """End sessions in which nothing was asked to run, and which keep a processor busy all the same."""
+        others = set(self._numbers)
+        for number in self._sessions.keys() - self._watched:
+            used = watch.cpu_seconds(self._sessions[number], others)
+            before, busy = self._idle_use.get(number, (used, 0.0))
+            busy = busy + seconds if used - before > seconds / 2 else 0.0
+            self._idle_use[number] = (used, busy)
+            if busy > self._bounds[number].cpu_seconds:
+                self._tell({"event": "excess", "id": number, "what": "cpu"})
+                self._kill(number)
+        for number in self._idle_use.keys() - (self._sessions.keys() - self._watched):
+            del self._idle_use[number]
 
     def _tell(self, event: dict[str, Any]) -> None:
         frames.send(self._link, event)

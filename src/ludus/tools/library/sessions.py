@@ -70,6 +70,9 @@ class EpisodeSessions:
         """The episode's session; one that the model's own program ended is replaced next time."""
         held = self._held.setdefault(context.episode, _Held())
         async with held.turn:
+            if held.session is not None and held.session.was_ended_inside:
+                ended, held.session, held.lost = held.session, None, True
+                await ended.close()
             note = GONE if held.lost else ""
             if held.session is None:
                 held.session = await self._opened(context.task)

@@ -18,7 +18,7 @@ from ludus.core.messages import Json, ToolCall
 from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.tools.remote.calls import Attempts
 from ludus.tools.remote.episodes import Episode, RemoteCounters, Session, Sessions
-from ludus.tools.remote.patience import Patience
+from ludus.tools.remote.patience import Contact, Patience
 from ludus.tools.remote.replies import normalized, unsendable
 from ludus.tools.remote.transport import Broken, NotSent, Reply, Transport
 from ludus.tools.toolset import malformed, unknown_tool
@@ -50,6 +50,7 @@ class RemoteTools:
         if not given:
             raise ConfigError("remote tools need at least one address, such as http://127.0.0.1:8700")
         self._deadline, self._unreachable_seconds = deadline, unreachable_seconds
+        self._contact = Contact()
         token = token if token is not None else os.environ.get("LUDUS_TOKEN")
         self._transport = Transport(token, connections)
         self._sessions = Sessions(self._transport, [normalized(one) for one in given], tools)
@@ -123,7 +124,7 @@ class RemoteTools:
         return found
 
     def _patience(self) -> Patience:
-        return Patience(self._deadline, self._unreachable_seconds)
+        return Patience(self._deadline, self._unreachable_seconds, self._contact)
 
     async def _described(self, session: Session, patience: Patience) -> Reply:
         while True:

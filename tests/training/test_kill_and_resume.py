@@ -1,0 +1,157 @@
+"""Kill a training process, again and again, at random moments: what it ends with is what it would have been.
+
+Each process goes on with the run, or begins it where none before had come so far, and is killed with SIGKILL at
+a delay that a seed decides: while it assembles, plays, updates, evaluates or writes. How far a process gets in
+that time is the machine's business. It is counted from the moment at which everything is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage_runs import Talker, assert_same_runs
+
+import ludus
+from conftest import TINY, add, even, expert, tasks
+from ludus.observe import RunFolder
+
+HANG = 120.0
+
+RATE = {"learning_rate": 1e-2}
+GROWING = {
+    "setting": "budgets.max_turns",
+    "adaptive": {"start": 1, "stop": 3, "by": 1, "metric": "reward", "above": 0.1, "over": 2},
+}
+STAGES: list[dict[str, Any]] = [
+    {"kind": "sft", "steps": 8, "batch": 2, "optimizer": {**RATE, "schedule": "linear"}},
+    {
+        "kind": "rl", "algorithm": "ppo", "steps": 6, "tasks": 2, "attempts": 2, "updates": 2, "kl": 0.1,
+        "critic": {"warmup_steps": 1, "optimizer": RATE}, "refill": {"rounds": 1},
+        "curriculum": [GROWING], "broken": {"no_answer": -0.1},
+        "optimizer": {**RATE, "schedule": "cosine", "warmup_steps": 2},
+    },
+    {
+        "kind": "rejection", "rounds": 2, "steps": 2, "tasks": 2, "attempts": 2, "threshold": -1.0,
+        "batch": 2, "restart": True, "optimizer": RATE,
+    },
+    {"kind": "dpo", "steps": 3, "tasks": 2, "attempts": 2, "optimizer": RATE},
+    {"kind": "eval", "attempts": 2},
+]  # fmt: skip
+
+
+SHORT = [{**STAGES[0], "steps": 2}, {**STAGES[1], "steps": 4}, {**STAGES[3], "steps": 2}]
+
+
+def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], ready: Connection) -> None:
+    """What a process does: begin the run, or go on with it. One episode at a time, on one core."""
+    code: dict[str, Any] = {
+        "tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [even],
+        "agent": Talker(), "demonstrations": expert, "group_rewards": ["curiosity"],
+    }  # fmt: skip
+    tables = {name: table for name, table in TINY.items() if name != "rl"}
+    run = {"folder": folder, "checkpoint_every": checkpoint_every, "keep_checkpoints": 2}
+    tables |= {"max_in_flight": 1, "stage": stages, "evaluation": {"every": 2}, "run": run}
+    import matplotlib.pyplot  # noqa: F401 - what is imported late otherwise, so that a delay is spent on the run
+    import pyarrow.parquet  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    ready.send("ready")
+    if RunFolder(folder).is_run:
+        ludus.train(resume=folder, **code)
+    else:
+        ludus.train(**tables, **code)
+
+
+@dataclass
+class Killer:
+    """Starts processes, and kills them."""
+
+    method: str
+    """forkserver, where imports are done once; spawn, where each process is new from the ground up."""
+    stages: list[dict[str, Any]]
+    took: float = 0.0
+    """How long a whole run takes."""
+    kills: list[tuple[int, int]] = field(default_factory=list)
+    """After which (step, stage) the last checkpoint was, for each kill; -1 where there was none."""
+
+    def start(self, run: Path, checkpoint_every: int) -> Any:
+        context: Any = multiprocessing.get_context(self.method)
+        if self.method == "forkserver":
+            heavy = ["ludus", "pyarrow.parquet", "matplotlib.pyplot", "ludus.training"]
+            context.set_forkserver_preload([*heavy, "transformers.models.llama.modeling_llama"])
+        heard, ready = context.Pipe(duplex=False)
+        process = context.Process(target=attempt, args=(str(run), checkpoint_every, self.stages, ready))
+        process.start()
+        ready.close()
+        assert heard.poll(HANG) and heard.recv() == "ready", "the process did not get to its start"
+        heard.close()
+        return process
+
+    def run_whole(self, run: Path, checkpoint_every: int) -> None:
+        process = self.start(run, checkpoint_every)
+        started = time.monotonic()
+        self.finish(process)
+        self.took = time.monotonic() - started
+
+    def finish(self, process: Any) -> None:
+        process.join(HANG)
+        assert process.exitcode == 0
+        process.close()
+
+    def kill(self, run: Path, checkpoint_every: int, delay: float) -> bool:
+        """Let it run so long; False when it was done before."""
+        process = self.start(run, checkpoint_every)
+        process.join(delay)
+        if process.exitcode is not None:
+            self.finish(process)
+            return False
+        process.kill()
+        process.join(HANG)
+        process.close()
+        self.kills.append(_reached(run))
+        return True
+
+
+def _reached(run: Path) -> tuple[int, int]:
+    latest = RunFolder(run).latest_checkpoint()
+    if latest is None:
+        return -1, -1
+    progress = json.loads((latest.path / "progress.json").read_text())
+    return progress["step"], progress["stage"]
+
+
+def test_a_killed_run_is_the_same_run(tmp_path: Path) -> None:
+    """Three kills in one run."""
+    killer, draw = Killer("forkserver", SHORT), random.Random(1)
+    killer.run_whole(tmp_path / "whole", 2)
+    for _ in range(3):
+        killer.kill(tmp_path / "cut", 2, killer.took * draw.uniform(0.2, 0.35))
+    killer.finish(killer.start(tmp_path / "cut", 2))
+    assert killer.kills, "the machine was too fast for a single kill"
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_runs_killed_at_many_points_are_the_same_run(tmp_path: Path, method: str) -> None:
+    """At least 24 kills, and one at least in each stage that learns, over as many runs as that takes."""
+    killer, draw = Killer(method, STAGES), random.Random(20)
+    for every in (1, 2):
+        killer.run_whole(tmp_path / f"whole-{every}", every)
+    for number in range(60):
+        every, cut = 1 + number % 2, tmp_path / f"cut-{number}"
+        while killer.kill(cut, every, killer.took * draw.uniform(0.0, 0.4)):
+            pass
+        assert_same_runs(tmp_path / f"whole-{every}", cut)
+        if len(killer.kills) >= 24 and {stage for _, stage in killer.kills} >= {0, 1, 2, 3}:
+            return
+    pytest.fail(f"the kills were too few, or all in the same stages: {killer.kills}")

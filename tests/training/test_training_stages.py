@@ -1,0 +1,484 @@
+"""Stages: every way of learning runs, says what it did, and goes on after a stop as if there had been none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stage_runs import Talker, assert_same_runs, numbers
+
+import ludus
+from conftest import TINY, add, even, expert, tasks
+from ludus.core.failures import ConfigError, LudusError
+from ludus.observe import RunFolder, undefined
+from ludus.training import Parts, Recipe, Result, train_async
+
+RATE = {"learning_rate": 1e-2}
+SFT = {"kind": "sft", "steps": 2, "batch": 2}
+RL = {"kind": "rl", "steps": 2, "tasks": 2, "attempts": 2, "optimizer": RATE}
+PPO = {**RL, "algorithm": "ppo", "critic": {"warmup_steps": 1, "optimizer": RATE}}
+DPO = {"kind": "dpo", "steps": 2, "tasks": 2, "attempts": 2, "optimizer": RATE}
+REJECTION = {"kind": "rejection", "rounds": 2, "steps": 2, "tasks": 2, "attempts": 2, "batch": 2,
+             "threshold": 0.0, "optimizer": RATE}  # fmt: skip
+EVAL = {"kind": "eval", "attempts": 3}
+GROWING = {
+    "setting": "budgets.max_turns",
+    "adaptive": {"start": 1, "stop": 3, "by": 1, "metric": "reward", "above": 0.0, "over": 1},
+}
+
+
+def code(**other: Any) -> dict[str, Any]:
+    parts = {"tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [even]}
+    return {**parts, "agent": Talker(), **other}
+
+
+def settings(folder: Path, *stages: dict[str, Any], **tables: Any) -> dict[str, Any]:
+    whole = {name: table for name, table in TINY.items() if name != "rl"}
+    run = {"checkpoint_every": 1, "keep_checkpoints": 50, **tables.pop("run", {}), "folder": str(folder)}
+    return {**whole, "max_in_flight": 1, **tables, "stage": list(stages), "run": run}
+
+
+def run(folder: Path, *stages: dict[str, Any], **other: Any) -> Result:
+    """Train in these stages; what is code is told from tables by its name."""
+    parts = {name: other.pop(name) for name in list(other) if name in Parts.__slots__}
+    imitates = any(stage["kind"] == "sft" for stage in stages)
+    wanted = code(**({"demonstrations": expert} if imitates else {}), **parts)
+    on_step = other.pop("on_step", None)
+    result = ludus.train(**settings(folder, *stages, **other), **wanted, on_step=on_step)
+    logged = {name for row in result.metrics for name in row} - {"step", "time", "nonfinite"}
+    assert undefined(logged) == [], "every number that is logged has a written definition"
+    return result
+
+
+def column(result: Result, name: str) -> list[float]:
+    return [row[name] for row in result.metrics if name in row]
+
+
+def weights(result: Result, number: int = -1) -> dict[str, torch.Tensor]:
+    return load_file(result.run.checkpoints()[number].path / "model.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+PIECES = '''
+import ludus
+
+
+@ludus.tool
+async def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+@ludus.tool
+async def shout(text: str) -> str:
+    """Say it loudly."""
+    return text.upper()
+
+
+@ludus.reward
+async def even(trajectory: ludus.Trajectory) -> float:
+    said = [token for action in trajectory.actions for token in action.tokens]
+    return sum(token % 2 == 0 for token in said) / len(said)
+
+
+@ludus.reward
+async def brief(trajectory: ludus.Trajectory) -> float:
+    return 1 / sum(len(action.tokens) for action in trajectory.actions)
+
+
+def expert(task):
+    heard = yield ludus.ToolCall("add", {"a": task.metadata["a"], "b": task.metadata["b"]})
+    yield heard
+
+
+def _tasks(first, count, word):
+    return [ludus.Task.of(f"{n} {word} {n + 1}?", id=str(n), a=n, b=n + 1) for n in range(first, count)]
+
+
+def sums():
+    return _tasks(0, 4, "plus")
+
+
+def words():
+    return _tasks(0, 4, "and")
+
+
+def held_out():
+    return _tasks(50, 52, "plus")
+'''
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> str:
+    file = tmp_path / "pieces.py"
+    file.write_text(PIECES)
+    return str(file)
+
+
+def test_a_recipe_of_stages_in_one_file(tmp_path: Path, pieces: str) -> None:
+    """Demonstrations, imitation, RL and a measurement with pass@k, from TOML alone."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"""
+        name = "stages"
+        threads = 1
+        max_in_flight = 1
+        rewards = ["{pieces}:even"]
+        model.scratch = {{ layers = 1, width = 32, heads = 2, kv_heads = 1, vocabulary = 400 }}
+        tasks = {{ train = "{pieces}:sums", evaluation = "{pieces}:held_out" }}
+        agent.tools = ["{pieces}:add"]
+        budgets = {{ max_turns = 2, max_turn_tokens = 20, max_tokens = 512 }}
+        engine = {{ cache_tokens = 8192, max_running = 16, tokens_per_step = 512 }}
+        run.folder = "{tmp_path / "run"}"
+
+        [[stage]]
+        kind = "sft"
+        demonstrations = "{pieces}:expert"
+        steps = 2
+        batch = 2
+
+        [[stage]]
+        kind = "rl"
+        steps = 1
+        tasks = 2
+        attempts = 2
+
+        [[stage]]
+        kind = "eval"
+        attempts = 3
+        pass_at = [1, 3]
+    """)
+    result = ludus.train(recipe)
+    rows = result.metrics
+    assert [row["step"] for row in rows if "sft/loss" in row] == [1, 2]
+    assert [row["step"] for row in rows if "reward" in row] == [3]
+    assert [row["step"] for row in rows if "eval/success" in row] == [0, 2, 3, 4]
+    last = rows[-1]
+    assert {name for name in last if "@" in name} == {
+        f"eval/{what}@{k}" for what in ("pass", "average") for k in (1, 3)
+    }
+    assert last["eval/episodes"] == 6 and last["eval/pass@1"] <= last["eval/pass@3"]
+    assert undefined(set().union(*rows) - {"step", "time"}) == []
+    report = result.run.report_path.read_text()
+    for words in ("at the start", "after the warm start", "after RL", "after the evaluation"):
+        assert words in report
+    assert re.search(r"after step 4 *\| k = 1 *\| k = 3", report)
+    assert len(result.run.trajectories(4, "eval")) == 6
+    again = ludus.train(resume=result.run.path)
+    assert numbers(again.run) == numbers(result.run), "a finished run has nothing left to do"
+
+
+def test_stages_and_keywords_say_the_same_as_a_warm_start_and_rl(tmp_path: Path) -> None:
+    staged = run(tmp_path / "staged", SFT, RL)
+    tables = settings(tmp_path / "tables", warm_start=SFT, rl=RL)
+    del tables["stage"]
+    ludus.train(**tables, **code(demonstrations=expert))
+    assert_same_runs(tmp_path / "tables", staged.run.path)
+
+
+def test_preferences_mined_from_groups(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", DPO)
+    assert column(result, "dpo/pairs") == [2, 2]
+    assert column(result, "dpo/margin")[0] == 0 != column(result, "dpo/margin")[1]
+    assert column(result, "dpo/loss")[0] == pytest.approx(0.6931, abs=1e-4), "log 2 at the reference"
+    assert not are_equal(weights(result, 0), weights(result))
+    assert len(result.run.trajectories(1)) == 4
+
+
+def pairs_file(folder: Path) -> Path:
+    question = {"role": "user", "content": "1 plus 2?"}
+    sides = {"chosen": "3", "rejected": "11"}
+    pair = {side: [question, {"role": "assistant", "content": text}] for side, text in sides.items()}
+    file = folder / "pairs.jsonl"
+    file.write_text(json.dumps(pair) + "\n")
+    return file
+
+
+def test_preferences_given_in_a_file(tmp_path: Path) -> None:
+    """Nothing is played for them, so there need not be tasks or rewards."""
+    given = {"kind": "dpo", "pairs": str(pairs_file(tmp_path)), "steps": 8, "batch": 1, "beta": 1.0,
+             "optimizer": RATE}  # fmt: skip
+    result = run(tmp_path / "run", given, tasks=None, held_out=None, rewards=None)
+    margins = column(result, "dpo/margin")
+    assert margins[0] == 0 and margins[-1] > 1
+    assert column(result, "dpo/accuracy")[-1] == 1
+    assert result.run.trajectory_files() == []
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="no pairs to learn from"):
+        run(tmp_path / "empty", {**given, "pairs": str(tmp_path / "none.jsonl")})
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_rejection_sampling_in_rounds(tmp_path: Path, restart: bool) -> None:
+    rate = {"learning_rate": 1e-3, "schedule": "linear"}
+    result = run(tmp_path / "run", {**REJECTION, "restart": restart, "optimizer": rate})
+    assert column(result, "rejection/kept") == [2, 2]
+    assert [row["step"] for row in result.metrics if "rejection/reward" in row] == [1, 3]
+    rates = [round(share / 1e-3, 6) for share in column(result, "rejection/learning_rate")]
+    assert rates == ([1, 0.55, 1, 0.55] if restart else [1, 0.775, 0.55, 0.325])
+    at_start = (result.run.path / "stages" / "0").exists()
+    assert at_start == restart, "the weights to return to are kept where they are needed"
+
+
+def test_nothing_worth_imitating_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no episode of round 1 reached the reward 2"):
+        run(tmp_path / "run", {**REJECTION, "threshold": 2.0})
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_ppo_warms_its_critic_up(tmp_path: Path, kind: str) -> None:
+    critic = {"kind": kind, "warmup_steps": 1, "optimizer": RATE}
+    result = run(tmp_path / "run", {**PPO, "steps": 3, "critic": critic})
+    assert len(column(result, "value_loss")) == 3 and len(column(result, "loss")) == 2
+    assert are_equal(weights(result, 0), weights(result, 1)), "the policy waits for its critic"
+    assert not are_equal(weights(result, 1), weights(result, 2))
+
+
+def test_reinforce_pp_with_the_divergence_in_the_reward(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", {**RL, "algorithm": "reinforce_pp", "kl": 0.5, "kl_in": "reward",
+                                    "kl_estimator": "k1"})  # fmt: skip
+    first, second = column(result, "kl")
+    assert first == pytest.approx(0, abs=1e-5) and second != pytest.approx(0, abs=1e-5)
+
+
+def test_groups_without_signal_are_refilled(tmp_path: Path) -> None:
+    @ludus.reward
+    async def by_task(task: ludus.Task, trajectory: ludus.Trajectory) -> float:
+        return float(trajectory.attempt % 2) if int(task.id) % 3 == 0 else 0.0
+
+    result = run(tmp_path / "run", {**RL, "steps": 3, "refill": {"rounds": 2}}, rewards=[by_task])
+    assert sum(column(result, "refilled")) > 0
+    episodes = [result.run.trajectories(step) for step in (1, 2, 3)]
+    empty = [sum(t.task.id not in ("0", "3") for t in step) / 2 for step in episodes]
+    assert column(result, "without_signal") == empty
+
+
+def test_length_and_brokenness_have_their_price(tmp_path: Path) -> None:
+    shaping = {
+        "overlong": {"longest": 2, "buffer": 1, "price": 5.0},
+        "broken": {"no_answer": "mask", "over_length": -3.0, "tool_error": "keep"},
+        "attempts": 4,
+        "keep_attempts": 2,
+    }
+    result = run(tmp_path / "run", {**RL, **shaping, "steps": 1})
+    (row,) = [row for row in result.metrics if "reward" in row]
+    assert row["reward/overlong"] == -5 and row["resampled"] == 4 and row["episodes"] == 8
+    assert row["masked"] == row["broken/no_answer"] == 4
+    assert row["broken/over_length"] == 0
+    episodes = result.run.trajectories(1)
+    assert len(episodes) == 4
+    for one in episodes:
+        assert one.reward == pytest.approx(sum(one.rewards[n] for n in ("even", "overlong", "broken")))
+
+
+def test_a_horizon_that_grows_by_a_schedule(tmp_path: Path) -> None:
+    schedule = {"setting": "budgets.max_turns", "schedule": [[0, 1], [1, 3]]}
+    result = run(tmp_path / "run", {**RL, "curriculum": [schedule]})
+    assert column(result, "curriculum/budgets.max_turns") == [1, 3]
+    assert column(result, "turns") == [1, 3]
+
+
+def test_a_horizon_that_grows_when_the_model_is_ready(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", {**RL, "steps": 4, "curriculum": [GROWING]})
+    assert column(result, "curriculum/budgets.max_turns") == [1, 2, 3, 3]
+    assert column(result, "turns") == [1, 2, 3, 3]
+
+
+def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str) -> None:
+    """Both sets have tasks of the same ids, which are nevertheless different tasks."""
+    sets = [
+        {"name": "sums", "train": f"{pieces}:sums", "evaluation": f"{pieces}:held_out", "weight": 3},
+        {"name": "words", "train": f"{pieces}:words", "evaluation": f"{pieces}:held_out",
+         "tools": [f"{pieces}:shout"], "rewards": [f"{pieces}:brief"], "budgets": {"max_turns": 1}},
+    ]  # fmt: skip
+    tables = settings(tmp_path / "run", {**RL, "tasks": 4}, EVAL, task_sets=sets)
+    result = ludus.train(**tables, tools=[add], rewards=[even], agent=Talker())
+    rows = [row for row in result.metrics if "reward" in row]
+    assert [row["sets/sums/episodes"] for row in rows] == [6, 6]
+    assert [row["sets/words/episodes"] for row in rows] == [2, 2]
+    assert all(row["sets/words/turns"] == 1 and row["sets/sums/turns"] == 3 for row in rows)
+    for one in result.run.trajectories(1):
+        asks_for_words = " and " in one.messages[0].content
+        assert set(one.rewards) == ({"brief"} if asks_for_words else {"even"})
+    last = result.metrics[-1]
+    assert last["eval/episodes"] == 12 and last["eval/pass@3"] >= last["eval/pass@1"]
+    assert {"eval/sets/sums/reward", "eval/sets/words/turns"} <= set(last)
+    assert "eval/pass@4" not in last, "attempts of two sets at the same id are not attempts at one task"
+    logged = {name for row in result.metrics for name in row} - {"step", "time"}
+    assert undefined(logged) == []
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"stage": [SFT], "rl": {"steps": 3}},
+            r"\[\[stage\]\] tables replace \[warm_start\] and \[rl\]",
+        ),
+        ({"stage": [RL], "warm_start": {"steps": 3}}, r"\[\[stage\]\] tables replace"),
+        ({"stage": [{"kind": "rlhf"}]}, r"stage\.0.*'rlhf'.*'sft', 'rl', 'dpo', 'rejection', 'eval'"),
+        ({"stage": [{"steps": 3}]}, r"stage\.0.*kind"),
+        ({"stage": [RL, {**DPO, "betta": 1}]}, r"stage\.1\.dpo\.betta: unknown key"),
+        ({"stage": [{**RL, "critic": {"warmup": 1}}]}, r"stage\.0\.rl\.critic\.warmup: unknown key"),
+        ({"stage": [{**RL, "algorithm": "ppoo"}]}, r"no algorithm called 'ppoo'. Did you mean 'ppo'"),
+        ({"stage": [{**RL, "options": {"discont": 1}}]}, r"estimator 'grpo'.*discont: unknown key"),
+        (
+            {"stage": [{**RL, "loss_options": {"clip": 1}}]},
+            r"loss 'clipped'.*clip: unknown key; did you mean 'clip_low'",
+        ),
+        ({"stage": [{**RL, "attempts": 1}]}, r"stage\.0\.rl.*attempts = 1 can teach nothing"),
+        ({"stage": [{**RL, "keep_attempts": 2}]}, r"stage\.0\.rl.*keep_attempts"),
+        ({"stage": [{**EVAL, "pass_at": [4]}]}, r"stage\.0\.pass_at.*there are 3"),
+        ({"stage": [{**RL, "curriculum": [{"setting": "rl.tasks"}]}]}, r"curriculum\.0\.setting"),
+    ],
+)
+def test_mistakes_in_stages_are_named(tmp_path: Path, tables: dict[str, Any], message: str) -> None:
+    made = {**settings(tmp_path / "run"), **tables}
+    with pytest.raises(ConfigError) as error:
+        ludus.train(**made, **code())
+    assert re.search(message, str(error.value), re.S), str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_measurement_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to measure on"):
+        run(tmp_path / "run", RL, EVAL, held_out=None)
+
+
+# Going on after a stop.
+
+EVERYTHING = (
+    SFT,
+    {**PPO, "steps": 3, "refill": {"rounds": 1}, "curriculum": [GROWING], "kl": 0.1, "updates": 2},
+    {**REJECTION, "restart": True},
+    EVAL,
+    DPO,
+)
+
+
+class Stop(Exception):
+    """Whatever ends a run."""
+
+
+def stop_after(step: int, error: type[BaseException]) -> Any:
+    """An observer that ends the run after so many steps; evaluations are none."""
+    seen = 0
+
+    def on_step(phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
+        nonlocal seen
+        seen += phase != "evaluation" or "eval/pass@1" in metrics
+        if seen == step:
+            raise error("stopped here")
+
+    return on_step
+
+
+def test_a_run_that_is_stopped_after_every_step_is_the_same_run(tmp_path: Path) -> None:
+    """Every kind of stage is stopped in its midst and at its ends, with evaluations that come due then."""
+    how: dict[str, Any] = {"run": {"checkpoint_every": 100}, "evaluation": {"every": 1},
+                           "group_rewards": ["curiosity"]}  # fmt: skip
+    run(tmp_path / "whole", *EVERYTHING, **how)
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", *EVERYTHING, **how, on_step=stop_after(1, Stop))
+    parts = code(demonstrations=expert)
+    stops = 1
+    while True:
+        error = KeyboardInterrupt if stops % 2 else Stop
+        again = {**parts, "group_rewards": ["curiosity"]}
+        try:
+            ludus.train(resume=tmp_path / "cut", **again, on_step=stop_after(1, error))
+        except (Stop, KeyboardInterrupt):
+            stops += 1
+        else:
+            break
+    assert stops == 12, "each of the steps was the last one of a run"
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+class Counting:
+    """A group reward that remembers how many groups it has seen."""
+
+    name, weight, uses_envs = "counting", 1.0, False
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    async def score_group(self, group: ludus.Group) -> list[float]:
+        self.seen += 1
+        return [float(self.seen)] * len(group.trajectories)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_step_that_is_cut_off_while_playing_leaves_no_trace(tmp_path: Path) -> None:
+    """Rewards that remember forget the half that was played, and whatever was measured."""
+    heard = 0
+
+    def parts(cut_at: int = 0) -> dict[str, Any]:
+        @ludus.reward(name="even")
+        async def even_until(trajectory: ludus.Trajectory) -> float:
+            nonlocal heard
+            heard += 1
+            if heard == cut_at:
+                running.cancel()
+            said = [token for action in trajectory.actions for token in action.tokens]
+            return sum(token % 2 == 0 for token in said) / len(said)
+
+        return code(rewards=[even_until], group_rewards=[Counting()])
+
+    async def begin() -> None:
+        nonlocal running
+        recipe = Recipe.parse(settings(tmp_path / "cut", three, run={"checkpoint_every": 100}))
+        # 2 episodes of the evaluation, 4 of the first step, and 3 of the second: one group is scored
+        running = asyncio.create_task(train_async(recipe, Parts(**parts(cut_at=9))))
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    three = {**RL, "steps": 3}
+    running: asyncio.Task[Any]
+    whole = run(tmp_path / "whole", three, **parts())
+    assert column(whole, "reward/counting") == [1.5, 3.5, 5.5]
+    assert column(whole, "eval/reward/counting") == [1.5, 7.5]
+    heard = 0
+    asyncio.run(begin())
+    assert RunFolder(tmp_path / "cut").checkpoints()[-1].step == 1
+    ludus.train(resume=tmp_path / "cut", **parts())
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_an_update_that_fails_in_its_midst_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two updates the second raises: the weights are half a step ahead, and no checkpoint says otherwise."""
+    raises_at = 4
+    original = torch.optim.AdamW.step
+    taken = 0
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == raises_at:
+            raise LudusError("the optimizer has had enough")
+        return original(self, *args, **kwargs)
+
+    stages = {**RL, "steps": 3, "updates": 2}
+    run(tmp_path / "whole", stages)
+    monkeypatch.setattr(torch.optim.AdamW, "step", failing)
+    with pytest.raises(LudusError, match="had enough"):
+        run(tmp_path / "cut", stages, run={"checkpoint_every": 100})
+    monkeypatch.undo()
+    assert [c.step for c in RunFolder(tmp_path / "cut").checkpoints()] == [0]
+    ludus.train(resume=tmp_path / "cut", **code())
+    assert_same_runs(tmp_path / "whole", tmp_path / "cut")
