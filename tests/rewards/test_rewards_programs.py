@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.rewards import build_reward, synthetic_episode
 from ludus.rewards.programs import Programs
-from ludus.sandbox import SandboxConfig, SessionLost, shared_sandbox
+from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -123,6 +123,29 @@ async def test_manners_of_comparing() -> None:
     assert await share("print('a  b')", [{"stdin": "", "stdout": "a b"}], compare="lines") == 0.0
     assert await share("print('a b ')", [{"stdin": "", "stdout": "a b"}], compare="lines") == 1.0
     assert await share("print('a b ')", [{"stdin": "", "stdout": "a b"}], compare="exact") == 0.0
+
+
+@on_sandbox
+async def test_whole_numbers_are_compared_exactly() -> None:
+    case = [{"stdin": "", "stdout": "1000001"}]
+    for language, code in (("python", "print({})"), ("bash", "echo {}")):
+        assert await share(code.format(1000000), case, language=language, tolerance=1e-6) == 0.0
+        assert await share(code.format(1000001), case, language=language, tolerance=1e-6) == 1.0
+
+
+@on_sandbox
+async def test_a_program_that_ends_its_session_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = [{"stdin": "", "stdout": ""}] * 2
+    assert await share("true", silent, language="bash") == 1.0
+    run = Session.run
+
+    async def ending(session: Session, argv: Sequence[str], **named: Any) -> Execution:
+        if "program" not in argv:
+            return await run(session, argv, **named)
+        return Execution(Outcome.EXITED, exit_code=0, lost=True)
+
+    monkeypatch.setattr(Session, "run", ending)
+    assert await share("true", silent, language="bash") == 0.0
 
 
 @on_sandbox

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import textwrap
 import zlib
@@ -437,6 +438,160 @@ async def test_a_solution_that_only_loads_once_fails_the_rest() -> None:
     assert await share("raise ValueError('no')", source) == 0.0
 
 
+LYING = """
+    class math: isclose = staticmethod(lambda *a, **k: True)
+    class np: allclose = staticmethod(lambda *a, **k: True)
+    class pytest: approx = staticmethod(lambda *a, **k: 0)
+    def close(a, b): return True
+    EXPECTED = 0
+    def area(r): return 0
+"""
+
+
+@on_sandbox
+async def test_modules_that_tests_use_without_importing_them_are_the_judges() -> None:
+    tests = [
+        "assert math.isclose(area(1), 3.14159, rel_tol=0.001)",
+        "assert area(1) == pytest.approx(3.14)",
+    ]
+    assert await share(LYING, tests) == 0.0
+    assert await share(LYING, "\n".join(tests)) == 0.0
+    assert await share("def area(r): return 3.14 * r", tests) == 1.0
+    # The same word for a function to be written is the solution's.
+    assert await share("def bisect(x): return x", ["assert bisect(1) == 1"]) == 1.0
+    stack = "class stack: push = staticmethod(lambda x: [x])\nqueue = stack"
+    assert await share(stack, ["assert queue.push(1) == [1]"]) == 1.0
+
+
+@on_sandbox
+async def test_a_known_module_is_never_the_solutions() -> None:
+    try:
+        assert await share(LYING, ["assert np.allclose(area(1), 3.14)"]) == 0.0
+    except InfraError as broken:  # where numpy is not installed in the sandbox
+        assert "np" in str(broken)
+
+
+@on_sandbox
+async def test_what_earlier_sources_define_is_the_tests() -> None:
+    helper = "def close(a, b): return abs(a - b) < 0.01\nEXPECTED = 3.14"
+    tests = [helper, "assert close(area(1), 3.14)", "assert area(1) == EXPECTED"]
+    assert (await parts(LYING, tests))["unit_tests_passed"] == 1.0
+    assert await share("def area(r): return 3.14 * r", tests) == 1.0
+    late = ["assert area(2) == 5\ndef close(a, b): return abs(a - b) < 0.01", tests[1]]
+    assert await share(LYING, late) == 0.0
+    assert await share("def area(r): return 3.14 * r", late) == 0.5
+
+
+@on_sandbox
+async def test_whole_numbers_are_compared_exactly() -> None:
+    case = [{"stdin": "", "stdout": "1000001"}]
+    assert await share("print(1000000)", case) == 0.0
+    assert await share("print(1000001)", case) == 1.0
+    assert await share("print(1000001.0000001)", case) == 1.0
+
+
+@on_sandbox
+async def test_every_statement_that_checks_something_is_a_test() -> None:
+    tests = """
+        import pytest
+        def check_pair(x): assert f(x) == x + 1
+        for x in range(3):
+            assert f(x) == x + 1
+        with pytest.raises(TypeError):
+            f("a")
+        if f(1) == 2:
+            assert f(2) == 3
+        try:
+            f(None)
+        except TypeError:
+            pass
+        else:
+            raise AssertionError
+        check_pair(5)
+        for x in (1, 2): y = f(x)
+        assert y == 3
+    """
+    code = "def f(x): return x + 1"
+    assert await parts(code, textwrap.dedent(tests)) == {
+        "unit_tests": 1.0,
+        "unit_tests_passed": 6.0,
+        "unit_tests_total": 6.0,
+    }
+    found = await parts("def f(x): return 2", textwrap.dedent(tests))
+    assert (found["unit_tests_passed"], found["unit_tests_total"]) == (0.0, 6.0)
+    called = "def check(candidate): assert candidate(1) == 2\ncheck(f)\n"
+    assert (await parts(code, called, metadata={"entry_point": "f"}))["unit_tests_total"] == 1.0
+    assert await share(code, called) == 1.0
+
+
+@on_sandbox
+async def test_coroutines_run_where_the_solution_is() -> None:
+    code = """
+        import asyncio
+        async def f(x):
+            await asyncio.sleep(0)
+            return x
+        async def fail(): raise KeyError("no")
+    """
+    tests = ["import asyncio\nassert asyncio.run(f(3)) == 3", "assert asyncio.run(f(4)) == 4"]
+    assert await share(code, tests) == 1.0
+    assert await share(code, [{"args": [5], "expected": 5}], function="f") == 1.0
+    source = """
+        import asyncio, pytest
+        async def test_one(): assert await f(1) == 1
+        async def test_more(): assert await asyncio.gather(f(1), f(2)) == [1, 2]
+        async def test_error():
+            with pytest.raises(KeyError): await fail()
+        async def test_wrong(): assert await f(1) == 2
+    """
+    found = await parts(code, textwrap.dedent(source))
+    assert (found["unit_tests_passed"], found["unit_tests_total"]) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("tests", "total"),
+    [
+        (["assert f(1) == 1", "assert f(2) == 2"], 2),
+        ("assert f(1) == 1\nfor x in (2, 3): assert f(x) == x\n", 2),
+        ("def test_a(): assert f(1) == 1\nclass TestB:\n    def test_b(self): assert f(1) == 1\n", 2),
+        (
+            "import pytest\n@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_a(n): assert f(n) == n\n",
+            3,
+        ),
+        ({"source": "def check(c):\n    assert c(1) == 1\n    assert c(2) == 2", "entry": "f"}, 1),
+        ({"function": "f", "cases": [{"args": [1], "expected": 1}] * 3}, 3),
+    ],
+)
+@on_sandbox
+async def test_the_total_is_the_same_for_what_does_not_load(tests: Any, total: int) -> None:
+    for code, passed in (("def f(x): return x", total), ("def f(x:", 0)):
+        found = await parts(code, tests)
+        assert (found["unit_tests_passed"], found["unit_tests_total"]) == (passed, total)
+
+
+@on_sandbox
+async def test_ending_ones_own_process_between_two_requests_fails_the_test() -> None:
+    for milliseconds in (0, 1, 4, 8):
+        code = f"""
+            import os, threading
+            threading.Timer({milliseconds} / 1000, os._exit, (0,)).start()
+            def f(x): return 0
+        """
+        assert await share(code, ONE) == 0.0
+        assert await share(code, [{"args": [1], "expected": 1}], function="f") == 0.0
+    code = """
+        import os, threading, time
+        def f(x):
+            if x == 1: threading.Timer(0.001, os._exit, (0,)).start()
+            return x
+    """
+    waits = "import time\ntime.sleep(0.1)\n"
+    tests = ["assert f(1) == 1", waits + "assert f(2) == 2", "assert f(3) == 3"]
+    assert (await parts(code, tests))["unit_tests_passed"] >= 1.0  # the one after the end starts afresh
+    gone = "import sys\ndef f(x):\n    del sys.modules['solution'].f\n    return 0"
+    assert await share(gone, ["assert f(1) == 1", "assert f(2) == 2"]) == 0.0
+
+
 # Whose fault --------------------------------------------------------------------------------------
 
 
@@ -475,7 +630,39 @@ async def test_a_lost_sandbox_is_never_a_zero(monkeypatch: pytest.MonkeyPatch, e
     assert calls == 2  # judging keeps no state: it is tried again
 
 
+@on_sandbox
+async def test_more_answers_than_sessions_wait_for_each_other() -> None:
+    config = SandboxConfig(workers=1, max_sessions=3)
+    try:
+        async with asyncio.timeout(30):
+            scores = await asyncio.gather(
+                *(share("def f(x): return 1", ONE, sandbox=config) for _ in range(8))
+            )
+        assert scores == [1.0] * 8
+    finally:
+        await shared_sandbox(config).close()
+
+
+@on_sandbox
+async def test_waiting_for_room_is_bounded_and_never_a_zero() -> None:
+    config = SandboxConfig(workers=1, max_sessions=2)
+    box = shared_sandbox(config)
+    try:
+        async with await box.session(), await box.session():
+            for tests in (ONE, [{"stdin": "", "stdout": "1"}], [{"args": [1], "expected": 1}]):
+                with pytest.raises(InfraError, match="max_sessions") as caught:
+                    await share(
+                        "def f(x): return 1", tests, function="f", sandbox=config, total_seconds=0.2
+                    )
+                assert caught.value.retriable
+        assert await share("def f(x): return 1", ONE, sandbox=config) == 1.0
+    finally:
+        await box.close()
+
+
 def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="max_sessions of its sandbox to 2"):
+        build_reward({"reward": "unit_tests", "sandbox": {"max_sessions": 1}})
     assert isinstance(build_reward({"reward": "unit_tests", "credit": "all"}), UnitTests)
     for options in ({"credit": "some"}, {"compare": "fuzzy"}, {"module": "not a name"}, {"timeout": 3}):
         with pytest.raises(ConfigError):
@@ -597,6 +784,9 @@ def test_equality_as_tests_mean_it(found: Any, expected: Any, same: bool) -> Non
         ("0.3000001", "0.3", "tokens", 1e-6, True),
         ("0.31", "0.3", "tokens", 1e-6, False),
         ("nan", "1", "tokens", 1e9, False),
+        ("1000000", "1000001", "tokens", 1e-6, False),
+        ("+1000001", "1000001", "lines", 1e-6, True),
+        ("1000001.0", "1000001", "tokens", 1e-6, True),
         ("", "1", "tokens", None, False),
     ],
 )

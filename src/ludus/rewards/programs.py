@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
@@ -23,7 +24,7 @@ from ludus.rewards.judging.outputs import is_right
 from ludus.rewards.judging.place import Clock, Place, judged
 from ludus.rewards.judging.specs import StdinCase, parse_tests
 from ludus.rewards.values import Parts
-from ludus.sandbox import Execution, Limits, Sandbox, SandboxConfig, Session
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Programs(SelfGuarded):
     Cases are the task's metadata under `key`, or its target: a list of tables with `stdin` and `stdout`,
     or {inputs, outputs}. `language` is python, c, c++, bash, or a table with the commands of another one;
     a task may name its own in its metadata. Each run may use `seconds` of CPU time, all of them together
-    `total_seconds`.
+    `total_seconds`. A compiled or interpreted program that ends the session it runs in fails all that follows.
     """
 
     uses_envs = False
@@ -108,23 +109,28 @@ class Programs(SelfGuarded):
         self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
     ) -> list[bool] | None:
         """Whether each case is right; None when the program cannot be built."""
+        clock = Clock(self.total_seconds)
         if not language.run:
-            return await self._each(
-                cases, lambda case: sandbox.python(code, stdin=case.stdin, limits=self.limits)
-            )
+
+            async def python(case: StdinCase) -> Execution:
+                running = sandbox.python(code, stdin=case.stdin, limits=self.limits)
+                return await clock.running(running, self.limits.wall_seconds)
+
+            return await self._each(cases, python, clock)
         limits = self.limits.model_copy(update={"cpu_seconds": max(self.seconds, _BUILD_SECONDS)})
-        async with await sandbox.session(files={language.file: code}, limits=limits) as session:
+        opening = sandbox.session(files={language.file: code}, limits=limits)
+        async with await clock.waiting(opening) as session:
             for command in (language.build, language.run):
                 await _require(session, command)
             if not await self._is_built(session, language, task):
                 return None
-            return await self._each(cases, lambda case: self._run(session, language, case.stdin))
+            clock = Clock(self.total_seconds)
+            return await self._each(cases, lambda case: self._run(session, language, case.stdin), clock)
 
     async def _each(
-        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]]
+        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]], clock: Clock
     ) -> list[bool]:
         """Whether each case is right; those that there is no time or no reason left to run are not."""
-        clock = Clock(self.total_seconds)
         right: list[bool] = []
         for case in cases:
             if clock.expired or (self.credit == "all" and not all(right)):
@@ -144,7 +150,9 @@ class Programs(SelfGuarded):
         """One run. The session's CPU limit is the compiler's, so the program gets its own."""
         limited = ["bash", "-c", f'ulimit -t {math.ceil(self.seconds)}; exec "$@"', "program"]
         command = [*limited, *language.command(language.run)]
-        return await session.run(command, stdin=stdin, wall_seconds=self.limits.wall_seconds)
+        done = await session.run(command, stdin=stdin, wall_seconds=self.limits.wall_seconds)
+        # A program that ends the session around it has done something else than to end well.
+        return replace(done, outcome=Outcome.KILLED) if done.lost else done
 
 
 async def _require(session: Session, command: Sequence[str] | None) -> None:

@@ -20,12 +20,13 @@ from ludus.rewards.guard import SelfGuarded
 from ludus.rewards.judging.answers import code_of
 from ludus.rewards.judging.comparing import Manner
 from ludus.rewards.judging.outputs import is_right
-from ludus.rewards.judging.place import Clock, Place, judged
+from ludus.rewards.judging.place import Clock, Place, judged, room_for_two
 from ludus.rewards.judging.specs import SourceTests, StdinCase, tests_of
 from ludus.rewards.judging.trial import (
     Bounds,
     CannotLoad,
     Verdict,
+    count_tests,
     on_trial,
     run_call_cases,
     run_source_tests,
@@ -43,7 +44,8 @@ class UnitTests(SelfGuarded):
 
     Tests are the task's metadata under `key`, or its target; `judging.specs` lists their forms. The code
     is the last fenced Python block of the answer, or all of it. A call or a program may use `seconds` of
-    CPU time, all tests together `total_seconds`; what takes longer has failed.
+    CPU time, all tests together `total_seconds`; what takes longer has failed. Waiting for room in the
+    sandbox is bounded by `total_seconds` too, but is ours: an `InfraError`.
     """
 
     uses_envs = False
@@ -76,6 +78,11 @@ class UnitTests(SelfGuarded):
         self.compare, self.tolerance = compare, tolerance
         self.bounds = Bounds(seconds, memory_mb, total_seconds)
         self._place = Place(sandbox, name)
+        if self._place.config.max_sessions < 2:
+            raise ConfigError(
+                f"{name!r}: the judge and the judged have a session each; set max_sessions of its sandbox to 2 "
+                "or more"
+            )
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
         async def call() -> Parts:
@@ -100,13 +107,18 @@ class UnitTests(SelfGuarded):
         tests = tests_of(task, self.key, self.function)
         if isinstance(tests, list) and isinstance(tests[0], StdinCase):
             return await self._read_and_written(sandbox, code, tests)
+        clock = Clock(self.bounds.total_seconds)
         try:
-            async with on_trial(sandbox, code, self.module, self.bounds) as solution:
-                if isinstance(tests, SourceTests):
-                    return await run_source_tests(sandbox, solution, tests)
-                return await run_call_cases(solution, tests, self.tolerance)
+            if not isinstance(tests, SourceTests):
+                async with on_trial(sandbox, code, self.module, self.bounds, clock) as solution:
+                    return await run_call_cases(solution, tests, self.tolerance)
+            async with (
+                room_for_two(sandbox, clock),
+                on_trial(sandbox, code, self.module, self.bounds, clock) as solution,
+            ):
+                return await run_source_tests(sandbox, solution, tests)
         except CannotLoad as error:
-            count = 1 if isinstance(tests, SourceTests) else len(tests)
+            count = count_tests(tests) if isinstance(tests, SourceTests) else len(tests)
             return [Verdict("load", False, str(error))] * count
 
     async def _read_and_written(
@@ -119,7 +131,9 @@ class UnitTests(SelfGuarded):
             if hopeless or clock.expired:
                 verdicts.append(Verdict(f"case {number}", False, "not run"))
                 continue
-            execution = await sandbox.python(code, stdin=case.stdin, limits=self.bounds.limits)
+            limits = self.bounds.limits
+            running = sandbox.python(code, stdin=case.stdin, limits=limits)
+            execution = await clock.running(running, limits.wall_seconds)
             passed = await is_right(execution, case, self.compare, self.tolerance)
             problem = "" if passed else execution.text()[-500:]
             verdicts.append(Verdict(f"case {number}", passed, problem))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 Manner = Literal["exact", "tokens", "lines"]
+_WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 1e-6) -> bool:
@@ -52,7 +54,7 @@ def same_output(
 
     "exact" compares every character but line ends at the end, "lines" line by line without white space at
     the ends of lines and of the text, "tokens" the words alone. With `tolerance`, words that are both
-    numbers are equal within it.
+    numbers are equal within it, unless both are whole: these are the same number, or not.
     """
     if manner == "exact":
         return _unix(found).rstrip("\n") == _unix(expected).rstrip("\n")
@@ -79,6 +81,8 @@ def _same_words(found: list[str], expected: list[str], tolerance: float | None) 
 def _close(found: str, expected: str, tolerance: float) -> bool:
     if len(found) > 400 or len(expected) > 400:
         return False
+    if _WHOLE.fullmatch(found) and _WHOLE.fullmatch(expected):
+        return int(found) == int(expected)
     try:
         one, other = float(found), float(expected)
     except ValueError:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.rewards.judging.comparing import same_value
+from ludus.rewards.judging.inside.cases import count
+from ludus.rewards.judging.inside.names import BrokenTests
 from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
 from ludus.rewards.judging.place import Clock
 from ludus.rewards.judging.specs import CallCase, SourceTests
@@ -24,6 +26,7 @@ from ludus.sandbox.bundling import bundle, call
 
 _INSIDE = "ludus.rewards.judging.inside"
 _PLAIN, _JUDGED, _JUDGE = f"{_INSIDE}.plain", f"{_INSIDE}.judged", f"{_INSIDE}.judge"
+_JUDGE_NEEDS = ("names", "proxies", "cases")
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
 _MOST_ANSWER = 1_000_000
 """Bytes of what the solution may answer at once; the judge may ask with a few of such answers."""
@@ -69,11 +72,11 @@ class CannotLoad(Exception):
 class Solution:
     """The judged program in its process. `generation` counts the processes it has been loaded in."""
 
-    def __init__(self, sandbox: Sandbox, source: str, module: str, bounds: Bounds) -> None:
+    def __init__(self, sandbox: Sandbox, source: str, module: str, bounds: Bounds, clock: Clock) -> None:
         self._sandbox, self._source, self._bounds = sandbox, source, bounds
         self.module = module
         self._session: Session | None = None
-        self._clock = Clock(bounds.total_seconds)
+        self.clock = clock
         self._is_hopeless = False
         self.generation = -1
         self.names: list[str] = []
@@ -81,12 +84,13 @@ class Solution:
     @property
     def expired(self) -> bool:
         """Whether all the time for this solution is used up."""
-        return self._clock.expired
+        return self.clock.expired
 
     async def load(self) -> None:
         """Start a process and load the solution in it."""
         await self.close()
-        self._session = await self._sandbox.session(limits=self._bounds.limits)
+        opening = self._sandbox.session(limits=self._bounds.limits)
+        self._session = await self.clock.waiting(opening)
         await _prepared(self._session, _PLAIN, _JUDGED)
         self.generation += 1
         answer = await self._send(call(_JUDGED, "load", [self._source, self.module]))
@@ -134,10 +138,10 @@ class Solution:
 
 @asynccontextmanager
 async def on_trial(
-    sandbox: Sandbox, source: str, module: str, bounds: Bounds
+    sandbox: Sandbox, source: str, module: str, bounds: Bounds, clock: Clock
 ) -> AsyncIterator[Solution]:
     """The solution, loaded; `CannotLoad` when it does not load."""
-    solution = Solution(sandbox, source, module, bounds)
+    solution = Solution(sandbox, source, module, bounds, clock)
     try:
         await solution.load()
         yield solution
@@ -154,9 +158,18 @@ async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTe
         "entry": tests.entry,
         "one_each": tests.one_each,
     }
-    async with await sandbox.session(limits=_JUDGE_LIMITS) as judge:
-        await _prepared(judge, _PLAIN, f"{_INSIDE}.proxies", f"{_INSIDE}.cases", _JUDGE)
+    async with await solution.clock.waiting(sandbox.session(limits=_JUDGE_LIMITS)) as judge:
+        await _prepared(judge, _PLAIN, *(f"{_INSIDE}.{name}" for name in _JUDGE_NEEDS), _JUDGE)
         return await _heard(judge, solution, call(_JUDGE, "begin", [json.dumps(plan)]))
+
+
+def count_tests(tests: SourceTests) -> int:
+    """How many there are, as far as the source says. `ValueError` when the tests are broken."""
+    try:
+        counts = [count(source, tests.entry) for source in tests.sources]
+    except BrokenTests as error:
+        raise ValueError(f"the tests are broken: {error}") from error
+    return len(counts) if tests.one_each else sum(counts)
 
 
 async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]:
@@ -223,6 +236,9 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
         if handle is None:
             return f"there is no function {case.function}: {answer!s:.200}"
     answer = read(await solution.ask(write({"do": "call", "on": handle, **request})))
+    coroutine = _handle(answer, "w")
+    if coroutine is not None:
+        answer = read(await solution.ask(write({"do": "await", "on": coroutine})))
     if "value" not in answer:
         return f"no result: {answer!s:.200}"
     try:
@@ -236,9 +252,9 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
     )
 
 
-def _handle(answer: dict[str, Any]) -> int | None:
+def _handle(answer: dict[str, Any], tag: str = "h") -> int | None:
     value = answer.get("value")
-    number = value.get("h") if isinstance(value, dict) else None
+    number = value.get(tag) if isinstance(value, dict) else None
     return number if type(number) is int else None
 
 

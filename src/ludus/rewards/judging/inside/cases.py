@@ -1,14 +1,15 @@
 """Tests from source that a task's author wrote: what they are, and how each is run.
 
 Understood are `test_*` functions, `Test*` classes and `unittest.TestCase`s with `test*` methods,
-`check(candidate)` as HumanEval has it, and otherwise bare assertions, each of which is a test. A small
-stand-in for `pytest` (`raises`, `approx`, `fail`, `mark.parametrize`) is there to import.
+`check(candidate)` as HumanEval has it, and otherwise the statements at the top level that check something,
+each of which is a test: an assertion, a loop or a `with` that holds some, a call of a function that does.
+Tests may be `async`. A small stand-in for `pytest` (`raises`, `approx`, `fail`, `mark.parametrize`) is there
+to import.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import inspect
 import itertools
 import math
@@ -18,61 +19,38 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ludus.rewards.judging.inside.names import parsed
 from ludus.rewards.judging.inside.proxies import Proxy
 
 Case = tuple[str, Callable[[], object]]
 Namespace = dict[str, Any]
 TESTS_FILE = "tests.py"
 """What the tests' own code is called in tracebacks."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match)
 
 
-class BrokenTests(Exception):
-    """The tests themselves are wrong; no solution is at fault."""
+def count(source: str, entry: str | None = None) -> int:
+    """How many tests the source seems to hold, as far as that can be seen without running it."""
+    tree = parsed(source)
+    if any(_holds_tests(node) for node in tree.body):
+        return sum(_count_in(node) for node in tree.body) or 1
+    checking = _checking(tree)
+    return sum(_is_test(node, checking) for node in tree.body) + _needs_check(tree, entry) or 1
 
 
-def free_names(source: str) -> set[str]:
-    """The names that the tests use and that they may expect the solution to define.
-
-    Neither builtins nor what the tests define or import themselves are among them: a solution that
-    defines `abs` or `unittest` does not change what the tests mean by it.
-    """
-    tree = _parsed(source)
-    own: set[str] = set()
-    for node in _module_level(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            own |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return used - own - set(vars(builtins))
-
-
-def _module_level(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes outside functions and classes, these themselves included."""
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        node = pending.pop()
-        yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            pending.extend(ast.iter_child_nodes(node))
-
-
-def _parsed(source: str) -> ast.Module:
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        raise BrokenTests(f"the tests do not compile: {error}") from None
-
-
-def count(source: str) -> int:
-    """How many tests the source seems to hold: what is missed when it cannot be run to its end."""
-    tree = _parsed(source)
-    functions = [
-        n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name.startswith("test")
-    ]
-    return len(functions) or sum(isinstance(node, ast.Assert) for node in tree.body) or 1
+def _count_in(node: ast.stmt) -> int:
+    if isinstance(node, ast.ClassDef):
+        is_collected = node.name.startswith("Test") or bool(node.bases)
+        return sum(_holds_tests(inner) for inner in node.body) if is_collected else 0
+    if not isinstance(node, _FUNCTIONS) or not _holds_tests(node):
+        return 0
+    sets = 1
+    for mark in node.decorator_list:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("parametrize"):
+            values = mark.args[1] if len(mark.args) > 1 else None
+            sets *= len(values.elts) if isinstance(values, (ast.List, ast.Tuple)) else 1
+    return sets
 
 
 def collect(source: str, namespace: Namespace, entry: str | None) -> Iterator[Case]:
@@ -95,7 +73,7 @@ def _holds_tests(node: ast.stmt) -> bool:
     """Whether it is a test function, or a class with test methods."""
     if isinstance(node, ast.ClassDef):
         return any(_holds_tests(inner) for inner in node.body)
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+    return isinstance(node, _FUNCTIONS) and node.name.startswith("test")
 
 
 def _is_unittest(kind: type) -> bool:
@@ -105,15 +83,74 @@ def _is_unittest(kind: type) -> bool:
 
 
 def _assertions(tree: ast.Module, namespace: Namespace, entry: str | None) -> Iterator[Case]:
+    checking = _checking(tree)
     for node in tree.body:
         code = compile(ast.Module([node], []), TESTS_FILE, "exec")
-        if isinstance(node, ast.Assert):
+        if _is_test(node, checking):
             yield f"line {node.lineno}", lambda code=code: exec(code, namespace)  # type: ignore[misc]
         else:
             exec(code, namespace)
     check = namespace.get("check")
-    if inspect.isfunction(check) and entry is not None:
-        yield "check", lambda: check(namespace["__candidate__"])
+    if inspect.isfunction(check) and _needs_check(tree, entry):
+        yield "check", lambda: _run(check, namespace["__candidate__"])
+
+
+def _checking(tree: ast.Module) -> set[str]:
+    """The functions of the tests that check something."""
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, _FUNCTIONS) and any(_checks(part, set()) for part in ast.walk(node))
+    }
+
+
+def _is_test(node: ast.stmt, checking: set[str]) -> bool:
+    """Whether a statement at the top level is a test, rather than one that prepares some."""
+    if isinstance(node, (ast.Expr, *_BLOCKS)):
+        return any(_checks(part, checking) for part in ast.walk(node))
+    return isinstance(node, ast.Assert)
+
+
+def _checks(node: ast.AST, checking: set[str]) -> bool:
+    """Whether it is an assertion, or a call that works like one."""
+    if not isinstance(node, ast.Call):
+        return isinstance(node, (ast.Assert, ast.Raise))
+    called = node.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in checking or name in ("raises", "fail") or name.startswith("assert")
+
+
+def _needs_check(tree: ast.Module, entry: str | None) -> bool:
+    """Whether the tests are a function `check` that they leave to be called with the solution's."""
+    if entry is None or "check" not in {getattr(node, "name", None) for node in tree.body}:
+        return False
+    return not any(_is_test(node, {"check"}) and _calls_check(node) for node in tree.body)
+
+
+def _calls_check(node: ast.stmt) -> bool:
+    calls = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+    return any(isinstance(called, ast.Name) and called.id == "check" for called in calls)
+
+
+def define_rest(source: str, namespace: Namespace) -> None:
+    """What a source that failed would have defined after that: later sources may use it."""
+    for node in parsed(source).body:
+        if not isinstance(node, (*_FUNCTIONS, ast.Import, ast.ImportFrom)):
+            continue
+        if isinstance(node, _FUNCTIONS) and node.name in namespace:
+            continue
+        try:
+            exec(compile(ast.Module([node], []), TESTS_FILE, "exec"), namespace)
+        except BaseException:  # noqa: BLE001, S112 - then it stays undefined, and who uses it fails
+            continue
+
+
+def _run(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+    found = function(*args, **named)
+    if inspect.iscoroutine(found):
+        import asyncio  # most tests have none, and it takes its time
+
+        asyncio.run(found)
 
 
 def _methods(kind: type) -> Iterator[Case]:
@@ -129,6 +166,7 @@ def _run_method(kind: type, name: str) -> None:
     if is_case:
         instance.setUpClass()
     getattr(instance, prepare, _nothing)()
+    _run(getattr(instance, "asyncSetUp", _nothing))
     try:
         for _, run in _parametrized(name, getattr(instance, name)):
             run()
@@ -143,11 +181,11 @@ def _nothing() -> None:
 def _parametrized(name: str, function: Any) -> Iterator[Case]:
     sets = getattr(function, "ludus_parameters", [])
     if not sets:
-        yield name, function
+        yield name, lambda: _run(function)
         return
     for number, combination in enumerate(itertools.product(*sets)):
         arguments = {key: value for part in combination for key, value in part.items()}
-        yield f"{name}[{number}]", lambda given=arguments: function(**given)  # type: ignore[misc]
+        yield f"{name}[{number}]", lambda given=arguments: _run(function, **given)  # type: ignore[misc]
 
 
 # A stand-in for pytest ----------------------------------------------------------------------------

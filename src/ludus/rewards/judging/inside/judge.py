@@ -18,13 +18,13 @@ from typing import Any
 
 from ludus.rewards.judging.inside.cases import (
     TESTS_FILE,
-    BrokenTests,
     Namespace,
     collect,
     count,
-    free_names,
+    define_rest,
     pytest_stand_in,
 )
+from ludus.rewards.judging.inside.names import BrokenTests, free_names, modules_used, own_names
 from ludus.rewards.judging.inside.plain import read, write
 from ludus.rewards.judging.inside.proxies import Link, Stopped
 
@@ -77,16 +77,16 @@ def _guarded(plan: dict[str, Any]) -> None:
     sources, module = plan["sources"], plan["module"]
     end: dict[str, Any] = {"end": True}
     try:
-        expected = len(sources) if plan["one_each"] else sum(count(source) for source in sources)
+        expected = (
+            len(sources) if plan["one_each"] else sum(count(one, plan["entry"]) for one in sources)
+        )
         _out.put({"expected": expected})
         _in.get()
-        namespace = _namespace(sources, module, plan["names"])
-        if plan["entry"] in plan["names"]:
-            namespace["__candidate__"] = getattr(_link.root, plan["entry"])
+        _define_modules(module)
         if plan["one_each"]:
-            _run_one_each(sources, namespace)
+            _run_one_each(plan)
         else:
-            _run_all(sources, namespace, plan["entry"])
+            _run_all(plan)
     except BrokenTests as error:
         end["broken"] = str(error)[:_MOST_TEXT]
     except ModuleNotFoundError as error:
@@ -107,30 +107,61 @@ def _is_from_tests(error: BaseException) -> bool:
     return False
 
 
-def _namespace(sources: list[str], module: str, names: list[str]) -> Namespace:
-    """What the tests see: the solution's names that they use, and the solution as a module."""
+def _define_modules(module: str) -> None:
+    """The solution as a module, and the stand-in for pytest, for the tests to import."""
     solution = types.ModuleType(module)
-    used = set().union(*(free_names(source) for source in sources)) & set(names)
     setattr(solution, "__getattr__", lambda name: getattr(_link.root, name))  # noqa: B010
-    setattr(solution, "__all__", sorted(used))  # noqa: B010
     sys.modules[module] = solution
     sys.modules["pytest"] = pytest_stand_in()
-    namespace: Namespace = {"__name__": "tests"}
+
+
+def _namespace(source: str, plan: dict[str, Any], kept: Namespace, earlier: set[str]) -> Namespace:
+    """What the source sees: what earlier ones defined, modules, and the names that are the solution's."""
+    modules = modules_used(source, but={plan["module"], plan["entry"], *earlier})
+    used = (free_names(source) - earlier - modules.keys()) & set(plan["names"])
+    setattr(sys.modules[plan["module"]], "__all__", sorted(used))  # noqa: B010
+    namespace: Namespace = {"__name__": "tests", **modules, **kept}
     for name in sorted(used):
-        namespace[name] = getattr(_link.root, name)
+        namespace[name] = _from_solution(name)
+    if plan["entry"] in plan["names"]:
+        namespace["__candidate__"] = _from_solution(plan["entry"])
     return namespace
 
 
-def _run_all(sources: list[str], namespace: Namespace, entry: str | None) -> None:
-    for source in sources:
-        for name, run in collect(source, namespace, entry):
+def _from_solution(name: str) -> Any:
+    try:
+        return getattr(_link.root, name)
+    except Exception:  # noqa: BLE001 - it said that it has the name: whatever it raises is its own doing
+        raise _link.stop(f"it no longer has the name {name}") from None
+
+
+def _run_all(plan: dict[str, Any]) -> None:
+    for source in plan["sources"]:
+        namespace = _namespace(source, plan, {}, set())
+        for name, run in collect(source, namespace, plan["entry"]):
             _report(name, _problem(run))
 
 
-def _run_one_each(sources: list[str], namespace: Namespace) -> None:
-    for number, source in enumerate(sources):
+def _run_one_each(plan: dict[str, Any]) -> None:
+    """Each source in a namespace of its own, with what earlier ones defined."""
+    kept: Namespace = {}
+    earlier: set[str] = set()
+    owned = [own_names(source) for source in plan["sources"]]
+    for number, (source, own) in enumerate(zip(plan["sources"], owned, strict=True)):
+        _link.stopped = None
+        try:
+            namespace = _namespace(source, plan, kept, earlier)
+        except Stopped as stopped:
+            _report(f"test {number}", _text(stopped))
+            earlier |= own
+            continue
         code = compile(source, TESTS_FILE, "exec")
-        _report(f"test {number}", _problem(lambda code=code: exec(code, dict(namespace))))  # type: ignore[misc]
+        problem = _problem(lambda code=code, seen=namespace: exec(code, seen))  # type: ignore[misc]
+        _report(f"test {number}", problem)
+        if problem is not None:
+            define_rest(source, namespace)
+        kept |= {name: namespace[name] for name in own if name in namespace}
+        earlier |= own
 
 
 def _problem(run: Callable[[], object]) -> str | None:

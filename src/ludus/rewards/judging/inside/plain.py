@@ -4,7 +4,7 @@ JSON says None, booleans, small integers, finite floats, strings and lists as th
 an object with one key: "i" a large integer, "f" a float that is not finite, "c" complex, "b" bytes, "a" a
 bytearray, "t" tuple, "s" set, "z" frozenset, "d" dict, "r" range, "q" a fraction, "m" a decimal, "e" an
 exception class (its name, and the nearest built-in one), "h" a handle: something that stays where it is,
-and can be used from the other side by its number.
+and can be used from the other side by its number, "w" the handle of a coroutine.
 
 A value is always rebuilt as the plain built-in type: a subclass with methods of its own arrives without
 them. `ValueError` means that a text is no such data.
