@@ -269,3 +269,15 @@ def test_needs_are_written_down() -> None:
     assert needs_of(algos.gigpo) == {Need.SIBLINGS, Need.TURNS, Need.ANCHORS}
     assert needs_of(algos.reinforce) == frozenset()
     assert isinstance(algos.grpo(credit_from([])), Estimate)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "gae"])
+def test_rounding_noise_in_a_penalty_is_no_signal(name: str) -> None:
+    """A policy that has not left its reference yet has a divergence of some 1e-8: nothing to learn from."""
+    attempts = [Attempt(0.0, [Turn(4)]) for _ in range(4)]
+    credit = credit_from(attempts)
+    size, dtype = len(credit.trajectory_T), credit.rewards_N.dtype
+    noise_T = torch.linspace(-3e-8, 3e-8, size, dtype=dtype) * credit.action_T
+    zeros_T = torch.zeros_like(noise_T)
+    noisy = replace(credit, penalty_T=noise_T, values_T=zeros_T)
+    assert not load_estimator(name)(noisy).advantages_T.any()

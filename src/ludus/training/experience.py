@@ -5,7 +5,6 @@ It is taken once, under the weights that played, before the first update of the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,10 +55,10 @@ def experience_of(learner: Learner, played: Played, config: RLConfig) -> Experie
     )
     masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
     behaviour_T, old_T = _starting_point(learner, rows, credit, config)
-    size = math.ceil(len(played.groups) / config.updates)
     parts: list[list[int]] = [[] for _ in range(config.updates)]
     for i, row in enumerate(rows):
-        parts[groups[row.trajectory] // size].append(i)
+        # as even as can be, so that there are as many updates as the recipe says
+        parts[groups[row.trajectory] * config.updates // len(played.groups)].append(i)
     return Experience(
         rows=rows,
         credit=credit,

@@ -182,6 +182,9 @@ class Recipe(Config):
     def _one_plan(self) -> Recipe:
         if self.stage and (self.warm_start is not None or self.rl != RLConfig()):
             raise ValueError("[[stage]] tables replace [warm_start] and [rl]; give the one or the other")
+        names = [one.name for one in self.task_sets]
+        if len(set(names)) < len(names):
+            raise ValueError(f"task_sets need different names, not {', '.join(names)}")
         if self.task_sets and self.tasks != TasksConfig():
             raise ValueError("[[task_sets]] tables replace [tasks]; give the one or the other")
         for number, stage in enumerate(self.stage):

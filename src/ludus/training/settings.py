@@ -165,7 +165,17 @@ class RLConfig(Config):
 
     @model_validator(mode="after")
     def _can_learn(self) -> RLConfig:
+        if self.algorithm == "dr_grpo" and "length" not in self.aggregation_options:
+            raise ValueError(
+                "dr_grpo divides by a fixed length: set rl.aggregation_options = { length = N }, for instance "
+                "to the tokens that an episode says at most"
+            )
         algorithm = load_algorithm(**self.algorithm_settings)
+        if not self.advantage_mask and Need.CRITIC not in algorithm.needs:
+            raise ValueError(
+                f"rl.advantage_mask = false is about the recursion of a critic's advantages; {self.algorithm} "
+                "has none (ppo has)"
+            )
         compares = Need.SIBLINGS in algorithm.needs or self.refill is not None
         if compares and self.attempts == 1 and self.steps:
             raise ValueError(
