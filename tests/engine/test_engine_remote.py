@@ -120,7 +120,8 @@ async def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LUDUS_API_KEY", "from outside")
     with serving(key="from outside") as server:
         async with engine_at(server) as engine:
-            await engine.generate(HELLO, Sampling())
+            done = await engine.generate(HELLO, Sampling())
+    assert done.tokens and len(server.asked) == 1, "a server that wants this key has answered"
 
 
 async def test_a_server_that_names_the_stop_string() -> None:

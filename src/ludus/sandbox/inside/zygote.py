@@ -44,7 +44,7 @@ def main(link_fd: int) -> None:
         frames.send(link, {"event": "ready", "landlock": plan.landlock, "base": plan.base_bytes})
         Zygote(link, plan).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass
+        pass  # the host has closed the socket, which is how it says that we shall end
     except BaseException as error:  # noqa: BLE001 - the host decides what a worker that cannot start means
         with contextlib.suppress(OSError):
             frames.send(link, {"event": "broken", "error": f"{type(error).__name__}: {error}"})
