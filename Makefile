@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-slow lint format bench clean help
+.PHONY: quickstart test test-slow test-gpu lint format bench clean help
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,6 +18,9 @@ test: $(VENV)/.installed-dev lint  ## Lint, type check and the fast tests
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers
 	$(BIN)/python -m pytest -m slow --timeout 1800
 
+test-gpu: $(VENV)/.installed-dev  ## The tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
 lint: $(VENV)/.installed-dev  ## ruff and mypy alone
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -27,9 +30,14 @@ format: $(VENV)/.installed-dev  ## Put every file into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-dev  ## The benchmarks that need no peer's installation
+bench: $(VENV)/.installed-dev  ## The benchmarks that need neither a GPU nor a peer's installation (an hour)
 	$(BIN)/python benchmarks/latency.py
 	$(BIN)/python benchmarks/engine_cpu.py
+	$(BIN)/python benchmarks/sandbox.py
+	$(BIN)/python benchmarks/tool_server.py
+	$(BIN)/python benchmarks/remote_tools.py
+	$(BIN)/python benchmarks/quickstart.py
+	$(BIN)/python benchmarks/algorithms/compare.py
 
 # torch first, and pinned, so that no other package's range decides which build is installed.
 $(VENV)/.torch: constraints.txt

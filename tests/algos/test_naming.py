@@ -75,7 +75,7 @@ def test_an_unknown_algorithm_and_stray_options_are_refused() -> None:
         load_algorithm("pppo")
     with pytest.raises(ConfigError, match="no correction is named"):
         load_algorithm("grpo", correction_options={"high": 2.0})
-    with pytest.raises(ConfigError, match="length: field required"):
+    with pytest.raises(ConfigError, match="length: must be given"):
         load_algorithm("dr_grpo")
 
 
@@ -94,3 +94,85 @@ def test_an_algorithm_of_ones_own_is_one_file(tmp_path: Path) -> None:
     assert algorithm.needs == frozenset()
     with pytest.raises(ConfigError, match="power"):
         load_loss(f"{file}:squared", {"power": "high"})
+
+
+OWN = """
+import torch
+from ludus.algos import Estimate, Need, needs
+
+def by_trajectory(credit):
+    return Estimate(credit.rewards_N)
+
+def bare(credit):
+    return credit.rewards_N[credit.trajectory_T]
+
+def whole(credit):
+    return Estimate(credit.action_T)
+
+def divided(credit):
+    return credit.spread(credit.rewards_N / 0)
+
+@needs(Need.CRITIC)
+def silent(credit):
+    return credit.spread(credit.rewards_N)
+
+def placed(credit, power=2.0):
+    return credit.spread(credit.rewards_N**power)
+
+def demanding(credit, power):
+    return credit.spread(credit.rewards_N**power)
+
+def mean_loss(sampled):
+    return -(sampled.advantages_A * sampled.logprobs_A).mean(), {}
+
+def lonely_loss(sampled):
+    return -sampled.advantages_A * sampled.logprobs_A
+
+def flat(trajectory_T, trained_T):
+    return torch.ones(1)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return str(tmp_path / "own.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("by_trajectory", r"estimator '.*own.py:by_trajectory' returned advantages_T as a tensor of "
+                          r"float\d+ and shape \(2,\); one for each token is wanted: .* \(5,\)"),
+        ("bare", r"returned a tensor of float\d+ and shape \(5,\); an Estimate is wanted: credit\.spread"),
+        ("whole", r"as a tensor of bool .* floats"),
+        ("divided", r"of which 5 of 5 are not finite"),
+        ("silent", r"needs a critic and returned no returns_T"),
+    ],
+)  # fmt: skip
+def test_an_estimator_that_returns_something_else_is_named(own: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_algorithm(f"{own}:{name}").estimate(credit_from(PAIR))
+
+
+def test_losses_and_aggregations_that_return_something_else_are_named(own: str) -> None:
+    one = torch.tensor([-1.0, -2.0])
+    sampled = Sampled(one, one, one, torch.tensor([0, 0]))
+    with pytest.raises(
+        ConfigError, match=r"'.*mean_loss' returned a loss as .*shape \(\);.*not their mean"
+    ):
+        load_algorithm("grpo", loss=f"{own}:mean_loss").loss(sampled)
+    with pytest.raises(ConfigError, match=r"'.*lonely_loss' returned .*\(loss_A, metrics_A\) is wanted"):
+        load_algorithm("grpo", loss=f"{own}:lonely_loss").loss(sampled)
+    weigh = load_algorithm("grpo", aggregation=f"{own}:flat").weigh
+    with pytest.raises(ConfigError, match=r"'.*flat' returned weights as .*\(1,\)"):
+        weigh(torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool))
+
+
+def test_options_that_are_taken_by_position_are_refused(own: str) -> None:
+    assert load_estimator(f"{own}:placed")(credit_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
+    hint = r"options stand behind a '\*': def placed\(credit, \*, power=2.0\)"
+    with pytest.raises(ConfigError, match=hint):
+        load_estimator(f"{own}:placed", {"power": 3})
+    with pytest.raises(ConfigError, match=r"def demanding\(credit, \*, power\)"):
+        load_estimator(f"{own}:demanding")

@@ -202,6 +202,10 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("train", "recipe.toml", "rl.updates=3"), "cannot split"),
         (("train", "recipe.toml", "rewards=[]"), "nothing is rewarded"),
         (("train", "recipe.toml", "model.device=junk"), "cannot be used here"),
+        (("train", "recipe.toml", "stage=[]"), "stage = [] has no table"),
+        (("train", "recipe.toml", "warm_start.steps=1"), "warm_start has no demonstrations"),
+        (("train", "recipe.toml", "model.name=http://127.0.0.1:1/v1"), "can be evaluated only"),
+        (("eval", "runs/nope"), "runs/nope is neither a recipe (a TOML file) nor a run's folder"),
         (("check", "recipe", "recipe.toml", "agent.format=hermse"), "Did you mean 'hermes'"),
         (("check", "recipe", "recipe.toml", "agent.loop=task:tasks"), "no coroutine"),
     ],
@@ -213,3 +217,58 @@ def test_mistakes_are_explained(
     said = capsys.readouterr().err
     assert code == 2
     assert message in " ".join(said.split()) and "Traceback" not in said
+    assert not (project / "runs").exists(), "what is refused leaves no folder"
+
+
+STAGES = """
+[[stage]]
+kind = "dpo"
+steps = 1
+tasks = 2
+attempts = 2
+
+[[stage]]
+kind = "rejection"
+steps = 1
+tasks = 2
+attempts = 2
+threshold = 0.0
+
+[[stage]]
+kind = "rl"
+steps = 5
+tasks = 2
+attempts = 2
+
+[[stage]]
+kind = "rl"
+steps = 1
+tasks = 2
+attempts = 2
+
+[[stage]]
+kind = "eval"
+attempts = 2
+"""
+
+
+def test_every_stage_has_its_own_line_with_numbers(project: Path) -> None:
+    recipe = RECIPE.replace("[rl]\nsteps = 2\ntasks = 2\nattempts = 2\n", "") + STAGES
+    (project / "recipe.toml").write_text(recipe)
+    said = ludus("train", "recipe.toml", "stage.2.steps=1")
+    lines = {line.split("/")[0]: line for line in said.splitlines() if "/1 " in line}
+    assert set(lines) == {"DPO 1", "rejection sampling 1", "RL (1 of 2) 1", "RL (2 of 2) 1"}
+    assert "reward" in lines["DPO 1"] and "pairs" in lines["DPO 1"]
+    assert "kept 2" in lines["rejection sampling 1"] and "loss" in lines["rejection sampling 1"]
+    assert "reward" in lines["RL (2 of 2) 1"]
+    (measured,) = [line for line in said.splitlines() if "pass@2" in line]
+    assert measured.startswith("held-out tasks after step 5: success 0.0%, pass@1 0.0%, pass@2 0.0%")
+
+
+def test_an_untrained_model_is_said_to_be_one(project: Path) -> None:
+    assert "learned nothing yet" in ludus("eval", "recipe.toml", "--tasks", "1")
+    assert "learned nothing yet" in ludus("rollout", "recipe.toml", "--tasks", "1")
+    ludus("train", "recipe.toml", "rl.steps=1")
+    assert "learned nothing yet" not in ludus("eval", "runs/adding-001", "--tasks", "1")
+    found = CliRunner().invoke(app, ["eval", "runs/adding-002"])
+    assert "did you mean runs/adding-001" in str(found.exception)

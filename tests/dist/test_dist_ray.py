@@ -20,7 +20,7 @@ from ludus.core.task import Task
 from ludus.core.tooling import ToolContext
 from ludus.dist import RayHost
 from ludus.serve import ToolServer
-from ludus.tools.hosting import OutcomeUnknown, SessionLost
+from ludus.tools.hosting import EpisodeLost, OutcomeUnknown
 from ludus.tools.remote import RemoteTools
 
 pytest.importorskip("ray")
@@ -60,7 +60,7 @@ async def test_actors_host_tools_as_processes_do(tmp_path: Path) -> None:
         other = next(e for e, pid in zip(episodes, pids, strict=True) if pid != pids[0])
         await tools.call(ToolCall("remember", {"value": "a"}), stateful)
         os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(SessionLost, match="is gone"):
+        with pytest.raises(EpisodeLost, match="is gone"):
             await tools.call(ToolCall("remember", {"value": "b"}), stateful)
         once = tmp_path / "once"
         assert (await tools.call(ToolCall("die_once", {"file": str(once)}), other)).content == "alive"

@@ -32,12 +32,18 @@ def _is_greedy(model: PreTrainedModel, context: list[int], answer: Completion) -
 class History:
     """A worker, and somebody who asks it for one thing after another."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, is_static: bool, lookahead: int) -> None:
         self.random = random.Random(seed)
         self.model = make("mistral" if seed % 2 else "llama")
         use_ludus_attention(self.model)
         self.worker = Worker(
-            self.model, pages=self.random.randint(14, 30), page_size=4, max_running=4, tokens_per_step=9
+            self.model,
+            pages=self.random.randint(14, 30),
+            page_size=4,
+            max_running=4,
+            tokens_per_step=9,
+            is_static=is_static,
+            lookahead=lookahead,
         )
         self.contexts: dict[str, list[int]] = {}
         self.busy: dict[str, list[int]] = {}
@@ -90,12 +96,12 @@ class History:
             self.contexts[into] = list(self.contexts[session])
         elif roll < 0.48 and not self.busy:
             self.worker.update_weights()
-        elif self.worker.scheduler.has_work:
+        elif self.worker.has_work:
             self.worker.step()
         self.worker.scheduler.books.ledger.check()
 
     def end(self) -> None:
-        while self.worker.scheduler.has_work:
+        while self.worker.has_work:
             self.worker.step()
         assert not self.busy
         for session in SESSIONS:
@@ -104,9 +110,14 @@ class History:
         assert ledger.available == ledger.pages
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_answer_is_what_the_model_alone_would_say(seed: int) -> None:
-    history = History(seed)
+PLAIN, STATIC, AHEAD = (False, 0), (True, 0), (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"), [*((seed, PLAIN) for seed in range(6)), (4, STATIC), (2, AHEAD), (3, AHEAD)]
+)
+def test_every_answer_is_what_the_model_alone_would_say(seed: int, steps: tuple[bool, int]) -> None:
+    history = History(seed, *steps)
     for _ in range(260):
         history.act()
     history.end()

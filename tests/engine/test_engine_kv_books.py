@@ -34,7 +34,7 @@ class Books(RuleBasedStateMachine):
             slots = self.memory.setdefault(page, [()] * PAGE)
             slots[position % PAGE] = (self.version, *tokens[: position + 1])
         holding.length = stop
-        self.books.publish(holding, tokens)
+        self.books.publish(holding, tokens, stop)
 
     @rule(tokens=tokens_lists)
     def start(self, tokens: list[int]) -> None:

@@ -300,3 +300,35 @@ def test_the_interpreter_ends_while_the_engine_works() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], timeout=55, capture_output=True, check=False)
     assert ended.returncode == 7, ended.stderr.decode()
+
+
+async def test_forgetting_drops_what_was_cached_and_counts_no_update() -> None:
+    model = make()
+    engine = EmbeddedEngine(model, version=7)
+    context, other = prompts([20, 20])
+    first = await engine.generate(context, GREEDY, session="s")
+    running = asyncio.create_task(engine.generate(other, LONG, session="r"))
+    await until(lambda: engine.stats.generated_tokens > 10)
+    await engine.forget()
+    again = await engine.generate(context, GREEDY, session="s")
+    assert (again.tokens, again.cached_tokens) == (first.tokens, 0)
+    assert (await running).tokens == stock_greedy(model, other, 200)
+    assert first.versions == again.versions == (VersionSpan(0, 7),)
+    assert (engine.policy_version, await engine.update_weights()) == (7, 8)
+    await engine.close()
+
+
+async def test_a_pause_can_hand_the_caches_memory_back() -> None:
+    model = make()
+    engine = EmbeddedEngine(model, config=EngineConfig(release_memory="always"))
+    context = prompts([20])[0]
+    expected = stock_greedy(model, context, 200)
+    running = asyncio.create_task(engine.generate(context, LONG, session="s"))
+    await until(lambda: engine.stats.generated_tokens > 10)
+    await engine.pause()
+    assert engine.stats.memory_handed_back == 1
+    assert not engine._worker._store._layers  # type: ignore[attr-defined]
+    assert not running.done()
+    await engine.resume()
+    assert (await running).tokens == expected
+    await engine.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats import FORMATS, ActionFormat, load_format
 from ludus.rollouts.formats.base import MAX_CALLS
 
@@ -211,10 +211,6 @@ class TestTags:
     def test_impossible_options_are_refused(self, options):
         with pytest.raises(ConfigError):
             load_format("tags", **options)
-
-    def test_results_come_back_in_tags(self):
-        message = self.format.render_result(ToolCall("python"), ToolResult("5"))
-        assert (message.role, message.content) == ("user", "<result>\n5\n</result>")
 
 
 class TestFenced:

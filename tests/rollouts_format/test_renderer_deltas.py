@@ -91,7 +91,7 @@ def test_the_text_is_the_templates_own(template, script, question):
     """The reference is the template itself, given the conversation as dictionaries."""
     renderer = make_renderer(hf_tokenizer, template, "plain")
     segments, conversation = play(renderer, [Message("user", question)], script, [])
-    chat = [m.as_chat() for m in conversation]
+    chat = [{"role": m.role.replace("tool", "user"), "content": m.content} for m in conversation]
     chat.insert(0, {"role": "system", "content": renderer.describe([])})
     played = renderer.tokenizer.decode([t for s in segments for t in s.tokens])
     assert played == renderer.tokenizer.apply_chat_template(chat, None, True)
@@ -267,6 +267,24 @@ class TestWhatTheTemplateCanDo:
             "</s>[INST] <tool_response>\na\n</tool_response>\n\n"
             "<tool_response>\nb\n</tool_response> [/INST]"
         )
+
+    @pytest.mark.parametrize(
+        ("format", "shown"),
+        [
+            ("hermes", "tool\n5"),
+            ("llama3", "tool\n5"),
+            ("tags", "user\n<result>\n5\n</result>"),
+            ("fenced", "user\n<output>\n5\n</output>"),
+            ("react", "user\nObservation: 5"),
+            ("plain", "user\n5"),
+        ],
+    )
+    def test_a_result_is_recorded_as_a_tools_and_shown_as_the_format_has_it(self, format, shown):
+        renderer = Renderer(ByteTokenizer(), load_format(format))
+        message = renderer.format.render_result(ToolCall("python", id="call_1"), ToolResult("5"))
+        assert message == Message("tool", "5", name="python", tool_call_id="call_1")
+        text = renderer.tokenizer.decode(renderer.observation([], [message]))
+        assert text.endswith(f"<|im_start|>{shown}<|im_end|>\n<|im_start|>assistant\n")
 
     def test_results_come_from_the_user_where_only_users_open_a_thought(self):
         class Thinking(ByteTokenizer):

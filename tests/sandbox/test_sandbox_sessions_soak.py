@@ -573,14 +573,23 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-async def one_shots(sandbox: Sandbox, count: int, at_once: int = 24) -> None:
+class Done:
+    """How much of the work has been done."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+async def one_shots(sandbox: Sandbox, count: int, at_once: int = 24, done: Done | None = None) -> None:
     """Executions with exactly one right result, whatever happens to the workers."""
     gate = asyncio.Semaphore(at_once)
+    done = done or Done()
 
     async def one(number: int) -> None:
         async with gate:
             said = await sandbox.python(f"print({number} * 3)")
             assert (said.outcome, said.stdout) == (Outcome.OK, f"{number * 3}\n"), said.text()
+            done.count += 1
 
     await asyncio.gather(*(one(number) for number in range(count)))
 
@@ -605,11 +614,14 @@ async def short_sessions(sandbox: Sandbox, count: int, at_once: int = 16) -> int
     return sum(await asyncio.gather(*(one(number) for number in range(count))))
 
 
-async def killer(every_seconds: float, dice: random.Random) -> None:
+async def killer(sandbox: Sandbox, every_seconds: float, dice: random.Random, done: Done) -> None:
+    """Kills workers by chance, but not faster than they get anything done, however slow the machine is."""
+    before = -1
     while True:
         await asyncio.sleep(every_seconds)
         found = workers()
-        if found:
+        if done.count > before and found and len(sandbox._workers) == sandbox.config.worker_count:
+            before = done.count
             with contextlib.suppress(ProcessLookupError):
                 os.kill(dice.choice(found), signal.SIGKILL)
 
@@ -624,8 +636,9 @@ def test_killed_workers_cost_no_execution(arrangement: str) -> None:
             asyncio.timeout(_GUARD_SECONDS),
             Sandbox(SandboxConfig(workers=2, limits=_LIMITS)) as box,
         ):
-            killing = asyncio.create_task(killer(0.4, random.Random(3)))
-            await asyncio.gather(one_shots(box, 200), short_sessions(box, 60))
+            done = Done()
+            killing = asyncio.create_task(killer(box, 0.4, random.Random(3), done))
+            await asyncio.gather(one_shots(box, 200, done=done), short_sessions(box, 60))
             killing.cancel()
             assert (await box.python("1 + 1")).value == "2"
 
@@ -682,9 +695,10 @@ async def test_soak() -> None:
         assert box.replaced == 0
         grown = [after - first for first, after in zip(start, end, strict=True)]
         assert max(grown) < 8.0, f"megabytes more in host and workers: {grown}"
-        killing = asyncio.create_task(killer(2.0, random.Random(5)))
+        done = Done()
+        killing = asyncio.create_task(killer(box, 2.0, random.Random(5), done))
         for _ in range(9):
-            await one_shots(box, 1000)
+            await one_shots(box, 1000, done=done)
             await short_sessions(box, 100)
         killing.cancel()
         assert box.replaced > 0

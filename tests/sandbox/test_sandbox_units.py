@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, SandboxUnavailable, layers
 from ludus.sandbox.capture import Capture
-from ludus.sandbox.cgroups import make_group
+from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.endings import execution_of, unfinished
 from ludus.sandbox.inside import branching, frames, kernel, seccomp
 from ludus.sandbox.link import Link
@@ -261,7 +261,25 @@ def test_a_control_group_is_made_swept_and_removed(tmp_path: Path, version: int)
 
 
 def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
-    assert not make_group(tmp_path / "nowhere").counts
+    group = make_group(tmp_path / "nowhere")
+    assert not group.counts and group.kills() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 1\noom_kill {}\n"),
+        ("memory.events", "low 0\nhigh 3\nmax 4\noom 5\noom_kill {}\noom_group_kill 6\n"),
+    ],
+)
+def test_a_group_tells_how_many_the_kernel_has_ended(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text.format(0))
+    group = ControlGroup([tmp_path], 1 << 30)
+    assert group.kills() == 0
+    (tmp_path / name).write_text(text.format(12))
+    assert group.kills() == 12
+    group.remove()
+    assert group.kills() == 0
 
 
 async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from server_process import ServerProcess, context, lines_of, raw_exchange
+from server_process import ServerProcess, context, lines_of, raw_exchange, serving
 
 from ludus.core.failures import Boundary, Fault, InfraError
 from ludus.core.messages import ToolCall
@@ -291,14 +291,21 @@ async def test_bodies_that_are_wrong(
         assert answer.status == 200
 
 
-async def test_a_small_body_that_unpacks_into_a_huge_one(
-    server: ServerProcess, http: aiohttp.ClientSession
+@pytest.mark.parametrize("path", ["/v1/calls", "/v1/nowhere"])
+@pytest.mark.parametrize("packing", ["gzip", "deflate", "br", "zstd", "none"])
+async def test_packed_bodies_are_refused_unread(
+    server: ServerProcess, http: aiohttp.ClientSession, packing: str, path: str
 ) -> None:
-    bomb = gzip.compress(b'{"key":"bomb","name":"' + b"x" * 50_000_000 + b'"}')
-    assert len(bomb) < 100_000
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    async with http.post(f"{server.address}/v1/calls", data=bomb, headers=headers) as answer:
-        assert (answer.status, (await answer.json())["error"]["kind"]) == (413, "too_large")
+    """Neither a small body that unpacks into a huge one, nor one that cannot be unpacked, is work for us."""
+    bomb = gzip.compress(b'{"key":"bomb","name":"' + b"x" * 5_000_000 + b'"}')
+    headers = {"Content-Type": "application/json", "Content-Encoding": packing}
+    for body in (bomb, b"not packed at all"):
+        async with http.post(f"{server.address}{path}", data=body, headers=headers) as answer:
+            kind = (await answer.json())["error"]["kind"]
+        if path == "/v1/calls":
+            assert (answer.status, kind) == (415, "unsupported_type")
+        else:
+            assert (answer.status, kind) == (404, "not_found")
 
 
 async def test_what_a_web_page_could_send_is_refused(
@@ -331,3 +338,12 @@ async def test_answers_fit_their_models(server: ServerProcess, http: aiohttp.Cli
         http, f"{server.address}/v1/calls", {**call, "key": "b"}, **{"Ludus-Deadline-Ms": "x"}
     )
     assert status == 400 and ErrorAnswer.model_validate(raw)
+
+
+async def test_bodies_that_cannot_be_unpacked_are_not_in_the_log(http: aiohttp.ClientSession) -> None:
+    with serving("add") as server:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        for path in ("/v1/calls", "/v1/nowhere", "/healthz"):
+            async with http.post(server.address + path, data=b"not packed", headers=headers) as answer:
+                assert answer.status in (404, 405, 415)
+        assert {line["level"] for line in server.logs()} == {"info"}

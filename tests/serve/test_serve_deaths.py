@@ -15,7 +15,7 @@ from server_process import TOOLS, ServerProcess, context, lines_of, serving, unt
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import ToolCall
 from ludus.serve import ToolServer
-from ludus.tools.hosting import OutcomeUnknown, ProcessHost, SessionLost
+from ludus.tools.hosting import EpisodeLost, OutcomeUnknown, ProcessHost
 from ludus.tools.remote import RemoteTools
 
 
@@ -47,7 +47,7 @@ async def test_a_killed_server_and_its_successor(tmp_path: Path) -> None:
                 with pytest.raises(OutcomeUnknown, match="whether it took effect is unknown") as caught:
                     await must_not
                 assert caught.value.boundary is Boundary.SERVER and caught.value.attempts > 1
-                with pytest.raises(SessionLost, match="is gone"):
+                with pytest.raises(EpisodeLost, match="is gone"):
                     await tools.call(ToolCall("remember", {"value": "b"}), episodes[2])
                 assert (await tools.call(ToolCall("echo", {"text": "x"}), episodes[3])).content == "x"
                 assert len(lines_of(paid)) == 1, "what must not be repeated was not"
@@ -108,7 +108,7 @@ async def test_worker_processes_that_die_are_replaced(tmp_path: Path) -> None:
         with pytest.raises(OutcomeUnknown, match="killed by SIGKILL"):
             await host.call(ToolCall("die", {"file": str(tmp_path / "die")}), light)
         assert lines_of(tmp_path / "die") == ["died"]
-        with pytest.raises(SessionLost, match="is gone"):
+        with pytest.raises(EpisodeLost, match="is gone"):
             await host.call(ToolCall("remember", {"value": "b"}), stateful)
         assert (await host.call(ToolCall("who"), light)).content not in pids[:1]
         again = await host.call(ToolCall("die_once", {"file": str(tmp_path / "once")}), episodes[1])
@@ -273,7 +273,7 @@ async def test_workers_killed_at_random_under_load(tmp_path: Path) -> None:
                 await tools.call(ToolCall("look", {"file": looked, "seconds": 0.02}), episode)
                 await tools.call(ToolCall("pay", {"file": str(paid), "seconds": 0.02}), episode)
                 outcomes["ok"] += 1
-            except SessionLost:
+            except EpisodeLost:
                 outcomes["lost"] += 1
             await tools.close(episode)
             assert len(lines_of(paid)) <= 1, "ran twice"

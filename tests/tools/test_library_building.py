@@ -115,7 +115,8 @@ async def test_an_address_is_a_tool_server(monkeypatch: pytest.MonkeyPatch) -> N
         ("no_such_module_at_all:x", "no module"),
         (3, "neither a function"),
         ([["python"]], "neither a function"),
-        (["calculator", "calculator"], "two tools are called"),
+        (["calculator", "calculator"], "two tools are called 'calculator': name it once"),
+        ("sql", r"database: must be given(.|\n)*tool = \"sql\"(.|\n)*serve tools --config"),
         (["python", {"tool": "bash", "name": "python"}], "two tools are called"),
     ],
 )

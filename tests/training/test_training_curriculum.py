@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
 from ludus.training.curriculum import Curriculum, CurriculumConfig
+from ludus.training.recipe import Recipe
 
 TURNS = "budgets.max_turns"
 
@@ -113,3 +114,17 @@ def test_one_setting_cannot_be_moved_twice() -> None:
     config = CurriculumConfig.parse({"setting": TURNS, "schedule": [[0, 5]]})
     with pytest.raises(ConfigError, match="moved twice"):
         Curriculum([config, config])
+    with pytest.raises(ConfigError, match=r"rl: budgets\.max_turns is moved twice"):
+        Recipe.parse({"model": {"scratch": {}}, "rl": {"curriculum": [config, config]}})
+
+
+def test_a_metric_that_there_is_not_is_refused() -> None:
+    adaptive = {"start": 1, "stop": 2, "by": 1, "above": 0.5}
+    for name in ("success", "reward/style", "sets/sums/success", "custom/mine"):
+        CurriculumConfig.parse(
+            {"setting": "budgets.max_turns", "adaptive": {**adaptive, "metric": name}}
+        )
+    with pytest.raises(ConfigError, match=r"adaptive: metric = 'sucess' is no metric"):
+        CurriculumConfig.parse(
+            {"setting": "budgets.max_turns", "adaptive": {**adaptive, "metric": "sucess"}}
+        )

@@ -31,8 +31,9 @@ from ludus.training.evaluating.report import (
     write_report,
 )
 from ludus.training.evaluating.results import ResultsFolder, is_finished, settings_of
-from ludus.training.evaluating.study import Measured, Plan, Study, run_study
+from ludus.training.evaluating.study import Measured, Part, Plan, Study, run_study
 from ludus.training.evaluating.summary import NAMELESS, Statistics, compare, powers_of_two, summarise
+from ludus.training.set_building import plans_of
 
 QUICK = Statistics(resamples=200)
 
@@ -129,15 +130,16 @@ def test_powers_of_two() -> None:
 
 
 def test_a_folder_holds_one_set_of_settings(tmp_path: Path, recipe: Recipe, parts: Parts) -> None:
-    settings = settings_of(recipe, parts.held_out, 4, Sampling(), 0)
+    sets = plans_of(recipe, parts)
+    settings = settings_of(sets, [parts.held_out], 4, Sampling(), 0)
     with ResultsFolder(tmp_path / "r", settings), pytest.raises(LudusError, match="another run"):
         ResultsFolder(tmp_path / "r", settings)
     with ResultsFolder(tmp_path / "r", settings):
         pass
-    other = settings_of(recipe, parts.held_out, 4, Sampling(temperature=0.5), 0)
+    other = settings_of(sets, [parts.held_out], 4, Sampling(temperature=0.5), 0)
     with pytest.raises(ConfigError, match=r"sampling.temperature: 1.0 there, 0.5 now"):
         ResultsFolder(tmp_path / "r", other)
-    changed = settings_of(recipe, [ludus.Task.of("other", id="50")], 4, Sampling(), 0)
+    changed = settings_of(sets, [[ludus.Task.of("other", id="50")]], 4, Sampling(), 0)
     with pytest.raises(ConfigError, match=r"tasks\.digest"):
         ResultsFolder(tmp_path / "r", changed)
     (tmp_path / "full").mkdir()
@@ -182,7 +184,8 @@ def test_a_folder_in_which_nothing_was_played_does_not_stay(tmp_path: Path) -> N
 
 
 def plan_of(parts: Parts, players: Sequence[Player], turns: tuple[int, ...] = (1, 3)) -> Plan:
-    return Plan(tuple(players), tuple(parts.held_out), turns, attempts=2, sampling=Sampling())
+    tasks = (Part("tasks", tuple(parts.held_out), 3),)
+    return Plan(tuple(players), tasks, turns, attempts=2, sampling=Sampling())
 
 
 def numbers(study: Study) -> list[Mapping[str, Any]]:
@@ -193,7 +196,7 @@ async def test_a_study_stops_and_goes_on(tmp_path: Path, recipe: Recipe, parts: 
     """Interrupted after the first finished task, then continued: the same numbers as in one go."""
     player = await player_of(None, recipe)
     plan = plan_of(parts, [player])
-    settings = settings_of(recipe, parts.held_out, 2, Sampling(), 0)
+    settings = settings_of(plans_of(recipe, parts), [parts.held_out], 2, Sampling(), 0)
     whole = await run_study(recipe, parts, plan, QUICK)
 
     class Stop(Exception):
@@ -318,6 +321,18 @@ def test_tables_and_curves(study: Study) -> None:
     assert next(label for label, _ in pass_curves(study)).endswith("2 turns")
     assert [[turns for turns, _ in points] for _, points in turn_curves(study)] == [[2, 8], [2, 8]]
     assert "minus that of second" in study_markdown(study)
+
+
+def test_the_terminal_shows_every_k_that_was_asked_for() -> None:
+    groups = [group(str(n), [1, 0, 0, 1]) for n in range(4)]
+    asked = Statistics(ks=(1, 2, 4), resamples=50)
+    several = Study(tuple(Measured(m, 2, evaluation(groups), 0) for m in "xy"), asked)
+    assert [c for c in short_table(several).columns if "@" in c] == ["pass@1", "pass@2", "pass@4"]
+    one = Study((Measured("x", 2, evaluation(groups), 0),), asked)
+    names = [str(row[0]) for row in single_table(one).rows]
+    assert {f"{what}@{k}" for what in ("pass", "average") for k in (1, 2, 4)} <= set(names)
+    usual = Study(several.measured, QUICK)
+    assert [c for c in short_table(usual).columns if "@" in c] == ["pass@4"]
 
 
 def test_a_report_of_nothing_scored(tmp_path: Path) -> None:

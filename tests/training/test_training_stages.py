@@ -229,8 +229,65 @@ def test_rejection_sampling_in_rounds(tmp_path: Path, restart: bool) -> None:
 
 
 def test_nothing_worth_imitating_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no episode of round 1 reached the reward 2"):
+    with pytest.raises(ConfigError, match=r"no episode of 2 round\(s\) reached the reward 2"):
         run(tmp_path / "run", {**REJECTION, "threshold": 2.0})
+
+
+@pytest.mark.parametrize("lucky", [1, 2])
+def test_a_round_without_successes_is_passed_over(tmp_path: Path, lucky: int) -> None:
+    """Whether it is the first or the last one; and a run that is stopped in it knows that it was so."""
+    played = 0
+
+    @ludus.reward
+    async def sometimes(trajectory: ludus.Trajectory) -> float:
+        nonlocal played
+        played += 1
+        return float(played > 4 if lucky == 2 else played <= 4)
+
+    stage = {**REJECTION, "threshold": 1.0, "restart": True}
+    result = run(tmp_path / "run", stage, rewards=[sometimes], held_out=None)
+    assert column(result, "rejection/kept") == ([0, 2] if lucky == 2 else [2, 0])
+    assert len(column(result, "rejection/loss")) == 2, "two of four steps had something to learn from"
+    assert f"no episode of round {3 - lucky} reached the reward 1" in result.run.log_path.read_text()
+    empty = 0 if lucky == 2 else 2
+    assert are_equal(weights(result, empty), weights(result, empty + 2))
+    played = 0
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", stage, rewards=[sometimes], held_out=None, on_step=stop_after(3, Stop))
+    ludus.train(resume=tmp_path / "cut", **code(rewards=[sometimes], held_out=None))
+    assert_same_runs(tmp_path / "run", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("stage", [RL, DPO, REJECTION], ids=lambda stage: stage["kind"])
+def test_how_many_failures_are_too_many_is_a_setting(tmp_path: Path, stage: dict[str, Any]) -> None:
+    class Unlucky(Talker):
+        async def run(self, episode: ludus.Episode) -> None:
+            if int(episode.task.id) % 2 == 0:
+                raise RuntimeError("no luck")
+            await super().run(episode)
+
+    how = {"agent": Unlucky(), "tasks": tasks(2), "held_out": None}
+    run(tmp_path / "lenient", {**stage, "max_failures": 0.5}, **how)
+    with pytest.raises(LudusError, match=r"more than max_failures = 0\.4 allows.*no luck"):
+        run(tmp_path / "strict", {**stage, "max_failures": 0.4}, **how)
+
+
+def test_the_last_checkpoint_of_every_stage_stays(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", SFT, {**RL, "steps": 3}, EVAL, DPO, run={"keep_checkpoints": 1})
+    assert [c.step for c in result.run.checkpoints()] == [2, 5, 8]
+    result = run(tmp_path / "two", {**RL, "steps": 4}, run={"keep_checkpoints": 2})
+    assert [c.step for c in result.run.checkpoints()] == [3, 4]
+
+
+def test_stages_of_one_kind_are_counted(tmp_path: Path) -> None:
+    heard: list[tuple[str, int, int]] = []
+    run(tmp_path / "run", SFT, RL, {**RL, "steps": 1}, EVAL,
+        on_step=lambda phase, step, total, metrics: heard.append((phase, step, total)))  # fmt: skip
+    learned = [said for said in heard if said[0] != "evaluation"]
+    assert learned == [("warm start", 1, 2), ("warm start", 2, 2), ("RL (1 of 2)", 1, 2),
+                       ("RL (1 of 2)", 2, 2),
+                       ("RL (2 of 2)", 1, 1)]  # fmt: skip
+    assert [step for phase, step, _ in heard if phase == "evaluation"] == [0, 2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
@@ -324,18 +381,43 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
             r"\[\[stage\]\] tables replace \[warm_start\] and \[rl\]",
         ),
         ({"stage": [RL], "warm_start": {"steps": 3}}, r"\[\[stage\]\] tables replace"),
-        ({"stage": [{"kind": "rlhf"}]}, r"stage\.0.*'rlhf'.*'sft', 'rl', 'dpo', 'rejection', 'eval'"),
+        (
+            {"stage": [{"kind": "rlhf"}]},
+            r"stage\.0\.kind.*'sft', 'rl', 'dpo', 'rejection', 'eval'.*'rlhf'",
+        ),
         ({"stage": [{"steps": 3}]}, r"stage\.0.*kind"),
-        ({"stage": [RL, {**DPO, "betta": 1}]}, r"stage\.1\.dpo\.betta: unknown key"),
-        ({"stage": [{**RL, "critic": {"warmup": 1}}]}, r"stage\.0\.rl\.critic\.warmup: unknown key"),
-        ({"stage": [{**RL, "algorithm": "ppoo"}]}, r"no algorithm called 'ppoo'. Did you mean 'ppo'"),
-        ({"stage": [{**RL, "options": {"discont": 1}}]}, r"estimator 'grpo'.*discont: unknown key"),
+        ({"stage": [RL, {**DPO, "betta": 1}]}, r"stage\.1\.betta: unknown key; did you mean 'beta'"),
+        (
+            {"stage": [{**RL, "critic": {"warmup": 1}}]},
+            r"stage\.0\.critic\.warmup: unknown key; did you mean 'warmup_steps'",
+        ),
+        (
+            {"stage": [SFT, {**RL, "algorithm": "ppoo"}]},
+            r"stage\.1: there is no algorithm called 'ppoo'. Did you mean 'ppo'",
+        ),
+        (
+            {"stage": [{**RL, "options": {"discont": 1}}]},
+            r"stage\.0: .*estimator 'grpo'.*discont: unknown key",
+        ),
         (
             {"stage": [{**RL, "loss_options": {"clip": 1}}]},
             r"loss 'clipped'.*clip: unknown key; did you mean 'clip_low'",
         ),
-        ({"stage": [{**RL, "attempts": 1}]}, r"stage\.0\.rl.*attempts = 1 can teach nothing"),
-        ({"stage": [{**RL, "keep_attempts": 2}]}, r"stage\.0\.rl.*keep_attempts"),
+        ({"stage": [{**RL, "attempts": 1}]}, r"stage\.0: .* attempts = 1 can teach nothing"),
+        ({"stage": [{**RL, "keep_attempts": 2}]}, r"stage\.0: keep_attempts"),
+        (
+            {"stage": [{**RL, "broken": {"no_answer": "skip"}}]},
+            r"stage\.0\.broken\.no_answer: must be 'keep' or 'mask', or a number",
+        ),
+        (
+            {"stage": [{**RL, "kl": 0.1, "kl_estimator": "k1"}]},
+            r"stage\.0: .*k1.*expectation is 0.*k2.*k3",
+        ),
+        ({"stage": [{**RL, "kl_in": "reward"}]}, r"stage\.0: .*kl = 0 leaves it out: set kl"),
+        ({"stage": [{**RL, "kl_estimator": "k2"}]}, r"stage\.0: .*kl = 0 leaves it out: set kl"),
+        ({"stage": [{**RL, "critic": {}}]}, r"stage\.0: .*critic, and grpo asks for none"),
+        ({"stage": []}, r"stage = \[\] has no table"),
+        ({"stage": [RL], "task_sets": []}, r"task_sets = \[\] has no table"),
         ({"stage": [{**EVAL, "pass_at": [4]}]}, r"stage\.0\.pass_at.*there are 3"),
         ({"stage": [{**RL, "curriculum": [{"setting": "rl.tasks"}]}]}, r"curriculum\.0\.setting"),
     ],
@@ -401,6 +483,20 @@ def test_a_run_that_is_stopped_after_every_step_is_the_same_run(tmp_path: Path) 
             break
     assert stops == 12, "each of the steps was the last one of a run"
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_the_policy_version_counts_updates_alone(tmp_path: Path) -> None:
+    """Not evaluations, and the same after a stop."""
+    how = {"evaluation": {"every": 1}}
+    stages = (SFT, {**RL, "steps": 3})
+    whole = run(tmp_path / "whole", *stages, **how)
+    assert column(whole, "policy_version") == [2, 3, 4], "the version that played the step"
+    with pytest.raises(Stop):
+        run(tmp_path / "cut", *stages, **how, on_step=stop_after(4, Stop))
+    cut = ludus.train(resume=tmp_path / "cut", **code(demonstrations=expert))
+    assert column(cut, "policy_version") == [2, 3, 4]
+    played = cut.run.trajectories(5)[0]
+    assert {span.version for action in played.actions for span in action.versions} == {4}
 
 
 class Counting:

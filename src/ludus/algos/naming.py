@@ -16,6 +16,12 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 
 from ludus.algos.aggregate import Aggregation
+from ludus.algos.checking import (
+    checked_aggregation,
+    checked_correction,
+    checked_estimator,
+    checked_loss,
+)
 from ludus.algos.credit import Estimator, Need, needs_of
 from ludus.algos.importance import Correction, corrected
 from ludus.algos.kl import Divergence
@@ -71,25 +77,25 @@ Options = Mapping[str, Any]
 def load_estimator(name: str, options: Options | None = None) -> Estimator:
     """An advantage estimator with its options bound."""
     bound: Estimator = _bound(ESTIMATORS, name, options)
-    return bound
+    return checked_estimator(name, bound, needs_of(ESTIMATORS.load(name))) if _is_own(name) else bound
 
 
 def load_loss(name: str, options: Options | None = None) -> PolicyLoss:
     """A policy loss with its options bound."""
     bound: PolicyLoss = _bound(LOSSES, name, options)
-    return bound
+    return checked_loss(name, bound) if _is_own(name) else bound
 
 
 def load_aggregation(name: str, options: Options | None = None) -> Aggregation:
     """An aggregation with its options bound."""
     bound: Aggregation = _bound(AGGREGATIONS, name, options)
-    return bound
+    return checked_aggregation(name, bound) if _is_own(name) else bound
 
 
 def load_correction(name: str, options: Options | None = None) -> Correction:
     """An importance correction with its options bound."""
     bound: Correction = _bound(CORRECTIONS, name, options)
-    return bound
+    return checked_correction(name, bound) if _is_own(name) else bound
 
 
 def load_divergence(name: str) -> Divergence:
@@ -166,13 +172,46 @@ def load_algorithm(
     )
 
 
+def _is_own(name: str) -> bool:
+    return ":" in name
+
+
 def _bound(registry: Registry, name: str, options: Options | None) -> Any:
     function: Callable[..., Any] = registry.load(name)
     if not inspect.isfunction(function):
         raise ConfigError(f"the {registry.kind} {name!r} must be a function; it is {function!r:.80}")
+    _check_signature(function, registry.kind, name, options or {})
     parsed = options_of(function).parse(options or {}, f"the options of the {registry.kind} {name!r}")
     chosen = {key: getattr(parsed, key) for key in type(parsed).model_fields}
     return partial(function, **chosen) if chosen else function
+
+
+_TAKES = {
+    "estimator": ("credit",),
+    "loss": ("sampled",),
+    "aggregation": ("trajectory_T", "trained_T"),
+    "correction": ("sampled",),
+    "divergence": ("logprobs_A", "reference_A"),
+}
+"""What a function is called with, by position. Everything else about it is an option."""
+
+
+def _check_signature(function: Callable[..., Any], kind: str, name: str, options: Options) -> None:
+    """Options are keyword-only, so that they cannot be taken for what is computed from."""
+    takes = _TAKES[kind]
+    placed = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    further = placed[len(takes) :]
+    is_meant = any(one.name in options or one.default is one.empty for one in further)
+    if len(placed) < len(takes) or is_meant:
+        shown = ", ".join((*takes, *(["*"] if further else []), *(str(one) for one in further)))
+        raise ConfigError(
+            f"the {kind} {name!r} is called with {' and '.join(takes)}; its options stand behind a '*': "
+            f"def {function.__name__}({shown})"
+        )
 
 
 @cache

@@ -19,7 +19,9 @@ from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools.library import build_toolset
 from ludus.training import Parts, Recipe, load_parts, load_recipe
-from ludus.training.models import device_of, fit_tokenizer
+from ludus.training.beginning import check_parts
+from ludus.training.models import fit_tokenizer
+from ludus.training.set_building import SetPlan, plans_of
 from ludus.training.workshop import build_rollout, play_expert
 
 Findings = list[tuple[str, str]]
@@ -28,21 +30,31 @@ SAMPLE = 16
 
 
 def recipe_findings(path: Path, overrides: list[str]) -> Findings:
-    """Everything that can be found out about a recipe without its model."""
+    """Everything that can be found out about a recipe without its model, for each of its task sets."""
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
+    findings: Findings = []
+    try:
+        check_parts(recipe, parts)
+    except ConfigError as error:
+        findings.append(("error", str(error)))
+    plans = plans_of(recipe, parts)
+    for plan in plans:
+        of_set = f"{plan.name}: " if len(plans) > 1 else ""
+        findings += [(severity, of_set + text) for severity, text in _set_findings(plan)]
+    return findings
+
+
+def _set_findings(plan: SetPlan) -> Findings:
+    """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
+    recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
-    if not parts.tasks:
-        findings.append(("error", "there are no tasks to train on: set tasks.train"))
-    if not parts.rewards and not parts.group_rewards:
-        findings.append(("error", "nothing is rewarded: list rewards"))
     seen = {_content(task) for task in parts.tasks}
     both = [task.id for task in parts.held_out if _content(task) in seen]
     if both:
         findings.append(
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
-    device_of(recipe.model)
     for name, factory in parts.envs.items():
         findings += _env(factory, parts.tasks[:1], name)
     if parts.tasks:

@@ -30,14 +30,17 @@ RecipeArgument = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Settings that replace the recipe's: key=value or table.key=value.", show_default=False
+        help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value.",
+        show_default=False,
     ),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
 ]
 Attempts = Annotated[int | None, typer.Option(min=1, help="Episodes for each task.")]
-Tasks = Annotated[int | None, typer.Option(min=1, help="Play only the first so many tasks.")]
+Tasks = Annotated[
+    int | None, typer.Option(min=1, help="Play only the first so many tasks (of each set).")
+]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Draw from the most likely tokens of this mass.")
@@ -148,6 +151,9 @@ def rollout(
     ],
     overrides: Overrides = None,
     model: Model = None,
+    task_set: Annotated[
+        str | None, typer.Option("--set", help="Play this task set alone, where there are several.")
+    ] = None,
     tasks: Tasks = 2,
     attempts: Attempts = 1,
     temperature: Temperature = 1.0,
@@ -165,7 +171,7 @@ def rollout(
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    run_rollout(recipe, overrides or [], model, options)
+    run_rollout(recipe, overrides or [], model, task_set, options)
 
 
 def run() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -16,9 +17,16 @@ from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Group, Trajectory
 from ludus.engine.remote import RemoteOptions, is_address
-from ludus.observe import RunFolder, episode_text, table_rich, write_groups
+from ludus.observe import (
+    RunFolder,
+    episode_text,
+    find_runs,
+    rollout_metrics,
+    table_rich,
+    write_groups,
+)
 from ludus.observe.report import Cell
 from ludus.training import Evaluation, Parts, Recipe, load_parts, load_recipe
 from ludus.training.api import play
@@ -31,8 +39,10 @@ from ludus.training.evaluating.report import (
     write_report,
 )
 from ludus.training.evaluating.results import ResultsFolder, settings_of
-from ludus.training.evaluating.study import OnGroup, Plan, Study, run_study
+from ludus.training.evaluating.study import OnGroup, Part, Plan, Study, parts_of, run_study
 from ludus.training.evaluating.summary import Statistics
+from ludus.training.evaluation import TASK_SET
+from ludus.training.set_building import plans_of
 
 SHOWN = {
     "success": "success",
@@ -101,25 +111,26 @@ class StudyOptions:
 def run_evaluation(
     source: Path, overrides: list[str], study_options: StudyOptions, options: Options
 ) -> None:
-    """Measure on the held-out tasks, write the results into a folder, and show them."""
+    """Measure on the held-out tasks of all sets, write the results into a folder, and show them."""
     recipe, parts = load(source, overrides, None)
-    if not parts.held_out:
-        raise ConfigError(f"{source} names no held-out tasks: set tasks.evaluation")
-    tasks = parts.held_out[: options.tasks or recipe.evaluation.tasks]
+    sets = plans_of(recipe, parts)
+    held_out = parts_of(sets, options.tasks or recipe.evaluation.tasks)
+    if not held_out:
+        table = "evaluation in a [[task_sets]] table" if recipe.task_sets else "tasks.evaluation"
+        raise ConfigError(f"{source} names no held-out tasks: set {table}")
     sampling = options.sampling(recipe.evaluation.temperature)
     attempts = options.attempts or recipe.evaluation.attempts
-    settings = settings_of(recipe, tasks, attempts, sampling, options.seed)
-    turns = numbers_of(study_options.turns, "--turns") or (recipe.budgets.max_turns,)
-    how = Statistics(by=study_options.by, ks=numbers_of(study_options.pass_at, "--pass-at"))
-    if how.ks and how.ks[-1] > attempts:
-        raise ConfigError(f"pass@{how.ks[-1]} needs --attempts {how.ks[-1]} or more, not {attempts}")
-
-    _check_key(how.by, tasks)
+    measured = [one for one in sets if one.name in {part.name for part in held_out}]
+    settings = settings_of(measured, [part.tasks for part in held_out], attempts, sampling, options.seed)
+    turns = numbers_of(study_options.turns, "--turns")
+    how = _statistics(study_options, held_out, attempts)
     own = str(source) if source.is_dir() else None
+    if own is None and not study_options.models:
+        _warn_of_scratch(recipe)
 
     async def played(results: ResultsFolder, on_group: OnGroup) -> Study:
         *players, last = await _players(recipe, own, study_options)
-        plan = Plan((*players, last), tuple(tasks), turns, attempts, sampling, options.seed)
+        plan = Plan((*players, last), held_out, turns, attempts, sampling, options.seed)
         against = last.label if study_options.against is not None else None
         return await run_study(
             recipe, parts, plan, how, against=against, results=results, on_group=on_group
@@ -158,10 +169,27 @@ def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFold
     return ResultsFolder.numbered(recipe.name, settings)
 
 
-def _check_key(by: str | None, tasks: Sequence[Task]) -> None:
-    known = sorted({name for task in tasks for name in task.metadata})
-    if by is not None and by not in known:
-        raise ConfigError(f"no task has {by!r} in its metadata; it has: {', '.join(known) or 'nothing'}")
+def _statistics(options: StudyOptions, held_out: Sequence[Part], attempts: int) -> Statistics:
+    """How to look at what will be measured; several task sets are told apart where nothing else is."""
+    ks = numbers_of(options.pass_at, "--pass-at")
+    if ks and ks[-1] > attempts:
+        raise ConfigError(f"pass@{ks[-1]} needs --attempts {ks[-1]} or more, not {attempts}")
+    several = [TASK_SET] if len(held_out) > 1 else []
+    known = {name for part in held_out for task in part.tasks for name in task.metadata}
+    by = options.by if options.by is not None or not several else TASK_SET
+    if by is not None and by not in {*known, *several}:
+        has = ", ".join(sorted({*known, *several})) or "nothing"
+        raise ConfigError(f"no task has {by!r} in its metadata; it has: {has}")
+    return Statistics(by=by, ks=ks)
+
+
+def _warn_of_scratch(recipe: Recipe) -> None:
+    if recipe.model.scratch is not None:
+        text = (
+            "warning: no model is named, and the recipe's own is made from scratch: what plays has learned "
+            "nothing yet. Give a run's folder instead of the recipe, or -m FOLDER"
+        )
+        Console(stderr=True).print(Text(text, style="yellow"), soft_wrap=True)
 
 
 def numbers_of(text: str | None, option: str) -> tuple[int, ...]:
@@ -197,16 +225,29 @@ def _show(console: Console, study: Study, options: Options) -> None:
         console.print(Text(f"episodes: {options.out}"), soft_wrap=True)
 
 
-def run_rollout(source: Path, overrides: list[str], model: str | None, options: Options) -> None:
-    """Play training tasks."""
+def run_rollout(
+    source: Path, overrides: list[str], model: str | None, task_set: str | None, options: Options
+) -> None:
+    """Play training tasks, of all sets or of one."""
     recipe, parts = load(source, overrides, model)
-    if not parts.tasks:
+    tasks = {one.name: one.parts.tasks[: options.tasks] for one in plans_of(recipe, parts)}
+    if task_set is not None:
+        if task_set not in tasks:
+            raise ConfigError(f"there is no task set {task_set!r}; there are: {', '.join(tasks)}")
+        tasks = {task_set: tasks[task_set]}
+    if not any(tasks.values()):
         raise ConfigError(f"{source} names no tasks: set tasks.train")
-    _play(recipe, parts, parts.tasks[: options.tasks], options)
+    if model is None and not source.is_dir():
+        _warn_of_scratch(recipe)
+    _play(recipe, parts, tasks, options)
 
 
 def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe, Parts]:
     """The recipe and its code; a run's folder brings its own recipe and its newest checkpoint."""
+    if not source.exists():
+        near = get_close_matches(str(source), [str(run.path) for run in find_runs()], n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"{source} is neither a recipe (a TOML file) nor a run's folder{hint}")
     if source.is_dir():
         raw = apply_overrides(RunFolder(source).recipe(), overrides)
         recipe = Recipe.parse(raw, f"{source}/recipe.json")
@@ -220,14 +261,16 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
     return recipe, load_parts(recipe)
 
 
-def _play(recipe: Recipe, parts: Parts, tasks: Sequence[Task], options: Options) -> None:
+def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], options: Options) -> None:
     console = Console()
     sampling = options.sampling(recipe.evaluation.temperature)
     attempts = options.attempts or recipe.evaluation.attempts
-    with console.status(f"playing {len(tasks) * attempts} episodes"):
+    count = sum(map(len, tasks.values()))
+    with console.status(f"playing {count * attempts} episodes"):
         result = asyncio.run(play(recipe, parts, tasks, attempts, sampling, options.seed))
     _show_episodes(console, result.trajectories[: options.show])
-    console.print(table_rich(f"{len(tasks)} tasks × {attempts}", ("metric", "value"), _rows(result)))
+    columns, rows = _metrics_table(result)
+    console.print(table_rich(f"{count} tasks × {attempts}", columns, rows))
     if options.out is not None:
         write_groups(options.out, result.groups, split="rollout")
         console.print(Text(f"episodes: {options.out}"))
@@ -239,9 +282,17 @@ def _show_episodes(console: Console, trajectories: Sequence[Trajectory]) -> None
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
 
 
-def _rows(result: Evaluation) -> list[list[Cell]]:
-    return [
-        [label, round(result.metrics[name], 3)]
+def _metrics_table(result: Evaluation) -> tuple[tuple[str, ...], list[list[Cell]]]:
+    """A column over everything, and one for each task set where there are several."""
+    sets: dict[str, list[Group]] = {}
+    for group in result.groups:
+        sets.setdefault(group.task.metadata.get(TASK_SET, ""), []).append(group)
+    found = {"value": result.metrics}
+    if len(sets) > 1:
+        found = {"all": result.metrics} | {name: rollout_metrics(own) for name, own in sets.items()}
+    rows: list[list[Cell]] = [
+        [label, *(round(one[name], 3) if name in one else None for one in found.values())]
         for name, label in SHOWN.items()
         if name in result.metrics
     ]
+    return ("metric", *found), rows

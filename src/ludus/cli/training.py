@@ -17,11 +17,20 @@ from ludus.observe import Progress, RunWriter, episode_text, table_rich
 from ludus.observe.progress import SHOWN
 from ludus.training import Recipe, Result, load_parts, load_recipe, train_async
 from ludus.training.api import new_run
+from ludus.training.beginning import check_parts
 from ludus.training.report import COLUMNS
+
+_OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "loss": "loss"}
+_SHOWN = {**SHOWN} | {
+    f"{stage}/{name}": label
+    for stage in ("sft", "dpo", "rejection")
+    for name, label in {**SHOWN, **_OWN}.items()
+}
+"""What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
 
 
 class Display:
-    """One progress bar per phase, fed by the trainer after every step."""
+    """One progress bar for each stage, fed by the trainer after every step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -36,13 +45,16 @@ class Display:
         if phase != self._phase or self._bar is None:
             self.close()
             self._phase = phase
-            shown = {"sft/loss": "loss"} if phase == "warm start" else SHOWN
-            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
+            bar = Progress(total, phase, console=self._console, first=step - 1, shown=_SHOWN)
             self._bar = self._open.enter_context(bar)
         self._bar.update(step, metrics)
 
     def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        text = f"held-out success after step {step}: {metrics.get('eval/success', float('nan')):.1%}"
+        success = metrics.get("eval/success")
+        shown = [f"success {success:.1%}"] if success is not None else ["nothing was scored"]
+        passes = [name for name in metrics if name.startswith("eval/pass@")]
+        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
+        text = f"held-out tasks after step {step}: {', '.join(shown)}"
         if self._bar is not None:
             self._bar.say(text)
         else:
@@ -68,6 +80,7 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         assert recipe_path is not None
         recipe = load_recipe(recipe_path, overrides)
         parts = load_parts(recipe)
+        check_parts(recipe, parts)  # before there is a folder
         run = new_run(recipe)
     console.print(Text(f"run folder: {run.path}"))
     display = Display(console)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ludus.core.config_problems import explained
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 
@@ -27,7 +27,7 @@ class Config(BaseModel):
         try:
             return cls.model_validate(dict(raw), strict=False)
         except ValidationError as error:
-            lines = [_explain(cls, dict(problem)) for problem in error.errors()]
+            lines = explained(cls, error.errors())
             raise ConfigError("\n".join([f"{source} has {len(lines)} problem(s):", *lines])) from None
 
     @classmethod
@@ -47,24 +47,48 @@ def read_toml(path: str | Path) -> Json:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:
-    """`raw` with each `a.b=value` set; a value is TOML, and what is not TOML is taken as text."""
-    result = _copied(raw)
+    """`raw` with each `a.b=value` set; a value is TOML, and what is not TOML is taken as text.
+
+    A table of a list is named by its number, from 0: `stage.1.steps=5`.
+    """
+    result: Json = _copied(raw)
     for override in overrides:
         dotted, equals, text = override.partition("=")
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(f"an override is written key=value or table.key=value, not {override!r}")
-        table = result
-        for key in keys[:-1]:
-            table = table.setdefault(key, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"{override!r}: {key!r} is a value, not a table")
-        table[keys[-1]] = _value(text)
+        _set(result, keys, _value(text), override)
     return result
 
 
-def _copied(raw: Mapping[str, Any]) -> Json:
-    return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in raw.items()}
+def _set(table: Any, keys: list[str], value: Any, override: str) -> None:
+    """Put the value at the end of the path; tables that are not there are made."""
+    first, *rest = keys
+    if isinstance(table, list):
+        _check_number(table, first, override)
+        key: Any = int(first)
+    else:
+        key = first
+    if not rest:
+        table[key] = value
+        return
+    if isinstance(table, dict) and table.get(key) is None:
+        table[key] = {}
+    if not isinstance(table[key], dict | list):
+        raise ConfigError(f"{override!r}: {first!r} is a value, not a table")
+    _set(table[key], rest, value, override)
+
+
+def _check_number(tables: list[Any], key: str, override: str) -> None:
+    if not key.isdecimal() or int(key) >= len(tables):
+        there = f"there are {len(tables)}, numbered from 0" if tables else "there are none"
+        raise ConfigError(f"{override!r}: {key!r} is not the number of an entry; {there}")
+
+
+def _copied(raw: Any) -> Any:
+    if isinstance(raw, Mapping):
+        return {key: _copied(value) for key, value in raw.items()}
+    return [_copied(value) for value in raw] if isinstance(raw, list | tuple) else raw
 
 
 def _value(text: str) -> Any:
@@ -72,30 +96,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
-
-
-def _explain(model: type[BaseModel], problem: Json) -> str:
-    """One line for one problem: where, what, and what to do."""
-    location = [str(part) for part in problem["loc"]]
-    where = ".".join(location) or "(the whole)"
-    if problem["type"] == "extra_forbidden":
-        known = _keys_at(model, location[:-1])
-        near = get_close_matches(location[-1], known, n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"  {where}: unknown key; {fix}"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    given = (
-        "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r:.80})"
-    )
-    return f"  {where}: {message[:1].lower()}{message[1:]}{given}"
-
-
-def _keys_at(model: type[BaseModel], location: list[str]) -> list[str]:
-    for part in location:
-        field = model.model_fields.get(part)
-        inner = [field.annotation, *get_args(field.annotation)] if field else []
-        tables = [t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)]
-        if not tables:
-            break
-        model = tables[0]
-    return list(model.model_fields)

@@ -69,7 +69,10 @@ class MissingExtraError(LudusError):
     """An optional dependency is needed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package '{package}': pip install 'ludus[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package '{package}': pip install 'ludus[{extra}]' "
+            f"(in a clone of the repository, pip install -e '.[{extra}]')"
+        )
 
 
 class ToolFault(LudusError):

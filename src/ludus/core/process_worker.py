@@ -134,7 +134,8 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return pickle.dumps((files, buffer.getvalue()))
 
 
-def _end_with_parent(lifeline: int) -> None:
+def end_with_parent(lifeline: int) -> None:
+    """End this process group when the other end of `lifeline`, a pipe that the parent holds, is closed."""
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):
             fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
@@ -175,7 +176,7 @@ def _pack_error(error: BaseException) -> bytes:
 def main() -> None:
     """Serve calls until the parent closes the connection."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    _end_with_parent(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]))
     sys.path[:] = pickle.loads(receive(connection))
     while True:
         try:

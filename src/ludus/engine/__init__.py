@@ -9,13 +9,13 @@ from ludus.engine.adopt import use_ludus_attention
 from ludus.engine.backbone import (
     context_limit,
     decoder_of,
-    hidden_states,
     sampling_mode,
     vocabulary_size,
 )
 from ludus.engine.config import EngineConfig
 from ludus.engine.embedded import EmbeddedEngine
 from ludus.engine.fake import FakeCall, FakeEngine
+from ludus.engine.forward import hidden_states
 from ludus.engine.head import head_logits, probe_head
 from ludus.engine.packed import PackedContext
 from ludus.engine.worker import EngineStats

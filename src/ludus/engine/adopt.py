@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,16 +12,20 @@ from ludus.core.failures import ConfigError
 from ludus.engine.attention import NAME
 from ludus.engine.backbone import (
     decoder_of,
-    hidden_states,
+    embedding_device,
     sampling_mode,
     text_config,
     unwrapped,
 )
 from ludus.engine.dense import Rule
+from ludus.engine.forward import hidden_states, why_not_fused
+from ludus.engine.fused import distrust
 from ludus.engine.head import agree, probe_head, probe_tokens
 from ludus.engine.packed import PackedContext
 
 _PROBE_LENGTHS = (5, 3)
+
+log = logging.getLogger(__name__)
 
 
 def use_ludus_attention(model: nn.Module) -> None:
@@ -46,9 +51,21 @@ def use_ludus_attention(model: nn.Module) -> None:
                 )
             _compare(model, expected)
             probe_head(model)
+            _tell(model)
         except BaseException:
             inner.set_attn_implementation(before)
             raise
+
+
+def _tell(model: nn.Module) -> None:
+    """On a GPU, the slower path is worth a word."""
+    reason = why_not_fused(model)
+    if reason is not None and embedding_device(model).type == "cuda":
+        log.warning(
+            "%s runs by its own forward pass, in more and slower kernels than the fused one: %s",
+            type(unwrapped(model)).__name__,
+            reason,
+        )
 
 
 class _Recorder(PackedContext):
@@ -89,6 +106,9 @@ def _compare(model: nn.Module, expected: Tensor) -> None:
     tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
     context = _Recorder(_PROBE_LENGTHS, tokens.device)
     given = hidden_states(model, tokens, context.position_ids, context)
+    if why_not_fused(model) is None and not agree(given, expected):
+        distrust(decoder_of(model), "it gave other hidden states than the module itself")
+        given = hidden_states(model, tokens, context.position_ids, context)
     if context.calls == 0:
         raise ConfigError(f"{name} does not hand keyword arguments down to its attention")
     _check_windows(model, context.windows)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from ludus.core.failures import ConfigError
-from ludus.engine.attention import CONTEXT, AttentionContext
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -45,18 +45,10 @@ def vocabulary_size(model: nn.Module) -> int:
     return int(unwrapped(model).get_input_embeddings().weight.shape[0])
 
 
-def hidden_states(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
-) -> Tensor:
-    """[T, hidden]: the decoder's last hidden states of flat tokens [T] in an attention context."""
-    output = decoder_of(model)(
-        input_ids=input_ids[None],
-        position_ids=position_ids.reshape(1, -1),
-        use_cache=False,
-        **{CONTEXT: context},
-    )
-    states: Tensor = output.last_hidden_state[0]
-    return states
+def embedding_device(model: nn.Module) -> torch.device:
+    """Where tokens enter the model."""
+    device: torch.device = decoder_of(model).get_input_embeddings().weight.device
+    return device
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,10 +14,16 @@ class EngineConfig(Config):
 
     max_running: int = Field(default=256, ge=1)
     """How many requests are computed together."""
-    tokens_per_step: int = Field(default=2048, ge=1)
-    """The most tokens one forward pass computes; long prompts are cut into chunks of what is left."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """The most tokens one step computes; long prompts are cut into chunks of what is left. By default 8192 on a
+    GPU, 2048 elsewhere."""
+    memory: float | None = Field(default=None, gt=0, le=0.95)
+    """The share of memory that the KV cache may take: of what is free on a GPU (0.4 by default), of all that
+    a host has (0.125 by default)."""
     cache_tokens: int | None = Field(default=None, ge=1)
-    """How many tokens the KV cache holds; by default as many as a share of memory allows."""
+    """How many tokens the KV cache holds; by default as many as `memory` allows."""
+    release_memory: Literal["auto", "always", "never"] = "auto"
+    """Whether a pause hands the KV cache's memory to the trainer: always, never, or when little is free."""
     page_size: int = Field(default=16, ge=1)
     """How many tokens one page of the KV cache holds: the unit of sharing."""
     max_waiting: int = Field(default=1024, ge=1)
@@ -25,7 +31,7 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _every_row_gets_a_token(self) -> Self:
-        if self.tokens_per_step < self.max_running:
+        if self.tokens_per_step is not None and self.tokens_per_step < self.max_running:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must be at least max_running "
                 f"({self.max_running}): each running request computes one token in a step"

@@ -5,7 +5,8 @@ request to the thread and awaits a future; the thread takes in what has arrived,
 delivers what is finished, with one wake-up per step and loop. Everything that touches the scheduler runs
 on the thread, between steps, in the order it was asked for. `max_waiting` bounds the queue: callers
 beyond it wait at a turnstile. The thread ends when there has been nothing to do for a while and starts
-again with the next request, so that a forgotten engine leaves none behind.
+again with the next request, so that a forgotten engine leaves none behind. On a GPU a step is launched while
+the one before it runs (see `worker`); a pause, new weights and a closing engine wait for both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ludus.core.protocols import Tokenizer
 from ludus.engine.adopt import use_ludus_attention
 from ludus.engine.backbone import context_limit, sampling_mode, vocabulary_size
 from ludus.engine.config import EngineConfig
-from ludus.engine.memory import cache_pages
+from ludus.engine.memory import cache_pages, hands_back, step_tokens
 from ludus.engine.requests import Marks, Request
 from ludus.engine.stopping import Decode, StopWatcher
 from ludus.engine.thread import EngineThread, Mailbox
@@ -36,7 +37,8 @@ class EmbeddedEngine:
     """An `Engine` over a Hugging Face causal LM, which it shares with whoever trains it.
 
     `decode` is needed for stop strings only: a tokenizer, or a function from tokens to text. The trainer
-    calls `pause` before it touches the weights, then `update_weights` and `resume`.
+    calls `pause` before it touches the weights, then `update_weights` and `resume`. `version` is the policy
+    version that the first update counts on from.
     """
 
     def __init__(
@@ -44,20 +46,22 @@ class EmbeddedEngine:
         model: nn.Module,
         decode: Tokenizer | Decode | None = None,
         config: EngineConfig | None = None,
+        *,
+        version: int = 0,
     ) -> None:
         use_ludus_attention(model)
         self.config = config or EngineConfig()
         self.model = model
         self._decode: Decode | None = decode if callable(decode) or decode is None else decode.decode
         self._vocabulary = vocabulary_size(model)
-        self._pages = cache_pages(model, self.config)
         self._context = context_limit(model)
         self._worker = Worker(
             model,
-            pages=self._pages,
+            pages=cache_pages(model, self.config),
             page_size=self.config.page_size,
             max_running=self.config.max_running,
-            tokens_per_step=self.config.tokens_per_step,
+            tokens_per_step=step_tokens(model, self.config),
+            version=version,
         )
         self._turnstile = Turnstile(self.config.max_waiting)
         self._thread = EngineThread(self._step, self._rest)
@@ -151,13 +155,17 @@ class EmbeddedEngine:
             await self._thread.call(lambda: self._worker.abort(session))
 
     async def pause(self) -> None:
-        await self._thread.call(lambda: self._thread.set_paused(True))
+        await self._thread.call(self._pause)
 
     async def resume(self) -> None:
-        await self._thread.call(lambda: self._thread.set_paused(False))
+        await self._thread.call(self._resume)
 
     async def update_weights(self) -> int:
         return await self._thread.call(self._worker.update_weights)
+
+    async def forget(self) -> None:
+        """Drop all that was computed for earlier contexts; the policy version stays."""
+        await self._thread.call(self._worker.forget)
 
     async def close(self) -> None:
         thread = self._thread.close(EngineError("the engine is closed", retriable=False))
@@ -166,15 +174,26 @@ class EmbeddedEngine:
             await asyncio.to_thread(thread.join)
         self._worker.close()
 
+    def _pause(self) -> None:
+        """On the thread: nothing is under way afterwards."""
+        self._worker.drain()
+        if hands_back(self.model, self.config):
+            self._worker.hand_back()
+        self._thread.set_paused(True)
+
+    def _resume(self) -> None:
+        self._worker.refresh()
+        self._thread.set_paused(False)
+
     def _step(self) -> bool:
         """On the thread: one step if there is work; whether there is more."""
-        if not self._worker.scheduler.has_work:
+        if not self._worker.has_work:
             return False
         if not self._is_sampling:
             self._mode.enter_context(sampling_mode(self.model))
             self._is_sampling = True
         self._worker.step()
-        return self._worker.scheduler.has_work
+        return self._worker.has_work
 
     def _rest(self) -> None:
         """On the thread: give the module back in the mode it was found in."""
@@ -204,11 +223,11 @@ class EmbeddedEngine:
                 retriable=False,
             )
         limit = min(ceiling, prompt + sampling.max_tokens) if sampling else prompt
-        room = self._pages * self.config.page_size
+        room = self._worker.room
         if limit > room:
             raise EngineError(
                 f"a request of up to {limit} tokens can never fit into the KV cache of {room}: raise "
-                "engine.cache_tokens, or lower budgets.max_turn_tokens or budgets.max_tokens",
+                "engine.cache_tokens or engine.memory, or lower budgets.max_turn_tokens or budgets.max_tokens",
                 retriable=False,
             )
         return limit

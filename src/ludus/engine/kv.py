@@ -2,9 +2,11 @@
 
 A holding is a list of pages and the number of tokens whose keys and values they contain. Full pages are
 published under a digest of (policy version, everything before, their own tokens), so that any context
-that starts with the same tokens finds them. They are published when they are scheduled, not when they
-have been computed: within one forward pass a layer writes all keys and values before it reads any, so
-the members of a group that arrive together still compute their common prompt once.
+that starts with the same tokens finds them. Pages of a prompt are published when they are scheduled, not
+when they have been computed: within one forward pass a layer writes all keys and values before it reads
+any, so the members of a group that arrive together still compute their common prompt once. Pages that
+decoding fills are published one step later, because a step decodes after it has computed its prompts; and
+never before all of their tokens are known.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class Holding:
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
-    """How many tokens have their keys and values in the pages."""
+    """How many tokens have their keys and values in the pages, or in steps that are under way."""
     digests: list[bytes] = field(default_factory=list)
     """One for each full page that has been published."""
 
@@ -43,6 +45,10 @@ class KvBooks:
         """Nothing computed under another version is found from now on."""
         self.ledger.forget_contents()
         self._root = version.to_bytes(8, "big")
+
+    def resize(self, pages: int) -> None:
+        """Another number of pages; nothing may be held."""
+        self.ledger = PageLedger(pages)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -107,9 +113,9 @@ class KvBooks:
             holding.pages.append(page)
         return True
 
-    def publish(self, holding: Holding, tokens: Sequence[int]) -> None:
-        """Let others find the pages that `holding.length` tokens have filled."""
-        while (len(holding.digests) + 1) * self.page_size <= holding.length:
+    def publish(self, holding: Holding, tokens: Sequence[int], length: int) -> None:
+        """Let others find the pages that the first `length` tokens have filled; these must be known."""
+        while (len(holding.digests) + 1) * self.page_size <= length:
             index = len(holding.digests)
             digest = self._digest(tokens, index, holding.digests)
             self.ledger.publish(holding.pages[index], digest)

@@ -1,4 +1,4 @@
-"""How large a KV cache the machine allows."""
+"""How large a KV cache the machine allows, and when its memory is better used by a trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch import nn
 from ludus.engine.backbone import context_limit, text_config, unwrapped
 from ludus.engine.config import EngineConfig
 
-# Of the free memory of a GPU, of all memory of a host. The cache grows to it only as it is used.
-_SHARE = {"cuda": 0.3, "cpu": 0.125}
+# Of the free memory of a GPU, of all memory of a host.
+_SHARE = {"cuda": 0.4, "cpu": 0.125}
 _WITHOUT_LIMIT = 32768
+_STEP_TOKENS = {"cuda": 8192}
+_STEP_TOKENS_ELSEWHERE = 2048
+# With less of a GPU free than this, a trainer gets the cache's memory while the engine pauses.
+_PLENTY = 0.4
 
 
 def cache_pages(model: nn.Module, config: EngineConfig) -> int:
@@ -21,8 +25,31 @@ def cache_pages(model: nn.Module, config: EngineConfig) -> int:
     tokens = config.cache_tokens
     if tokens is None:
         wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
-        tokens = min(wanted, int(_memory(model) / bytes_per_token(model)))
+        tokens = min(wanted, int(_memory(model, config.memory) / bytes_per_token(model)))
     return max(1, -(-tokens // config.page_size))
+
+
+def step_tokens(model: nn.Module, config: EngineConfig) -> int:
+    """How many tokens one step may compute: as configured, or what suits the device."""
+    if config.tokens_per_step is not None:
+        return config.tokens_per_step
+    return max(config.max_running, _STEP_TOKENS.get(device_of(model).type, _STEP_TOKENS_ELSEWHERE))
+
+
+def hands_back(model: nn.Module, config: EngineConfig) -> bool:
+    """Whether a pause that begins now gives the cache's memory to the trainer."""
+    device = device_of(model)
+    if config.release_memory != "auto" or device.type != "cuda":
+        return config.release_memory == "always"
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + unused < _PLENTY * total
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first layer is, and its cache."""
+    device: torch.device = unwrapped(model).get_input_embeddings().weight.device
+    return device
 
 
 def bytes_per_token(model: nn.Module) -> int:
@@ -34,12 +61,12 @@ def bytes_per_token(model: nn.Module) -> int:
     return int(2 * config.num_hidden_layers * heads * size * element)
 
 
-def _memory(model: nn.Module) -> float:
-    device = unwrapped(model).get_input_embeddings().weight.device
+def _memory(model: nn.Module, share: float | None) -> float:
+    device = device_of(model)
     if device.type == "cuda":
-        return _SHARE["cuda"] * torch.cuda.mem_get_info(device)[0]
+        return (share or _SHARE["cuda"]) * torch.cuda.mem_get_info(device)[0]
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _SHARE["cpu"] * min([installed, *_container_limits()])
+    return (share or _SHARE["cpu"]) * min([installed, *_container_limits()])
 
 
 def _container_limits() -> list[int]:

@@ -1,19 +1,35 @@
-"""Training attention: many sequences in one flat row of tokens, none of which sees another."""
+"""Training attention: many sequences in one flat row of tokens, none of which sees another.
+
+On a GPU in half precision it is one flash kernel over cumulative lengths (`varlen`). Where that does not fit
+(other devices and data types, windows, soft caps), sequences of similar length are padded together into a few
+blocks, so that hundreds of short ones cost a handful of kernel launches. Padding follows a sequence's tokens,
+where causality hides it. Sequences that all have the same length are a block without any padding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ludus.engine.dense import Rule, attend, causal_mask
+from ludus.engine.varlen import Bounds, kernel_for
 
 Ints = npt.NDArray[np.int64]
 
+_TILE = 256
+_DENSE_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # Sequences share a padded block as long as no more than this share of it is padding.
 _PADDING = 0.15
 # ... and as long as the block has no more than this many tokens, to bound memory.
@@ -30,51 +46,73 @@ class _Block:
     """[rows * width] positions in the flat order; padding repeats a sequence's last token."""
 
 
-class PackedContext:
-    """Attention within each of the sequences that lie end to end in a batch of one row.
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """All sequences in blocks."""
 
-    Sequences of similar length are padded together into a few blocks, so that hundreds of short ones
-    cost a handful of kernel launches. Padding follows a sequence's tokens, where causality hides it.
-    """
+    blocks: list[_Block]
+    back: Tensor
+    """Where each flat token lies in the blocks' concatenation."""
+
+
+class PackedContext:
+    """Attention within each of the sequences that lie end to end in a batch of one row."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError("packed sequences need lengths of at least 1")
         self.lengths = list(lengths)
+        self.device = torch.device(device)
+        self.tokens = sum(self.lengths)
+        self.longest = max(self.lengths)
+        self.are_even = min(self.lengths) == self.longest
         self.calls = 0
-        groups = _blocks(np.asarray(self.lengths, dtype=np.int64))
-        self._blocks = [
-            _Block(rows, width, torch.as_tensor(index, device=device))
-            for rows, width, index, _ in groups
-        ]
-        # Where each flat token lies in the blocks' concatenation.
-        back = np.empty(sum(self.lengths), dtype=np.int64)
-        base = 0
-        for rows, width, index, valid in groups:
-            back[index[valid]] = base + np.flatnonzero(valid)
-            base += rows * width
-        self._back = torch.as_tensor(back, device=device)
-        self.is_one_sequence = len(self.lengths) == 1
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     @property
     def position_ids(self) -> Tensor:
         """[1, T]: positions counted within each sequence."""
-        positions = np.concatenate([np.arange(length) for length in self.lengths])
-        return torch.as_tensor(positions, device=self._back.device)[None]
+        return self._there(np.concatenate([np.arange(length) for length in self.lengths]))[None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self.calls += 1
-        if query.shape[0] != 1 or query.shape[2] != len(self._back):
+        if query.shape[0] != 1 or query.shape[2] != self.tokens:
             raise ValueError(
-                f"the packed context is for [1, {len(self._back)}] tokens, "
+                f"the packed context is for [1, {self.tokens}] tokens, "
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
-        if self.is_one_sequence:
-            return attend(query, key, value, rule, self._mask(query.shape[2], rule)).transpose(1, 2)
         flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+        kernel = kernel_for(flat[0], flat[1], rule, self.longest)
+        if kernel is not None and self._fills_tiles:
+            with sdpa_kernel(_DENSE_ORDER, set_priority=True):
+                return self._attend_evenly(query, key, value, rule)
+        if kernel is not None:
+            return kernel(flat[0], flat[1], flat[2], self._bounds, rule.scaling)[None]
+        if self.are_even:
+            return self._attend_evenly(query, key, value, rule)
+        return self._attend_in_blocks(flat, rule)
+
+    @property
+    def _fills_tiles(self) -> bool:
+        """Whether dense kernels can take the rows as they are: all of one length, and that a round one.
+
+        cuDNN's kernel is then 1.6 times as fast as the one for any lengths, but it is prepared for each shape
+        that it meets, which takes a good part of a second: too long for lengths that never come again.
+        """
+        return self.are_even and self.longest % _TILE == 0
+
+    def _attend_evenly(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        rows, width = len(self.lengths), self.longest
+        padded = [
+            states[0].view(states.shape[1], rows, width, -1).transpose(0, 1)
+            for states in (query, key, value)
+        ]
+        output = attend(padded[0], padded[1], padded[2], rule, self._mask(width, rule))
+        return output.transpose(1, 2).reshape(1, self.tokens, *output.shape[1::2])
+
+    def _attend_in_blocks(self, flat: Sequence[Tensor], rule: Rule) -> Tensor:
         outputs: list[Tensor] = []
-        for block in self._blocks:
+        for block in self._blocks.blocks:
             padded = [
                 states.index_select(0, block.index)
                 .view(block.rows, block.width, states.shape[1], states.shape[2])
@@ -84,13 +122,36 @@ class PackedContext:
             output = attend(padded[0], padded[1], padded[2], rule, self._mask(block.width, rule))
             outputs.append(output.transpose(1, 2).reshape(-1, *output.shape[1::2]))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined.index_select(0, self._back)[None]
+        return joined.index_select(0, self._blocks.back)[None]
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+        return Bounds(self._there(starts), self.longest)
+
+    @cached_property
+    def _blocks(self) -> _Blocks:
+        groups = _blocks(np.asarray(self.lengths, dtype=np.int64))
+        blocks = [_Block(rows, width, self._there(index)) for rows, width, index, _ in groups]
+        back = np.empty(self.tokens, dtype=np.int64)
+        base = 0
+        for rows, width, index, valid in groups:
+            back[index[valid]] = base + np.flatnonzero(valid)
+            base += rows * width
+        return _Blocks(blocks, self._there(back))
+
+    def _there(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        """On the device; from pinned memory, because any other copy waits for the GPU to catch up."""
+        here = torch.from_numpy(values)
+        if self.device.type != "cuda":
+            return here.to(self.device)
+        return here.pin_memory().to(self.device, non_blocking=True)
 
     def _mask(self, width: int, rule: Rule) -> Tensor | None:
         if rule.window is None or rule.window >= width:
             return None
         if (width, rule.window) not in self._masks:
-            mask = causal_mask(width, width, rule.window, self._back.device)
+            mask = causal_mask(width, width, rule.window, self.device)
             self._masks[width, rule.window] = mask
         return self._masks[width, rule.window]
 

@@ -1,15 +1,13 @@
 """Sampling attention: keys and values live in pages, and new tokens of many requests attend at once.
 
 `PagedBatch` says where the new tokens of a step belong and what they read, and `PagedContext` is the
-attention context over it and the store. How the reading is done is a backend's business:
-`GatherBackend` here works everywhere; a faster one for a device registers itself in `PAGED_BACKENDS`.
+attention context over it and the store. It gathers pages and works everywhere; where the kernels run, the
+contexts of `cuda.contexts` read pages in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,16 +41,6 @@ class PagedBatch:
     """[R, P] The pages of each row, in order; what lies beyond its context is never read unmasked."""
 
 
-class PagedBackend(Protocol):
-    """Reads a layer's pages [pages, Hkv, page_size, D] for the new tokens of one batch."""
-
-    def attend(self, query_THD: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
-        """[T, Hq, D]: each new token's weighted values."""
-
-
-BackendFactory = Callable[[PagedBatch, KvStore, torch.device], PagedBackend]
-
-
 class PagedContext:
     """The attention context of one engine step."""
 
@@ -60,8 +48,7 @@ class PagedContext:
         self._store = store
         self._slots = torch.from_numpy(batch.slots).to(device)
         self._rows: dict[int, Tensor] = {}
-        factory = PAGED_BACKENDS.get(device.type, GatherBackend)
-        self._backend = factory(batch, store, device)
+        self._gathered = GatheredPages(batch, store, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         heads = key.shape[1]
@@ -73,7 +60,7 @@ class PagedContext:
         keys, values = self._store.write(
             layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self._rows[heads]
         )
-        return self._backend.attend(query[0].transpose(0, 1), keys, values, rule)[None]
+        return self._gathered.attend(query[0].transpose(0, 1), keys, values, rule)[None]
 
 
 @dataclass(slots=True)
@@ -112,7 +99,7 @@ class _Block:
         return self.pieces[heads]
 
 
-class GatherBackend:
+class GatheredPages:
     """Copies the pages of similar rows side by side and runs dense attention over them."""
 
     def __init__(self, batch: PagedBatch, store: KvStore, device: torch.device) -> None:
@@ -184,7 +171,3 @@ def similar_rows(counts_R: Ints, lengths_R: Ints, block_tokens: int) -> list[Int
         for first, stop in split_by_length(lengths_R[order], _PADDING, block_tokens):
             groups.append(np.sort(order[first:stop]))
     return groups
-
-
-PAGED_BACKENDS: dict[str, BackendFactory] = {}
-"""Backends by device type; a device that is not listed uses `GatherBackend`."""

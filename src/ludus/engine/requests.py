@@ -43,6 +43,12 @@ class Request:
     holding: Holding = field(default_factory=Holding)
     row: int = -1
     cached_tokens: int | None = None
+    promised: int = 0
+    """How many tokens have been launched and not been received yet."""
+    is_decoding: bool = False
+    """Whether the next token to compute is the one that its row drew last."""
+    is_done: bool = False
+    """Whether it has been taken out; what still arrives for it is dropped."""
 
     @property
     def generated(self) -> int:
@@ -50,8 +56,8 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """How many known tokens are not computed yet."""
-        return len(self.tokens) - self.holding.length
+        """How many tokens, known or promised, are not scheduled yet."""
+        return len(self.tokens) + self.promised - self.holding.length
 
     def accept(self, token: int, logprob: float) -> tuple[FinishReason, str | None] | None:
         """Add a sampled token; why the request is finished, if it is."""

@@ -1,16 +1,22 @@
-"""One step of the model: new tokens of many requests in, sampled tokens and log-probabilities out."""
+"""One step of the model: new tokens of many requests in, sampled tokens and log-probabilities out.
+
+`Runner` computes a step at once, with plain torch operations over gathered pages: it works everywhere and is
+written for CPUs. On a GPU, `cuda.runner` launches steps and has their results later. Both are a `StepRunner`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.backbone import hidden_states, unwrapped
+from ludus.engine.backbone import unwrapped
+from ludus.engine.forward import hidden_states
 from ludus.engine.head import head_logits
 from ludus.engine.paged import PagedBatch, PagedContext
 from ludus.engine.sampling import log_softmax_at, sample
@@ -21,29 +27,67 @@ from ludus.engine.store import KvStore
 _HEAD_ROWS = 1024
 
 
-class Sampled(NamedTuple):
-    """The next token of one chunk's request; `is_sound` is false when the model gave NaN."""
+@dataclass(slots=True)
+class Results:
+    """What a step gave: a token for each chunk that samples, and values for each that scores."""
 
-    chunk: Chunk
-    token: int
-    logprob: float
-    is_sound: bool
+    sampled: list[Chunk] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sound: list[bool] = field(default_factory=list)
+    """False where the model gave NaN."""
+    scores: list[tuple[Chunk, list[float]]] = field(default_factory=list)
+
+
+class Pending(Protocol):
+    """A step that has been launched."""
+
+    chunks: Sequence[Chunk]
+    is_urgent: bool
+    """Whether the next step cannot be planned without its results."""
+
+    def result(self) -> Results:
+        """Wait for the step; once."""
+
+
+class StepRunner(Protocol):
+    """Runs chunks through the model."""
+
+    lookahead: int
+    """How many steps may be under way while the next one is planned."""
+
+    def launch(self, chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], pages: int) -> Pending:
+        """Begin a step. `tables` are all rows' pages; `pages` is how many pages are in use."""
+
+    def refresh(self) -> None:
+        """The weights or the memory may have changed: whatever depends on where they lie is checked."""
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """A step whose results are there already."""
+
+    chunks: Sequence[Chunk]
+    results: Results
+    is_urgent: bool = True
+
+    def result(self) -> Results:
+        return self.results
 
 
 class Runner:
-    """Runs chunks through the model with its KV in `store`."""
+    """Runs chunks through the model with its KV in `store`, one step at a time."""
+
+    lookahead = 0
 
     def __init__(self, model: nn.Module, store: KvStore) -> None:
         self._model = model
         self._store = store
 
-    def step(
-        self, chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], pages: int
-    ) -> tuple[list[Sampled], list[tuple[Chunk, list[float]]]]:
-        """Sampled tokens of the chunks that end their request's tokens, and scores of those that score.
-
-        `tables` are all rows' pages; `pages` is how many pages are in use.
-        """
+    def launch(self, chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], pages: int) -> Computed:
         self._store.ensure(pages)
         device = unwrapped(self._model).get_input_embeddings().weight.device
         ids, positions, batch = flat_batch(chunks, tables, self._store.page_size)
@@ -55,49 +99,61 @@ class Runner:
             context,
         )
         ends = np.cumsum(batch.counts)
-        sampled = self._sample(chunks, hidden_TH, ends)
-        scores = [
-            (chunk, self._score(chunk, hidden_TH[end - (chunk.stop - chunk.start) : end]))
+        results = self._sample(chunks, hidden_TH, ends)
+        results.scores = [
+            (
+                chunk,
+                score(self._model, chunk, hidden_TH[end - (chunk.stop - chunk.start) : end]).tolist(),
+            )
             for chunk, end in zip(chunks, ends.tolist(), strict=True)
             if chunk.request.is_score
         ]
-        return sampled, scores
+        return Computed(chunks, results)
+
+    def refresh(self) -> None:
+        """Nothing here depends on addresses."""
+
+    def close(self) -> None:
+        """Nothing here is kept."""
 
     def _sample(
         self, chunks: Sequence[Chunk], hidden_TH: Tensor, ends: npt.NDArray[np.int64]
-    ) -> list[Sampled]:
+    ) -> Results:
         chosen = [
-            (chunk, end - 1)
-            for chunk, end in zip(chunks, ends.tolist(), strict=True)
-            if chunk.stop == len(chunk.request.tokens) and not chunk.request.is_score
+            (chunk, end - 1) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
         ]
         if not chosen:
-            return []
+            return Results()
         last = torch.tensor([end for _, end in chosen], device=hidden_TH.device)
         logits_RV = head_logits(self._model, hidden_TH.index_select(0, last))
-        requests = [chunk.request for chunk, _ in chosen]
-        tokens, logprobs, sound = sample(
-            logits_RV,
-            [request.sampling for request in requests],
-            [request.generated for request in requests],
-            [request.seen for request in requests],
-        )
-        return [
-            Sampled(chunk, token, logprob, is_sound)
-            for (chunk, _), token, logprob, is_sound in zip(chosen, tokens, logprobs, sound, strict=True)
-        ]
+        sampled = [chunk for chunk, _ in chosen]
+        return Results(sampled, *sample_chunks(logits_RV, sampled))
 
-    def _score(self, chunk: Chunk, hidden_CH: Tensor) -> list[float]:
-        """The log-probability of each token that follows one of the chunk's."""
-        following = chunk.request.tokens[chunk.start + 1 : chunk.stop + 1]
-        temperature = chunk.request.sampling.temperature or 1.0
-        values: list[float] = []
-        for first in range(0, len(following), _HEAD_ROWS):
-            targets = torch.tensor(following[first : first + _HEAD_ROWS], device=hidden_CH.device)
-            logits = head_logits(self._model, hidden_CH[first : first + len(targets)]).float()
-            logprobs = log_softmax_at(logits, [temperature] * len(targets))
-            values += logprobs.gather(1, targets[:, None])[:, 0].tolist()
-        return values
+
+def sample_chunks(
+    logits_RV: Tensor, chunks: Sequence[Chunk]
+) -> tuple[list[int], list[float], list[bool]]:
+    """Tokens, log-probabilities and soundness by whatever parameters each chunk's request has."""
+    requests = [chunk.request for chunk in chunks]
+    return sample(
+        logits_RV,
+        [request.sampling for request in requests],
+        [chunk.stop - chunk.request.prompt for chunk in chunks],
+        [request.seen for request in requests],
+    )
+
+
+def score(model: nn.Module, chunk: Chunk, hidden_CH: Tensor) -> Tensor:
+    """The log-probability of each token that follows one of the chunk's."""
+    following = chunk.request.tokens[chunk.start + 1 : chunk.stop + 1]
+    temperature = chunk.request.sampling.temperature or 1.0
+    values: list[Tensor] = []
+    for first in range(0, len(following), _HEAD_ROWS):
+        targets = torch.tensor(following[first : first + _HEAD_ROWS], device=hidden_CH.device)
+        logits = head_logits(model, hidden_CH[first : first + len(targets)]).float()
+        logprobs = log_softmax_at(logits, [temperature] * len(targets))
+        values.append(logprobs.gather(1, targets[:, None])[:, 0])
+    return torch.cat(values) if values else hidden_CH.new_empty(0, dtype=torch.float32)
 
 
 def flat_batch(

@@ -60,10 +60,19 @@ def log_softmax_at(logits_RV: Tensor, temperatures: Sequence[float]) -> Tensor:
     return torch.log_softmax(logits_RV, dim=1)
 
 
+def seed_of(sampling: Sampling) -> np.uint64:
+    """A request's seed as the random numbers take it."""
+    return np.uint64(sampling.seed & 0xFFFFFFFFFFFFFFFF)
+
+
+def shares_at(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Where in its cumulated distribution each draw lies: a function of its seed and position alone."""
+    return np.minimum(uniforms(seeds, positions), _LARGEST)
+
+
 def _draw(weights_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """The token at which the cumulated weights pass each row's uniform share of their total."""
-    seeds = np.array([s.seed & 0xFFFFFFFFFFFFFFFF for s in samplings], dtype=np.uint64)
-    shares = np.minimum(uniforms(seeds, positions), _LARGEST)
+    shares = shares_at(np.array([seed_of(s) for s in samplings]), positions)
     cumulated_RV = weights_RV.double().cumsum(1)
     marks = torch.from_numpy(shares).to(weights_RV.device)[:, None] * cumulated_RV[:, -1:]
     found = torch.searchsorted(cumulated_RV, marks, right=True)[:, 0]

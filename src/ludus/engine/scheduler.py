@@ -4,6 +4,10 @@ Continuous batching: each step, every running request that decodes gets one toke
 chunk of what is left of the token budget, and waiting requests are let in while there are rows, budget
 and pages. When pages run out, the session that has been idle for longest loses its KV first; then the
 youngest running request goes back to the queue's head and recomputes later. No model is touched here.
+
+A step may be planned while the one before it still runs. A request then has a *promised* token: drawn on the
+device, not known here. Its position is known, which is all that planning needs. What is known of a request
+only afterwards (its token was a stop) costs one token that is thrown away.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     stop: int
+    is_decode: bool
+    """Its one token is the one that the request's row drew last; its value may not be known yet."""
+    samples: bool
+    """Whether the token that follows is drawn."""
 
 
 @dataclass(slots=True)
@@ -65,17 +73,28 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next step, with pages for all of them."""
+        """The chunks of the next step, with pages for all of them; none if all wait for promised tokens."""
         chunks: list[Chunk] = []
-        pending = [(request, request.pending) for request in self.running]
-        prefill = self._budget - sum(1 for _, count in pending if count == 1)
-        for request, count in pending:
+        page_size = self.books.page_size
+        prefill = self._budget - sum([request.is_decoding for request in self.running])
+        for request in list(self.running):
             if request.row < 0:  # it was preempted for an older one
                 continue
-            if count > 1:
-                count = min(count, prefill)
-                prefill -= count
-            if count and self._make_room(request, request.holding.length + count):
+            holding = request.holding
+            start = holding.length
+            if request.is_decoding:
+                if len(request.tokens) + request.promised >= request.limit:
+                    continue  # its last token is on its way
+                if start % page_size:
+                    holding.length = start + 1
+                    request.promised += 1
+                    chunks.append(Chunk(request, start, start + 1, True, True))
+                elif self._make_room(request, start + 1):
+                    chunks.append(self._schedule_page(request))
+                continue
+            count = min(request.pending, prefill)
+            prefill -= count
+            if count and self._make_room(request, start + count):
                 chunks.append(self._schedule(request, count))
         while self.waiting and self._rows and prefill > 0:
             chunk = self._admit(self.waiting[0], prefill)
@@ -85,20 +104,38 @@ class Scheduler:
             chunks.append(chunk)
         return chunks
 
-    def _schedule(self, request: Request, count: int) -> Chunk:
+    def _schedule_page(self, request: Request) -> Chunk:
+        """A decoding request begins a page, and everybody may find the one that it has filled."""
         holding, page_size = request.holding, self.books.page_size
         start = holding.length
+        holding.length = start + 1
+        request.promised += 1
+        place = start // page_size
+        self._widen_tables(place + 1)
+        self.tables[request.row, place] = holding.pages[place]
+        self.books.publish(holding, request.tokens, min(start, len(request.tokens)))
+        return Chunk(request, start, start + 1, True, True)
+
+    def _schedule(self, request: Request, count: int) -> Chunk:
+        holding = request.holding
+        start = holding.length
         stop = holding.length = start + count
-        if count > 1 or start % page_size == 0:
-            before, size = start // page_size, len(holding.pages)
-            self._widen_tables(size)
-            self.tables[request.row, before:size] = holding.pages[before:]
-        if (count > 1 or stop % page_size == 0) and not request.is_score:
-            self.books.publish(holding, request.tokens)
-        return Chunk(request, start, stop)
+        before, size = start // self.books.page_size, len(holding.pages)
+        self._widen_tables(size)
+        self.tables[request.row, before:size] = holding.pages[before:]
+        if request.is_score:
+            return Chunk(request, start, stop, False, False)
+        self.books.publish(holding, request.tokens, stop)
+        samples = stop == len(request.tokens)
+        if samples:
+            request.promised += 1
+            request.is_decoding = True
+        return Chunk(request, start, stop, False, samples)
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
         """Give the queue's head a row, what it can reuse, and pages for its first chunk; or None."""
+        if request.promised:  # it was preempted, and its last token is on its way
+            return None
         self._reuse(request)
         # All of its context and one more token: admitting what must be preempted at once helps nobody.
         needed = self.books.pages_for(min(len(request.tokens) + 1, request.limit))
@@ -172,7 +209,8 @@ class Scheduler:
             self.preempt(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is; its session keeps what was computed."""
+        """Take a request out, wherever it is; its session keeps what was computed of its known tokens."""
+        request.is_done = True
         if request.row >= 0:
             self._leave(request)
         elif request in self.waiting:
@@ -180,16 +218,24 @@ class Scheduler:
             request.started()
         if request.session is not None:
             del self.active[request.session]
+        self._settle(request)
         if request.session is None or not request.holding.length:
             self.books.drop(request.holding)
         else:
             self.sessions[request.session] = IdleSession(request.holding, request.tokens)
             request.holding = Holding()
 
+    def _settle(self, request: Request) -> None:
+        """Publish all that is known. Steps under way are safe to read from: later ones run after them."""
+        if not request.is_score:
+            request.holding.length = min(request.holding.length, len(request.tokens))
+            self.books.publish(request.holding, request.tokens, request.holding.length)
+
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self._rows.append(request.row)
         request.row = -1
+        request.is_decoding = False
 
     def release(self, session: str) -> None:
         """Forget a session; a request of it that is running goes on and leaves nothing behind."""
@@ -204,6 +250,7 @@ class Scheduler:
             raise EngineError(f"session {into!r} is running and cannot be replaced", retriable=False)
         request, idle = self.active.get(session), self.sessions.get(session)
         if request is not None and request.holding.length:
+            self._settle(request)
             source = IdleSession(request.holding, request.tokens)
         elif idle is not None:
             source = idle
@@ -215,7 +262,7 @@ class Scheduler:
             self.sessions[into] = IdleSession(copy, source.tokens[: copy.length])
 
     def forget(self, version: int) -> None:
-        """Drop all KV: running requests recompute under the new version."""
+        """Drop all KV: running requests recompute under the new version. No step may be under way."""
         self.preempt_all()
         for idle in self.sessions.values():
             self.books.drop(idle.holding)

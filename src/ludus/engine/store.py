@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class PageMemory(Protocol):
+    """What the engine asks of the memory behind its pages, wherever it is."""
+
+    page_size: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is memory, or it has been handed back."""
+
+    def regain(self) -> int:
+        """Have memory again; for how many pages."""
+
+    def hand_back(self) -> None:
+        """Give the memory to others for a while; what it held is lost."""
+
+    def halve(self) -> bool:
+        """Let go of the memory, to regain half of it; False if that would leave too little."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Duplicate one page in every layer."""
+
+    def clear(self) -> None:
+        """Overwrite everything: a NaN in a page would spoil whoever gets the page next."""
+
+    def free(self) -> None:
+        """Give all memory back for good."""
 
 
 class KvStore:
@@ -19,6 +49,19 @@ class KvStore:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._size = 0
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @property
+    def is_there(self) -> bool:
+        return True
+
+    def regain(self) -> int:
+        return self.pages
+
+    def hand_back(self) -> None:
+        self.free()
+
+    def halve(self) -> bool:
+        return False
 
     def ensure(self, pages: int) -> None:
         """Have memory for the first `pages` pages."""
@@ -59,20 +102,17 @@ class KvStore:
         return torch.index_select(pieces, 0, index, out=out)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Duplicate one page in every layer."""
         self.ensure(target + 1)
         for keys, values in self._layers.values():
             keys[target] = keys[source]
             values[target] = values[source]
 
     def clear(self) -> None:
-        """Overwrite everything: a NaN in a page would spoil whoever gets the page next."""
         for keys, values in self._layers.values():
             keys.zero_()
             values.zero_()
 
     def free(self) -> None:
-        """Give all memory back."""
         self._layers.clear()
         self._scratch.clear()
         self._size = 0

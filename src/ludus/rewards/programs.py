@@ -10,15 +10,16 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.failures import Boundary, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.guard import SelfGuarded
 from ludus.rewards.judging.answers import code_of
 from ludus.rewards.judging.comparing import Manner
+from ludus.rewards.judging.credit import Credit, check_options, credited
 from ludus.rewards.judging.languages import FILE, PROGRAM, Language, language_of
 from ludus.rewards.judging.outputs import is_right
 from ludus.rewards.judging.place import Clock, Place, judged
@@ -46,7 +47,7 @@ class Programs(SelfGuarded):
         self,
         *,
         language: str | Mapping[str, Any] = "python",
-        credit: Literal["share", "all"] = "share",
+        credit: Credit = "share",
         key: str = "tests",
         compare: Manner = "tokens",
         tolerance: float | None = None,
@@ -57,10 +58,7 @@ class Programs(SelfGuarded):
         name: str = "programs",
         weight: float = 1.0,
     ) -> None:
-        if credit not in ("share", "all"):
-            raise ConfigError(f"{name!r}: credit is 'share' or 'all', not {credit!r}")
-        if compare not in ("exact", "lines", "tokens"):
-            raise ConfigError(f"{name!r}: compare is 'exact', 'lines' or 'tokens', not {compare!r}")
+        check_options(name, credit, compare)
         self.name = checked_name(name)
         self.weight = checked_weight(weight, name)
         self.language = language_of(language, name)
@@ -85,13 +83,8 @@ class Programs(SelfGuarded):
                 lambda sandbox: self._judged(sandbox, code, cases, language, task)
             )
             passed = 0 if outcome is None else sum(outcome)
-            share = passed / len(cases)
-            return {
-                self.name: share if self.credit == "share" else float(passed == len(cases)),
-                f"{self.name}_built": float(outcome is not None),
-                f"{self.name}_passed": float(passed),
-                f"{self.name}_total": float(len(cases)),
-            }
+            parts = credited(self.name, self.credit, passed, len(cases))
+            return {**parts, f"{self.name}_built": float(outcome is not None)}
 
         return await judged(self.name, call)
 

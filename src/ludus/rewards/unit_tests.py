@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
@@ -19,6 +19,7 @@ from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.guard import SelfGuarded
 from ludus.rewards.judging.answers import code_of
 from ludus.rewards.judging.comparing import Manner
+from ludus.rewards.judging.credit import Credit, check_options, credited
 from ludus.rewards.judging.outputs import is_right
 from ludus.rewards.judging.place import Clock, Place, judged, room_for_two
 from ludus.rewards.judging.specs import SourceTests, StdinCase, tests_of
@@ -53,7 +54,7 @@ class UnitTests(SelfGuarded):
     def __init__(
         self,
         *,
-        credit: Literal["share", "all"] = "share",
+        credit: Credit = "share",
         key: str = "tests",
         function: str | None = None,
         module: str = "solution",
@@ -66,10 +67,7 @@ class UnitTests(SelfGuarded):
         name: str = "unit_tests",
         weight: float = 1.0,
     ) -> None:
-        if credit not in ("share", "all"):
-            raise ConfigError(f"{name!r}: credit is 'share' or 'all', not {credit!r}")
-        if compare not in ("exact", "lines", "tokens"):
-            raise ConfigError(f"{name!r}: compare is 'exact', 'lines' or 'tokens', not {compare!r}")
+        check_options(name, credit, compare)
         if not module.isidentifier():
             raise ConfigError(f"{name!r}: module is the name of a module, not {module!r}")
         self.name = checked_name(name)
@@ -92,13 +90,7 @@ class UnitTests(SelfGuarded):
             for verdict in verdicts:
                 if not verdict.passed:
                     _log.debug("task %s, %s: %s", task.id, verdict.name, verdict.problem)
-            share = passed / len(verdicts)
-            score = share if self.credit == "share" else float(passed == len(verdicts))
-            return {
-                self.name: score,
-                f"{self.name}_passed": float(passed),
-                f"{self.name}_total": float(len(verdicts)),
-            }
+            return credited(self.name, self.credit, passed, len(verdicts))
 
         return await judged(self.name, call)
 

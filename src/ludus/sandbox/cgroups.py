@@ -3,24 +3,39 @@
 Each session is held to its limits by the kernel's resource limits and by the worker that looks after it. The
 group bounds all of them together, so that whatever happens inside, the kernel ends something in there and not
 the trainer beside it. One group for all, because moving a process into a group costs milliseconds.
+
+Whom the kernel then ends is its choice, and need not be who filled the memory. So it is counted how often that
+happened: what ended meanwhile, killed, was not at fault (`Session` decides).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 _PREFIX = "ludus-sandbox-"
 _MEMORY_SHARE = 0.75
 _MOST_PIDS = 32_768
+_COUNTERS = ("memory.events", "memory.oom_control")
+"""Where the kernel counts whom it has ended, in either version."""
+_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
+_MOST_COUNTER = 4096
 
 
 class ControlGroup:
     """One group in each hierarchy that counts memory or pids."""
 
-    def __init__(self, folders: list[Path]) -> None:
+    def __init__(self, folders: list[Path], memory_bytes: int) -> None:
         self._folders = folders
+        self.memory_bytes = memory_bytes
+        """What all sessions together may take."""
+        self._counter: int | None = None
+        for path in (folder / name for folder in folders for name in _COUNTERS):
+            if self._counter is None and path.is_file():
+                # kept open: it is read before every execution
+                self._counter = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def counts(self) -> bool:
@@ -33,8 +48,18 @@ class ControlGroup:
             with contextlib.suppress(OSError):
                 (folder / "cgroup.procs").write_text(str(pid))
 
+    def kills(self) -> int:
+        """How many processes in it the kernel has ended for want of memory; 0 where it does not tell."""
+        if self._counter is None:
+            return 0
+        found = _KILLS.search(os.pread(self._counter, _MOST_COUNTER, 0))
+        return int(found[1]) if found else 0
+
     def remove(self) -> None:
         """Take it away; its processes are gone by now."""
+        if self._counter is not None:
+            os.close(self._counter)
+            self._counter = None
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -57,7 +82,7 @@ def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> C
         folder = parent / f"{_PREFIX}{pid}"
         if _is_made(folder, limits):
             folders.append(folder)
-    return ControlGroup(folders)
+    return ControlGroup(folders, _memory_bytes())
 
 
 def _is_made(folder: Path, limits: dict[str, int]) -> bool:

@@ -63,6 +63,12 @@ def unfinished(ending: Ending, stopped: Outcome | None, limits: Limits) -> Execu
     return Execution(Outcome.KILLED, signal=signal_name(number))
 
 
+def looks_killed(said: Execution) -> bool:
+    """Whether the kernel may have ended it, or a program in it, for the memory of the whole sandbox."""
+    is_killed = said.outcome is Outcome.KILLED and said.signal in (None, "SIGKILL")
+    return is_killed or said.exit_code == 128 + signal.SIGKILL  # as a shell tells it
+
+
 def ended_at_once(ending: Ending) -> str:
     """Why a session that never began is not there."""
     if ending.status is None:

@@ -105,26 +105,30 @@ async def prepare(config: SandboxConfig, on_death: Callable[[Worker], None]) -> 
     for order in _orders(config, reasons):
         worker = Worker(order, group, on_death)
         try:
-            told = await worker.start()
-            found = await _probe(worker, config)
-        except SandboxError as error:
+            return await _tried(worker, order, config, reasons), worker
+        except BaseException as error:  # whoever is cancelled here must not leave anything behind either
             await worker.close()
             _remove(order)
-            if not order["namespaces"]:
+            if not isinstance(error, SandboxError) or not order["namespaces"]:
                 group.remove()
                 raise
             reasons["namespaces"] = str(error)
-            continue
-        active = {**_active(found, told), "control group": group.counts}
-        if not active["Python"]:
-            reasons["Python"] = f"{sys.prefix} and {sys.base_prefix} are not open to other users"
-        layers = Layers(order, active, _doors(found, config), group, reasons)
-        if layers.open_doors and not config.accept_risk:
-            await worker.close()
-            layers.tidy()
-            raise SandboxUnavailable(_refusal(layers))
-        return layers, worker
     raise SandboxUnavailable("no arrangement was tried")
+
+
+async def _tried(
+    worker: Worker, order: dict[str, Any], config: SandboxConfig, reasons: dict[str, str]
+) -> Layers:
+    """Which layers hold in an arrangement; `SandboxError` when it does not work, or too few of them do."""
+    told = await worker.start()
+    found = await _probe(worker, config)
+    active = {**_active(found, told), "control group": worker.group.counts}
+    if not active["Python"]:
+        reasons["Python"] = f"{sys.prefix} and {sys.base_prefix} are not open to other users"
+    layers = Layers(order, active, _doors(found, config), worker.group, reasons)
+    if layers.open_doors and not config.accept_risk:
+        raise SandboxUnavailable(_refusal(layers))
+    return layers
 
 
 def _check(config: SandboxConfig) -> None:

@@ -14,10 +14,10 @@ import contextlib
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from ludus.sandbox.body import Body
+from ludus.sandbox.closing import ClosedAtExit
 from ludus.sandbox.config import Limits, SandboxConfig
 from ludus.sandbox.errors import SandboxError, SessionLost
 from ludus.sandbox.execution import Execution
@@ -30,7 +30,7 @@ _ATTEMPTS = 5
 Files = Mapping[str, bytes | str]
 
 
-class Sandbox:
+class Sandbox(ClosedAtExit):
     """Isolated execution of Python, shell commands and programs. Starts at its first use."""
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
@@ -57,13 +57,20 @@ class Sandbox:
             if missing > 0:
                 layers = self._layers
                 started = [Worker(layers.order, layers.group, self._on_death) for _ in range(missing)]
-                told = await asyncio.gather(*(w.start() for w in started), return_exceptions=True)
-                for worker, answer in zip(started, told, strict=True):
-                    if not isinstance(answer, BaseException):
-                        self._workers.append(worker)
+                try:
+                    told = await asyncio.gather(*(w.start() for w in started), return_exceptions=True)
+                except asyncio.CancelledError:  # those that are up already would belong to nobody
+                    await asyncio.gather(*(worker.close() for worker in started))
+                    raise
+                self._workers += [worker for worker in started if worker.is_alive]
                 for answer in told:
                     if isinstance(answer, BaseException):
                         raise answer
+                # One that died while others were still starting was not known yet when its death was told.
+                dead = [worker for worker in started if not worker.is_alive]
+                if dead:
+                    await asyncio.gather(*(worker.close() for worker in dead))
+                    raise SandboxError("a warm interpreter ended as soon as it had started")
             return self._layers
 
     @property
@@ -135,11 +142,6 @@ class Sandbox:
     async def __aenter__(self) -> Self:
         await self.start()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _once(
         self,

@@ -3,35 +3,39 @@
 Who waits for whom. One execution at a time: a second caller waits for the first. An execution waits for the
 inside to say that it is done, for its process to end, for its deadline, or for an overflow of its output,
 whichever comes first; a deadline first interrupts, then kills.
+
+Whose doing an end is. The code's, with two exceptions: its worker has died; or it was killed while the kernel
+ended processes for the memory of the whole sandbox. Those are ours (`SessionLost`): whoever exceeds a limit of
+its own is ended for that, with a result that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
-from ludus.core.failures import LudusError
+from ludus.sandbox import given
 from ludus.sandbox.body import Body, Request, first
 from ludus.sandbox.branches import Stem
 from ludus.sandbox.capture import Capture
+from ludus.sandbox.closing import ClosedAtExit, undisturbed
 from ludus.sandbox.config import Limits
-from ludus.sandbox.endings import execution_of, unfinished
+from ludus.sandbox.endings import execution_of, looks_killed, unfinished
 from ludus.sandbox.errors import SessionEnded, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
 
 _GRACE_SECONDS = 0.5
 _WATCH_AFTER_SECONDS = 0.1
-_MOST_SOURCE = 4 << 20
-_ADD_SEALS, _ALL_SEALS = 1033, 0x000F
+_FULL = (
+    "all sessions together used up the memory of the sandbox's control group, and the kernel ended this one; "
+    "allow fewer at a time (max_sessions) or less memory to each (limits.memory_mb)"
+)
 
 
 @dataclass(slots=True)
@@ -43,10 +47,7 @@ class _Running:
     """Why we stopped it."""
 
 
-Made = TypeVar("Made", "Session", "Snapshot")
-
-
-class Session:
+class Session(ClosedAtExit):
     """Python, a shell and files in one private world. Made by `Sandbox.session`."""
 
     def __init__(
@@ -65,6 +66,8 @@ class Session:
         self._closed = False
         self._abandoned = False
         """Whether an execution was cancelled under way, for which its process was ended."""
+        self._kills = body.process.worker.group.kills()
+        """How many the kernel had ended for the memory of all when the latest execution began."""
 
     @property
     def alive(self) -> bool:
@@ -75,19 +78,19 @@ class Session:
     def was_ended_inside(self) -> bool:
         """Whether the code in it ended it, or hit a limit for it: the model's doing, not ours."""
         gone = not self._body.alive and not self._closed and not self._abandoned
-        return gone and self._body.process.problem is None
+        return gone and self._body.process.problem is None and not self._was_sacrificed
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
     ) -> Execution:
         """Run Python statements; variables and imports stay for the next ones."""
-        return await self._execute({"op": "python"}, _source(code), stdin, wall_seconds)
+        return await self._execute({"op": "python"}, given.source(code), stdin, wall_seconds)
 
     async def shell(
         self, command: str, *, stdin: str = "", wall_seconds: float | None = None
     ) -> Execution:
         """Run a bash command; its working directory, variables and functions stay for the next ones."""
-        return await self._execute({"op": "shell"}, _argument(command), stdin, wall_seconds)
+        return await self._execute({"op": "shell"}, given.argument(command), stdin, wall_seconds)
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", wall_seconds: float | None = None
@@ -97,12 +100,12 @@ class Session:
             raise ValueError(
                 f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`'
             )
-        words = [os.fsdecode(_argument(word)) for word in argv]
+        words = [os.fsdecode(given.argument(word)) for word in argv]
         return await self._execute({"op": "run", "argv": words}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
         """Write a file, relative to the working directory; folders are made. `OSError` as usual."""
-        body = _text(data) if isinstance(data, str) else data
+        body = given.text(data) if isinstance(data, str) else data
         if len(body) > frames.MOST_BODY:
             raise OSError(27, "the file is too large to be sent at once", path)
         await self._file({"op": "write", "path": path}, body, 0)
@@ -115,11 +118,11 @@ class Session:
 
     async def fork(self) -> Session:
         """A second live session with the same variables and files. `CannotFork` says what stands in the way."""
-        return await _undisturbed(self._fork())
+        return await undisturbed(self._fork())
 
     async def snapshot(self) -> Snapshot:
         """The state as it is now, to return to any number of times."""
-        return await _undisturbed(self._snapshot())
+        return await undisturbed(self._snapshot())
 
     async def _fork(self) -> Session:
         async with self._lock:
@@ -148,17 +151,6 @@ class Session:
         await self._body.end()
         if self._stem is not None:
             await self._stem.gone()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     def accounted(self, said: Execution) -> Execution:
         """`said` with what the whole session has used, once it is closed."""
@@ -205,20 +197,23 @@ class Session:
                 return await self._gone()
             self._check()
             self._is_stem_state = False
+            self._kills = self._body.process.worker.group.kills()
             started = time.monotonic()
             running = _Running()
-            given = _input(stdin)
+            standard_input = given.standard_input(stdin)
             outputs = [
                 Capture(self.limits.output_bytes, lambda: self._overflowed(running)) for _ in range(2)
             ]
             fds = [output.writer for output in outputs]
             running.request = self._body.ask(
-                {**header, "wall": wall}, body, tuple(fds if given is None else [*fds, given])
+                {**header, "wall": wall},
+                body,
+                tuple(fds if standard_input is None else [*fds, standard_input]),
             )
             for output in outputs:
                 output.close_writer()
-            if given is not None:
-                os.close(given)
+            if standard_input is not None:
+                os.close(standard_input)
             try:
                 said = await self._outcome(running, wall, polite=header["op"] == "python")
             except asyncio.CancelledError:
@@ -267,13 +262,37 @@ class Session:
                 process.unwatch()
         if request.answered.done() and running.stopped is not Outcome.OUTPUT:
             header, _ = request.answered.result()
-            return execution_of(header, running.stopped)
+            said = execution_of(header, running.stopped)
+            if not looks_killed(said) or not self._is_group_full:
+                return said
+            process.problem = _FULL
+            process.kill()  # something in it was ended that should have gone on
+            await asyncio.shield(process.ended)
         if process.problem is not None:
             raise SessionLost(f"a session was lost: {process.problem}")
         ending = process.ended.result()
         if self._stem is not None:
             ending = await self._stem.ending(self._body)
-        return unfinished(ending, running.stopped, self.limits)
+        said = unfinished(ending, running.stopped, self.limits)
+        if looks_killed(said) and self._is_group_full:
+            raise SessionLost(f"a session was lost: {_FULL}")
+        return said
+
+    @property
+    def _is_group_full(self) -> bool:
+        """Whether the kernel has just ended somebody for the memory of all. Not where we alone may fill it."""
+        group = self._body.process.worker.group
+        return group.kills() > self._kills and self.limits.memory_mb << 20 < group.memory_bytes
+
+    @property
+    def _was_sacrificed(self) -> bool:
+        """Whether it was ended between two requests, to make room for others."""
+        process = self._body.process
+        if not process.ended.done() or process.was_killed:
+            return False
+        return (
+            looks_killed(unfinished(process.ended.result(), None, self.limits)) and self._is_group_full
+        )
 
     def _deadline(self, running: _Running, polite: bool) -> None:
         assert running.request is not None
@@ -311,9 +330,9 @@ class Session:
             finally:
                 self._body.settled()
             if not request.answered.done():
-                if self._body.process.problem is None:
+                if self.was_ended_inside:
                     raise SessionEnded("the code in the session has ended it")
-                raise SessionLost(f"a session was lost: {self._body.process.problem}")
+                self._check()
             said, content = request.answered.result()
         if said.get("done") != "ok":
             number = said.get("errno")
@@ -327,11 +346,12 @@ class Session:
         if self._abandoned:
             raise SessionLost("the session was ended because an execution in it was cancelled")
         if not self._body.alive:
-            reason = self._body.process.problem or "its process is gone"
+            full = _FULL if self._was_sacrificed else None
+            reason = self._body.process.problem or full or "its process is gone"
             raise SessionLost(f"the session has ended: {reason}")
 
 
-class Snapshot:
+class Snapshot(ClosedAtExit):
     """A session's state at one moment."""
 
     def __init__(self, stem: Stem, limits: Limits, places: asyncio.Semaphore) -> None:
@@ -351,65 +371,3 @@ class Snapshot:
             self._closed = True
             self._stem.release()
             await self._stem.gone()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-
-_finishing: set[asyncio.Task[Any]] = set()
-
-
-async def _undisturbed(making: Coroutine[Any, Any, Made]) -> Made:
-    """What `making` makes. A caller that is cancelled does not break it off; what it made is closed."""
-    task = asyncio.get_running_loop().create_task(making)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        closing = asyncio.get_running_loop().create_task(_closed_when_made(task))
-        _finishing.add(closing)
-        closing.add_done_callback(_finishing.discard)
-        raise
-
-
-async def _closed_when_made(task: asyncio.Task[Made]) -> None:
-    with contextlib.suppress(LudusError):
-        await (await task).close()
-
-
-def _source(code: str) -> bytes:
-    if not isinstance(code, str):
-        raise TypeError(f"code is a text, not {type(code).__name__}")
-    data = _text(code)
-    if len(data) > _MOST_SOURCE:
-        raise ValueError(f"the code has {len(data):,} bytes; {_MOST_SOURCE:,} are accepted")
-    return data
-
-
-def _text(text: str) -> bytes:
-    """Bytes for text that may hold what UTF-8 cannot carry."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _argument(word: str) -> bytes:
-    return word.replace("\0", "\\0").encode("utf-8", "backslashreplace")
-
-
-def _input(text: str) -> int | None:
-    """Standard input as a file in memory that cannot be changed; None for none."""
-    if not text:
-        return None
-    data = _text(text)
-    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, _ADD_SEALS, _ALL_SEALS)
-    return fd

@@ -100,7 +100,7 @@ class Worker:
         self._order = dict(order)
         if order["uid"] is not None:  # no two workers give their sessions the same users
             self._order["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
-        self._group = group
+        self.group = group
         self._on_death = on_death
         self._processes: dict[int, Process] = {}
         self._numbers = itertools.count(1)
@@ -123,7 +123,7 @@ class Worker:
     async def start(self) -> dict[str, Any]:
         """Wait until sessions can be forked; `SandboxError` says why not."""
         ours = self._launch()
-        self._group.add(self.pid)  # before it starts anything, so that everything it starts is in there
+        self.group.add(self.pid)  # before it starts anything, so that everything it starts is in there
         self._ready = asyncio.get_running_loop().create_future()
         self._link = Link(ours, self._on_frame, self._on_close)
         self._link.send(self._order)

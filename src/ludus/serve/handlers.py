@@ -176,6 +176,10 @@ class ToolApi:
             # Also what keeps web pages out: a browser asks before it sends JSON across origins.
             message = f"send {JSON_TYPE}, not {request.content_type}"
             raise Problem(ErrorKind.UNSUPPORTED_TYPE, message)
+        packing = request.headers.get("Content-Encoding", "identity")
+        if packing.lower() != "identity":
+            message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
+            raise Problem(ErrorKind.UNSUPPORTED_TYPE, message)
         try:
             async with asyncio.timeout(self._config.client_seconds):
                 data = await request.read()

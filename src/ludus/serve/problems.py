@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.core.failures import Boundary, InfraError, LudusError
 from ludus.core.messages import Json
-from ludus.tools.hosting import OutcomeUnknown, SessionLost
+from ludus.tools.hosting import EpisodeLost, OutcomeUnknown
 from ludus.tools.remote.wire import ErrorKind
 
 
@@ -32,7 +32,7 @@ class Problem(LudusError):
     def of(cls, error: InfraError) -> Problem:
         """A failure of ours that a host or a tool raised."""
         kind = ErrorKind.FAILED
-        if isinstance(error, SessionLost):
+        if isinstance(error, EpisodeLost):
             kind = ErrorKind.SESSION_LOST
         elif isinstance(error, OutcomeUnknown):
             kind = ErrorKind.UNKNOWN_OUTCOME

@@ -34,7 +34,7 @@ class ToolServer:
         self._sweeper: asyncio.Task[None] | None = None
         self.service: ToolService | None = None
         self.address = ""
-        """Where it listens, as `http://host:port`, once it does."""
+        """Where it can be reached, as `http://host:port`, once it listens."""
 
     async def start(self) -> str:
         """Build the tools, listen, and return the address."""
@@ -51,6 +51,7 @@ class ToolServer:
                 keepalive_timeout=config.keepalive_seconds,
                 shutdown_timeout=1.0,
                 lingering_time=1.0,  # for the rest of a request that is already answered
+                auto_decompress=False,  # packed bodies are refused: nobody has to unpack them to say so
             )
             await self._runner.setup()
             site = web.TCPSite(self._runner, config.host, config.port, backlog=4096, reuse_address=True)
@@ -156,4 +157,19 @@ def _is_loopback(host: str) -> bool:
 
 def _address(bound: tuple[str, int, int, int] | tuple[str, int]) -> str:
     host, port = bound[0], bound[1]
+    if ip_address(host).is_unspecified:
+        host = _own_address(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _own_address(everywhere: str) -> str:
+    """The address that others reach this machine by, where it listens on all of them."""
+    family, outside, loopback = socket.AF_INET, "192.0.2.1", "127.0.0.1"
+    if ":" in everywhere:
+        family, outside, loopback = socket.AF_INET6, "2001:db8::1", "::1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((outside, 9))  # sends nothing: the kernel only chooses the way
+        except OSError:
+            return loopback
+        return str(probe.getsockname()[0])

@@ -18,21 +18,15 @@ from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, Wan
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored
+from ludus.training.beginning import check_parts, refuse_empty
 from ludus.training.evaluating.players import player_of
-from ludus.training.evaluation import Evaluation, measure
+from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.report import Report, write_report
-from ludus.training.settings import (
-    ImitationConfig,
-    MeasurementConfig,
-    PreferenceConfig,
-    RejectionConfig,
-    RLConfig,
-    StageConfig,
-)
+from ludus.training.set_building import plans_of
 from ludus.training.workshop import assemble
 
 PARTS = tuple(field.name for field in fields(Parts))
@@ -109,7 +103,8 @@ def rollout(
     code = {name: what.pop(name) for name in PARTS if name in what}
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
-    return asyncio.run(play(resolved, parts, parts.tasks, attempts, sampling or Sampling(), seed)).groups
+    tasks = {one.name: one.parts.tasks for one in plans_of(resolved, parts)}
+    return asyncio.run(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
 
 
 def evaluate(
@@ -120,13 +115,17 @@ def evaluate(
     seed: int = 0,
     **what: Any,
 ) -> Evaluation:
-    """Measure a model on the recipe's held-out tasks (or `held_out=`). `what` is as for `train`."""
+    """Measure a model on the recipe's held-out tasks (or `held_out=`). `what` is as for `train`.
+
+    Where there are several task sets, all of them are played: `by_subtask("task_set")` has their statistics.
+    """
     code = {name: what.pop(name) for name in PARTS if name in what}
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
-    if not parts.held_out:
+    most = resolved.evaluation.tasks
+    tasks = {one.name: one.parts.held_out[:most] for one in plans_of(resolved, parts)}
+    if not any(tasks.values()):
         raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
-    tasks = parts.held_out[: resolved.evaluation.tasks]
     drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
     return asyncio.run(
         play(resolved, parts, tasks, attempts or resolved.evaluation.attempts, drawn, seed)
@@ -134,14 +133,20 @@ def evaluate(
 
 
 async def play(
-    recipe: Recipe, parts: Parts, tasks: Sequence[Task], attempts: int, sampling: Sampling, seed: int
+    recipe: Recipe,
+    parts: Parts,
+    tasks: Mapping[str, Sequence[Task]],
+    attempts: int,
+    sampling: Sampling,
+    seed: int,
 ) -> Evaluation:
-    """Put everything together, play the tasks, take it apart again."""
-    if not tasks:
+    """Put everything together, play these tasks of these sets, take it apart again."""
+    if not any(tasks.values()):
         raise ConfigError("there are no tasks to play: set tasks.train, or pass tasks=")
     player = await player_of(recipe.model.name, recipe)
-    async with player.open(recipe, parts) as rollout:
-        return await measure(rollout, tasks, attempts=attempts, sampling=sampling, seed=seed)
+    async with player.open(recipe, parts) as sets:
+        chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
+        return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)
 
 
 def _parts(recipe: Recipe, **given: Any) -> Parts:
@@ -159,8 +164,10 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
         raw = recipe.model_dump()
     elif recipe is not None:
         raw = read_toml(recipe)
+        refuse_empty(raw)
     else:
         raw = {}
+    refuse_empty(settings)
     for name, value in settings.items():
         if name == "model" and isinstance(value, str):
             value = (
@@ -176,6 +183,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe from a TOML file, with `a.b=value` overrides."""
     given = list(overrides)
     raw = apply_overrides(read_toml(path), given)
+    refuse_empty(raw)
     if any(override.startswith("model.name=") for override in given):
         raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
     return Recipe.parse(raw, str(path))
@@ -197,35 +205,6 @@ async def train_async(
         if latest is None:
             raise ConfigError(f"{writer.path} has no checkpoint, though the run has ended")
         return Result(RunFolder(writer.path), latest.path, report)
-
-
-def check_parts(recipe: Recipe, parts: Parts) -> None:
-    """Refuse what could run and would not learn."""
-    playing = [stage for stage in recipe.stages if _plays(stage)]
-    if playing and not (parts.rewards or parts.group_rewards or recipe.task_sets):
-        raise ConfigError(
-            "nothing is rewarded, so nothing can be learned: list rewards, or pass rewards="
-        )
-    if playing and not (parts.tasks or recipe.task_sets):
-        raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
-    measures = any(isinstance(stage, MeasurementConfig) for stage in recipe.stages)
-    if measures and not (parts.held_out or any(one.evaluation for one in recipe.task_sets)):
-        raise ConfigError(
-            'a stage of kind "eval" has nothing to measure on: set tasks.evaluation, or pass held_out='
-        )
-    imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
-    if parts.demonstrations is not None and not imitates:
-        raise ConfigError(
-            "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
-            '[[stage]] of kind "sft"), or pass warm_start={...}'
-        )
-
-
-def _plays(stage: StageConfig) -> bool:
-    """Whether a stage learns from episodes that are played and scored for it."""
-    if isinstance(stage, PreferenceConfig):
-        return stage.pairs is None
-    return isinstance(stage, RejectionConfig) or (isinstance(stage, RLConfig) and stage.steps > 0)
 
 
 def new_run(recipe: Recipe) -> RunWriter:

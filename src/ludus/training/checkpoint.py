@@ -1,4 +1,4 @@
-"""A checkpoint: the model in Hugging Face format, beside it what the next step needs."""
+"""A checkpoint: the model in Hugging Face format, or its adapter in peft's; and what the next step needs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ludus.core.failures import LudusError
 from ludus.observe import RunWriter
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.training.adapters import is_adapted, save_adapter
 from ludus.training.learner import Learner
-from ludus.training.models import without_bars
+from ludus.training.pretrained import without_bars
 
 OPTIMIZER = "optimizer.pt"
 REWARDS = "rewards.json"
@@ -40,11 +41,14 @@ class Saves(Protocol):
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
-    """Write a model and its tokenizer as Hugging Face's libraries read them."""
+    """Write a model and its tokenizer as Hugging Face's libraries read them; of an adapted one, the adapter."""
     module: Any = model
     try:
-        with without_bars():
-            module.save_pretrained(folder)
+        if is_adapted(model):
+            save_adapter(folder, model)
+        else:
+            with without_bars():
+                module.save_pretrained(folder)
     except SafetensorError as error:
         raise LudusError(f"the model could not be written to {folder.parent}: {error}") from error
     tokenizer.inner.save_pretrained(folder)

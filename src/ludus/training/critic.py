@@ -23,7 +23,8 @@ from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
 from ludus.training.learner import Descent
-from ludus.training.packing import Laid, laid
+from ludus.training.packing import Laid, laid, moved
+from ludus.training.passes import Passes
 from ludus.training.rows import Row, row_mask
 from ludus.training.settings import CriticConfig
 
@@ -92,13 +93,17 @@ class Critic:
         """
         values_T = torch.zeros(sum(len(row.tokens) for row in rows))
         after_T = torch.zeros_like(values_T)
+        budget = self.config.optimizer.micro_batch_tokens
+
+        def read(part: Laid) -> None:
+            found_T = self._after(part).cpu()
+            after_T[part.own_T] = found_T
+            inside_T = torch.ones(len(found_T), dtype=torch.bool)
+            inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
+            values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
+
         with sampling_mode(self.model):
-            for part in laid(rows, range(len(rows)), self.config.optimizer.micro_batch_tokens):
-                found_T = self._after(part).cpu()
-                after_T[part.own_T] = found_T
-                inside_T = torch.ones(len(found_T), dtype=torch.bool)
-                inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
-                values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
+            Passes(budget).over(laid(rows, range(len(rows)), budget), read)
         bootstrap_N = torch.zeros(trajectories)
         end = 0
         for row in rows:  # the last row of a trajectory has the last word
@@ -117,28 +122,29 @@ class Critic:
         return {NAMES[name]: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
 
     def _update(self, rows: Sequence[Row], lesson: Lesson, part: Sequence[int]) -> dict[str, float]:
-        budget, device = self.config.optimizer.micro_batch_tokens, self.descent.device
+        device = self.descent.device
         inside_T = row_mask(rows, part) & lesson.asked_T
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
 
         def evaluate(packed: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             place_A = lesson.asked_T[packed.own_T].nonzero().squeeze(1)
             own_A = packed.own_T[place_A]
-            values_A = self._after(packed)[place_A.to(device) - 1]
+            values_A = self._after(packed)[moved(place_A, device) - 1]
             loss_A, metrics = value_loss(
                 values_A,
-                lesson.old_T[own_A].to(device),
-                lesson.returns_T[own_A].to(device),
+                moved(lesson.old_T[own_A], device),
+                moved(lesson.returns_T[own_A], device),
                 bound=self.config.clip,
             )
-            return loss_A, weights_T[own_A].to(device), metrics
+            return loss_A, moved(weights_T[own_A], device), metrics
 
+        budget = self.descent.tokens_of_a_pass(len(rows[i].tokens) for i in part)
         return self.descent.descend(laid(rows, part, budget), evaluate)
 
     def _after(self, packed: Laid) -> Tensor:
         """The value after each token."""
         context = PackedContext(packed.lengths, self.descent.device)
-        tokens_T = packed.tokens_T.to(self.descent.device)
+        tokens_T = packed.to(self.descent.device).tokens_T
         if self.model.trunk is not None:
             hidden_TD = hidden_states(self.model, tokens_T, context.position_ids, context)
         else:

@@ -17,6 +17,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
+from ludus.observe.catalogue import definition_of
 
 
 class AdaptiveConfig(Config):
@@ -41,6 +42,11 @@ class AdaptiveConfig(Config):
     def _one_bound(self) -> AdaptiveConfig:
         if (self.above is None) == (self.below is None):
             raise ValueError("give exactly one of above and below")
+        if definition_of(self.metric) is None:
+            raise ValueError(
+                f"metric = {self.metric!r} is no metric of a step, so the value would never move "
+                "(docs/metrics.md has them all)"
+            )
         return self
 
 
@@ -75,9 +81,7 @@ class Curriculum:
 
     def __init__(self, configs: Sequence[CurriculumConfig]) -> None:
         self._configs = list(configs)
-        names = [config.setting for config in configs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ConfigError(f"{twice[0]} is moved twice by a curriculum; give it one schedule")
+        check_settings(configs)
         self._adaptive = {
             config.setting: _Adaptive(config.adaptive)
             for config in configs
@@ -104,6 +108,13 @@ class Curriculum:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, setting in self._adaptive.items():
             setting.load_state_dict(state[name])
+
+
+def check_settings(configs: Sequence[CurriculumConfig]) -> None:
+    """Refuse two of them for one setting."""
+    names = [config.setting for config in configs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{twice[0]} is moved twice by a curriculum; give it one schedule")
 
 
 def scheduled(schedule: Sequence[tuple[int, float]], step: int) -> float:

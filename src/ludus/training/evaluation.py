@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.core.generation import Sampling
@@ -12,6 +12,11 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import rollout_metrics
 from ludus.rollouts.runner import Rollout
 from ludus.training.evaluating.summary import Comparison, Statistics, Summary, compare, summarise
+from ludus.training.task_sets import TaskSet, seed_of_set
+
+TASK_SET = "task_set"
+"""The metadata key under which groups of several task sets have their set's name."""
+_PER_SET = ("success", "reward", "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,40 @@ async def measure(
     playing = replace(rollout, attempts=attempts, sampling=sampling)
     groups = [group async for group in playing.groups(tasks, evaluation_seed(seed))]
     return evaluation_of(groups, tasks)
+
+
+async def measure_sets(
+    chosen: Sequence[tuple[TaskSet, Sequence[Task]]], *, attempts: int, sampling: Sampling, seed: int
+) -> Evaluation:
+    """Play these tasks of these sets, one set after the other."""
+    parts: dict[str, Evaluation] = {}
+    for number, (one, tasks) in enumerate(chosen):
+        own = seed_of_set(seed, number, one.name)
+        parts[one.name] = await measure(
+            one.rollout, tasks, attempts=attempts, sampling=sampling, seed=own
+        )
+    return joined(parts)
+
+
+def joined(parts: Mapping[str, Evaluation]) -> Evaluation:
+    """The evaluations of several task sets as one, with the numbers of each under sets/NAME/...
+
+    Sets may have tasks of the same id, which are not attempts at one task: groups are told apart by the
+    names of their sets. Their trajectories stay as they are.
+    """
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    groups = [_apart(group, name) for name, part in parts.items() for group in part.groups]
+    metrics = rollout_metrics(groups)
+    for name, part in parts.items():
+        metrics |= {f"sets/{name}/{n}": part.metrics[n] for n in _PER_SET if n in part.metrics}
+    return Evaluation(metrics, groups)
+
+
+def _apart(group: Group, name: str) -> Group:
+    task = group.task
+    named = replace(task, id=f"{name}/{task.id}", metadata={**task.metadata, TASK_SET: name})
+    return Group(named, group.trajectories)
 
 
 def evaluation_of(groups: Sequence[Group], tasks: Sequence[Task]) -> Evaluation:

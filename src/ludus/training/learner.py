@@ -1,25 +1,87 @@
-"""One model, one optimizer, one step: sum the gradients of packed micro-batches, clip, update."""
+"""One model, one optimizer, one step: sum the gradients of packed micro-batches, clip, update.
+
+On a GPU nothing in a step waits for the device before its end: the metrics, the gradient's norm and whether it
+is finite are read once, when the optimizer's work has been asked for.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
+from ludus.training.gradients import GradientSum
 from ludus.training.logprobs import action_logprobs
+from ludus.training.master_weights import MasterWeights
+from ludus.training.memory_budget import MemoryBudget
 from ludus.training.packing import Pack
+from ludus.training.passes import Micro, Passes, is_out_of_memory
 from ludus.training.settings import OptimizerConfig
 
 Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs_A, entropy_A, pack) -> (loss_A, metrics_A): what is minimised, and what is reported."""
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Micro)
 Evaluation = Callable[[P], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(pack) -> (loss_A, weights_A, metrics_A), the loss with its gradient."""
+
+
+@dataclass(slots=True)
+class _Try(Generic[P]):
+    """A micro-batch, and the parameters that had its gradient in an attempt that failed later on."""
+
+    pack: P
+    served: frozenset[nn.Parameter] = frozenset()
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.pack.lengths
+
+    def halves(self) -> tuple[_Try[P], _Try[P]]:
+        first, second = self.pack.halves()
+        return _Try(first, self.served), _Try(second, self.served)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What the micro-batches of a step had to tell, left on the device until it is asked for."""
+
+    names: list[str] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+
+    def row(self, loss: Tensor, weights_A: Tensor, metrics: dict[str, Tensor]) -> Tensor:
+        """What there is to tell about a micro-batch, which counts once it is added to `rows`."""
+        values = {"loss": loss, "weight": weights_A.sum()}
+        for name, value_A in metrics.items():
+            is_largest = name.endswith("_max")
+            values[name] = value_A.max() if is_largest else (value_A * weights_A).sum()
+        self.names = list(values)
+        return torch.stack([value.detach().float() for value in values.values()])
+
+    def read(self, norm: Tensor) -> tuple[dict[str, float], float]:
+        """The step's metrics, and the gradient's norm; here the host waits for the device."""
+        *rows, (length,) = _read([*self.rows, norm.reshape(1)])
+        columns = {name: [row[i] for row in rows] for i, name in enumerate(self.names)}
+        seen = sum(columns.pop("weight", [0.0]))
+        metrics: dict[str, float] = {}
+        for name, column in columns.items():
+            if name.endswith("_max"):
+                metrics[name] = max(column)
+            else:
+                metrics[name] = sum(column) if name == "loss" else sum(column) / seen
+        return metrics, length
+
+
+def _read(rows: Sequence[Tensor]) -> list[list[float]]:
+    values = torch.cat(list(rows)).tolist()
+    ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
+    return [values[start:stop] for start, stop in pairwise(ends)]
 
 
 class Descent:
@@ -31,58 +93,126 @@ class Descent:
         self.total_steps = total_steps
         self.steps_done = 0
         self.device = next(model.parameters()).device
+        self._masters = MasterWeights(_trainable(model))
+        self._gradient = GradientSum(_trainable(model))
+        self._passes = Passes(config.micro_batch_tokens)
+        self._memory = MemoryBudget(model, config.activation_memory)
+        is_fused = self.device.type == "cuda" or None
         self.optimizer = torch.optim.AdamW(
-            _decay_groups(model, config.weight_decay), lr=config.learning_rate, betas=config.betas
+            self._decay_groups(), lr=config.learning_rate, betas=config.betas, fused=is_fused
         )
 
     def forget_gradients(self) -> None:
         """Free what the last step left behind: two models that learn in turns need room for one's only."""
+        self._gradient.clear()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def tokens_of_a_pass(self, lengths: Iterable[int]) -> int:
+        """How many tokens a micro-batch of rows of these lengths may have, in the memory that is free now."""
+        self.forget_gradients()
+        return self._memory.plan(self._passes.tokens, max(lengths, default=1))
 
     def descend(self, packs: Iterable[P], evaluate: Evaluation[P]) -> dict[str, float]:
         """One optimizer step over all packs.
 
         The loss is the weighted sum over all tokens. The other metrics are means over the tokens of these
-        packs, weighted in the same way.
+        packs, weighted in the same way; those that end in _max are the largest of any token.
+
+        A pack that does not fit into memory is tried again in halves, and a single row with its layers computed
+        again in the backward pass. `evaluate` is called anew each time, so it should have no effects.
         """
         self.model.train()
         self.forget_gradients()
-        totals: dict[str, float] = {}
-        seen = 0.0
-        for pack in packs:
-            loss_A, weights_A, metrics = evaluate(pack)
-            loss = (loss_A * weights_A).sum()
-            torch.autograd.backward(loss)
-            seen += float(weights_A.sum())
-            totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
-            for name, value_A in metrics.items():
-                value = float((value_A.detach() * weights_A).sum())
-                totals[name] = totals.get(name, 0.0) + value
-        totals = {name: v if name == "loss" else v / seen for name, v in totals.items()}
-        totals["gradient_norm"] = self._update()
-        totals["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        return totals
+        self._masters.adopt_changes()
+        tally = _Tally()
 
-    def _update(self) -> float:
+        def work(attempt: _Try[P]) -> None:
+            self._gradient.begin(attempt.served)
+            try:
+                loss_A, weights_A, metrics = evaluate(attempt.pack)
+                loss = (loss_A * weights_A).sum()
+                row = tally.row(loss, weights_A, metrics)
+                torch.autograd.backward(loss)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    attempt.served = self._gradient.served()
+                raise
+            tally.rows.append(row)
+
+        with self._gradient.collecting():
+            self._passes.over(map(_Try, packs), work, self._memory.recompute_everything)
+        metrics, norm = tally.read(self._update())
+        if self.device.type == "cuda":
+            self.forget_gradients()  # an engine on the same device has a use for their room
+        self._check(norm)
+        self.steps_done += 1
+        return metrics | {"gradient_norm": norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _update(self) -> Tensor:
+        """Clip and step; the weights stay as they were if the gradient is not finite."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * schedule(
-                self.steps_done, self.total_steps, self.config
-            )
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_gradient_norm))
+            group["lr"] = self._rate()
+        leaves: list[Tensor] = []
+        totals: list[Tensor] = []
+        for parameter, total in self._gradient.in_order():
+            leaf = self._masters.of(parameter)
+            leaf.grad = total
+            leaves.append(leaf)
+            totals.append(total)
+        norm = nn.utils.get_total_norm(totals)
+        try:
+            self._step(leaves, norm)
+        except torch.OutOfMemoryError as error:
+            raise LudusError(
+                "the optimizer's state does not fit into the device's memory beside the weights: train an "
+                f"adapter or a smaller model, or leave less to the engine ({str(error).splitlines()[0]})"
+            ) from None
+        self._masters.write()
+        return norm
+
+    def _step(self, leaves: Sequence[Tensor], norm: Tensor) -> None:
+        limit = self.config.max_gradient_norm
+        if self.optimizer.param_groups[0]["fused"]:
+            # the kernel divides by the scale, and does nothing where it is told of an infinity
+            scaled: Any = self.optimizer
+            scaled.grad_scale = (norm / limit).clamp(min=1.0).float()
+            scaled.found_inf = (~norm.isfinite()).float()
+            self.optimizer.step()
+        elif math.isfinite(float(norm)):
+            nn.utils.clip_grads_with_norm_(leaves, limit, norm)
+            self.optimizer.step()
+
+    def _rate(self) -> float:
+        return self.config.learning_rate * schedule(self.steps_done, self.total_steps, self.config)
+
+    def _check(self, norm: float) -> None:
         if not math.isfinite(norm):
             raise LudusError(
                 f"the gradient is {norm} at update {self.steps_done}: lower the learning rate, or look for "
                 "rewards or logits that are not finite; the weights were left as they were"
             )
-        self.optimizer.step()
-        self.steps_done += 1
-        return norm
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        trainable = _trainable(self.model)
+        matrices = [self._masters.of(p) for p in trainable if p.ndim >= 2]
+        vectors = [self._masters.of(p) for p in trainable if p.ndim < 2]
+        return [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "steps_done": self.steps_done}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": self._masters.state_dict(),
+            "steps_done": self.steps_done,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        own = self.optimizer.param_groups[0]["fused"]
+        groups = [{**group, "fused": own} for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        self._masters.load_state_dict(state.get("masters"))
         self.steps_done = state["steps_done"]
 
 
@@ -125,9 +255,5 @@ def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]

@@ -1,7 +1,8 @@
 """Log-probabilities of the trained tokens, in chunks: the logits of a whole batch never exist at once.
 
 Only the places that predict a trained token go through the head. Each chunk's logits are dropped after the
-forward pass and computed again for the backward pass, so their peak is one chunk's.
+forward pass and computed again for the backward pass, so their peak is one chunk's. A head that is a plain
+product goes the short way (`fused_head`); others, and those that an adapter has wrapped, the general one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode
-from ludus.training.packing import Pack, laid
+from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode, vocabulary_size
+from ludus.engine.head import plain_head
+from ludus.kernels import token_logprobs
+from ludus.training.fused_head import chunk_rows, linear_logprobs
+from ludus.training.packing import Laid, Pack, laid
+from ludus.training.passes import Passes
 from ludus.training.rows import Row
-
-CHUNK = 4096
-"""Trained tokens whose logits exist at once."""
 
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,15 +35,22 @@ def logprobs_of(
     Nothing of a row that has no scored token is computed. No row may have its first token scored.
     """
     device = next(model.parameters()).device
-    result_T = torch.zeros(len(scored_T))
     lengths = [len(row.tokens) for row in rows]
     wanted = [i for i, piece in enumerate(torch.split(scored_T, lengths)) if bool(piece.any())]
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def score(part: Laid) -> None:
+        mask_T = scored_T[part.own_T]
+        there = part.to(device)
+        place_A = mask_T.nonzero().squeeze(1).to(device, non_blocking=True)
+        found_A, _ = _logprobs(model, part.lengths, there.tokens_T, place_A, temperature)
+        found.append((part.own_T[mask_T], found_A))
+
     with torch.no_grad(), sampling_mode(model):
-        for part in laid(rows, wanted, budget):
-            mask_T = scored_T[part.own_T]
-            place_A = mask_T.nonzero().squeeze(1).to(device)
-            found_A, _ = _logprobs(model, part.lengths, part.tokens_T.to(device), place_A, temperature)
-            result_T[part.own_T[mask_T]] = found_A.cpu()
+        Passes(budget).over(laid(rows, wanted, budget), score)
+    result_T = torch.zeros(len(scored_T))
+    for own_A, found_A in found:  # read when all has been asked for, so that the device never waits
+        result_T[own_A] = found_A.cpu()
     return result_T
 
 
@@ -50,12 +59,15 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor]:
     rows = PackedContext(lengths, tokens_T.device)
     hidden_TD = hidden_states(model, tokens_T, rows.position_ids, rows)
+    hidden_AD, tokens_A = hidden_TD.index_select(0, place_A - 1), tokens_T[place_A]
+    head = plain_head(model)
+    if head is not None and hidden_AD.dtype == head.weight.dtype:
+        return linear_logprobs(hidden_AD, head.weight, tokens_A, temperature)
+    size = chunk_rows(vocabulary_size(model), tokens_T.device)
     parts = [
         checkpoint(_chunk, model, hidden_cD, tokens_c, temperature, use_reentrant=False)
         for hidden_cD, tokens_c in zip(
-            torch.split(hidden_TD[place_A - 1], CHUNK),
-            torch.split(tokens_T[place_A], CHUNK),
-            strict=True,
+            torch.split(hidden_AD, size), torch.split(tokens_A, size), strict=True
         )
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -65,6 +77,4 @@ def _logprobs(
 def _chunk(
     model: nn.Module, hidden_cD: Tensor, tokens_c: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    logprobs_cV = torch.log_softmax(head_logits(model, hidden_cD).float() / temperature, dim=-1)
-    entropy_c = -(logprobs_cV.exp() * logprobs_cV).sum(-1)
-    return logprobs_cV.gather(1, tokens_c[:, None]).squeeze(1), entropy_c
+    return token_logprobs(head_logits(model, hidden_cD), tokens_c, temperature)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ludus.observe import Checkpoint, RunWriter, prefixed
+from ludus.observe.atomic import remove_directory
 from ludus.training.checkpoint import (
     Progress,
     load_progress,
@@ -31,12 +32,11 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.evaluation import Evaluation
-from ludus.training.recipe import Recipe
-from ludus.training.report import stage_of, steps_of
-from ludus.training.settings import MeasurementConfig
+from ludus.training.report import stage_of
 from ludus.training.stages import Stage, Step, build_stage
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.imitating import Imitation
+from ludus.training.steps import stage_ends
 from ludus.training.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Trainer:
         if checkpoint is None:
             await self._evaluate()
         else:
-            await self._go_on(checkpoint)
+            self._go_on(checkpoint)
         self._rewards = rewards_state(self.workshop.scorers)
         try:
             for number in range(self.progress.stage, len(self.recipe.stages)):
@@ -77,13 +77,11 @@ class Trainer:
             if self.progress.step:
                 self.save()
 
-    async def _go_on(self, checkpoint: Checkpoint) -> None:
+    def _go_on(self, checkpoint: Checkpoint) -> None:
         self.progress = load_progress(checkpoint.path)
         self._saved = checkpoint.step
         self._measured = {row["step"] for row in self.run.metrics() if any(map(_is_measured, row))}
         load_rewards(checkpoint.path, self.workshop.scorers)
-        for _ in range(updates_until(self.progress, self.recipe) + len(self._measured)):
-            await self.workshop.engine.update_weights()  # so that versions are counted on
 
     def save(self) -> None:
         """A checkpoint of the last completed step, unless there is one already.
@@ -100,7 +98,14 @@ class Trainer:
         made = self.workshop
         save_checkpoint(self.run, self.progress, made.model, made.tokenizer, stage, self._rewards)
         self._saved = self.progress.step
-        self.run.prune_checkpoints(self.recipe.run.keep_checkpoints)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Leave the newest checkpoints, and the last one of every stage: they are what a stage has made."""
+        ends = stage_ends(self.recipe)
+        for checkpoint in self.run.checkpoints()[: -self.recipe.run.keep_checkpoints]:
+            if checkpoint.step not in ends:
+                remove_directory(checkpoint.path)
 
     async def _run_stage(self, number: int, checkpoint: Checkpoint | None) -> None:
         config = self.recipe.stages[number]
@@ -138,7 +143,17 @@ class Trainer:
         if result.groups and due:
             self.run.write_groups(list(result.groups), self.progress.step, result.split)
         metrics = prefixed(stage.prefix, result.metrics) if stage.prefix else result.metrics
-        self._log(stage.phase, self.progress.done, stage.steps, metrics)
+        if not stage.learns:
+            self._log(stage.phase, self.progress.step, self.progress.step, metrics)
+            return
+        self._log(self._phase(stage), self.progress.done, stage.steps, metrics)
+
+    def _phase(self, stage: Stage) -> str:
+        """What the stage is called where people read: counted, where there are several of its kind."""
+        stages, number = self.recipe.stages, self.progress.stage
+        alike = [place for place, config in enumerate(stages) if config.kind == stages[number].kind]
+        place = f" ({alike.index(number) + 1} of {len(alike)})" if len(alike) > 1 else ""
+        return f"{stage.phase}{place}"
 
     async def _evaluate_between(self, stage: Stage) -> None:
         """Evaluate if it is time to in the midst of a stage; at its end it always is."""
@@ -148,7 +163,7 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         config, step = self.recipe.evaluation, self.progress.step
-        if step in self._measured or not self.workshop.held_out(config.tasks):
+        if step in self._measured or not any(self.workshop.held_out(config.tasks)):
             return
         result = await self.workshop.measure(
             attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
@@ -162,13 +177,6 @@ class Trainer:
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
         self.run.log(self.progress.step, metrics)
         self._on_step(phase, number, total, metrics)
-
-
-def updates_until(progress: Progress, recipe: Recipe) -> int:
-    """How often the weights have changed by then: in every step of a stage that learns."""
-    steps = [steps_of(config) for config in recipe.stages[: progress.stage]] + [progress.done]
-    learns = [not isinstance(config, MeasurementConfig) for config in recipe.stages]
-    return sum(count for count, so in zip(steps, learns, strict=False) if so)
 
 
 def _is_measured(name: str) -> bool:

@@ -1,10 +1,11 @@
-"""Where models come from: a folder, a hub, or made on the spot."""
+"""Where models come from: a folder, a hub, a short name, an adapter, or made on the spot."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +14,22 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter
+from ludus.training.pretrained import located, without_bars
+from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
+
+log = logging.getLogger(__name__)
 
 CONTROL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """The device a recipe asks for; auto is the first GPU, or else the CPU."""
+    """The device a recipe asks for; auto is the first GPU that works, or else the CPU.
+
+    Apple's GPUs are not chosen: they have no float64, which randomness is drawn in.
+    """
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if _has_gpu() else "cpu")
     try:
         device = torch.device(config.device)
         torch.empty(0, device=device)
@@ -30,10 +38,26 @@ def device_of(config: ModelConfig) -> torch.device:
     return device
 
 
+def _has_gpu() -> bool:
+    """Whether there is a GPU, and it can be used: a driver that does not fit, or a taken GPU, cannot."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.zeros(1, device="cuda").item()
+    except RuntimeError as error:
+        log.warning("there is a GPU, but it cannot be used, so the CPU is: %s", error)
+        return False
+    return True
+
+
 def dtype_of(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format a recipe asks for."""
+    """The number format a recipe asks for; auto is bfloat16 where the device computes in it, or else float32.
+
+    float16 is never chosen: small gradients vanish in it, unless a loss is scaled to fit.
+    """
     if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        fits = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if fits else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
@@ -48,8 +72,47 @@ def load_model(
         model = scratch_model(config.scratch, fitted, seed)
         return model.to(device=device, dtype=dtype), HFTokenizer(fitted)
     assert config.name is not None, "a recipe gives exactly one of name and scratch"
-    tokenizer = load_tokenizer(config.name)
-    return load_weights(config.name, dtype).to(device), tokenizer
+    if is_adapter(config.name):
+        model, tokenizer = _load_adapted(Path(config.name), config.lora, dtype)
+    else:
+        folder = located(config.name)
+        tokenizer = load_tokenizer(folder)
+        model = load_weights(folder, dtype)
+        if config.lora is not None:
+            model = add_adapter(model, config.lora, _lasting(config.name), seed)
+    return _moved(model, device), tokenizer
+
+
+def _load_adapted(
+    folder: Path, config: LoraConfig | None, dtype: torch.dtype
+) -> tuple[nn.Module, HFTokenizer]:
+    base = base_of(folder)
+    try:
+        weights = located(base)
+        model = load_weights(weights, dtype)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the adapter in {folder} is for the model {base!r}, which cannot be loaded ({error}); where it "
+            f"has moved, set base_model_name_or_path in {folder / CONFIG}"
+        ) from error
+    own = (folder / "tokenizer_config.json").is_file()
+    return load_adapter(model, folder, config), load_tokenizer(folder if own else weights)
+
+
+def _lasting(name: str) -> str:
+    """What a model can be found by again from anywhere."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError as error:
+        size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
+        raise ConfigError(
+            f"the model's weights alone take {size:.1f} GiB, and {device} has no room for them: free it, or "
+            f"use a smaller model or another model.device ({error})"
+        ) from error
 
 
 def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
@@ -69,20 +132,6 @@ def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
         # is not aligned, and a resumed run must not differ from one that was never stopped.
         parameter.data = parameter.data.clone()
     return model
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep the library's own progress bars off the terminal: ours is there already."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module:

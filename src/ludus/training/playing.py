@@ -7,16 +7,17 @@
     refill    DAPO: groups without signal are replaced by groups of further tasks, and so on
 
 Who waits for whom: the sets of a round run at the same time and share the places in flight among them, in
-proportion to their tasks; a round of refills begins when the round before has ended, and there are at most
-`refill.rounds` of them. Which episode ends first decides nothing: groups stand in the order of their tasks, and
-every draw has a key of its own. Cancelling `play` cancels every episode and leaves the player as it was.
+proportion to their tasks (where there are too few places for that, one set after the other); a round of refills
+begins when the round before has ended, and there are at most `refill.rounds` of them. Which episode ends first
+decides nothing: groups stand in the order of their tasks, and every draw has a key of its own. Cancelling
+`play` cancels every episode and leaves the player as it was.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from ludus.rollouts.runner import Rollout
 from ludus.training.broken import KINDS, is_masked, kinds_of
 from ludus.training.settings import RLConfig
 from ludus.training.shaping import resample, shape
-from ludus.training.task_sets import Dealt, Deck, TaskSet
+from ludus.training.task_sets import Dealt, Deck, TaskSet, seed_of_set
 
 BUDGETS = "budgets."
 DIFFICULTY = "tasks.difficulty"
@@ -117,17 +118,24 @@ class Player:
             replace(
                 one.rollout,
                 attempts=self._config.attempts,
-                budgets=budgets_at(one.rollout.budgets, values),
+                budgets=budgets_at(one.rollout.budgets, values, one.limits),
                 scorer=one.rollout.scorer.at_strictness(strictness),
             )
             for one in self._sets
         ]
 
 
-def budgets_at(budgets: Budgets, values: Mapping[str, float]) -> Budgets:
-    """The budgets with those that a curriculum sets, whole numbers all of them."""
+def budgets_at(
+    budgets: Budgets, values: Mapping[str, float], limits: Mapping[str, float] | None = None
+) -> Budgets:
+    """The budgets with those that a curriculum sets, whole numbers all of them.
+
+    A curriculum takes the place of the recipe's budgets, in which all sets share. A limit that a task set has
+    of its own stays: of the two, the smaller one holds.
+    """
     moved = {n.removeprefix(BUDGETS): int(v) for n, v in values.items() if n.startswith(BUDGETS)}
-    return Budgets.parse({**budgets.model_dump(), **moved}, "the curriculum") if moved else budgets
+    held = {name: min(value, (limits or {}).get(name, value)) for name, value in moved.items()}
+    return Budgets.parse({**budgets.model_dump(), **held}, "the curriculum") if held else budgets
 
 
 class _Table:
@@ -141,13 +149,11 @@ class _Table:
     async def play(self, dealt: Sequence[Dealt], seed: int) -> list[Group]:
         """A group for each task, in order, shaped and resampled."""
         numbers = sorted({one.set for one in dealt})
-        running = [asyncio.create_task(self._play_set(number, dealt, seed)) for number in numbers]
-        try:
-            finished = await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        places = {number: self._places(number, dealt) for number in numbers}
+        if all(places.values()):
+            finished = await self._at_once([self._play_set(n, dealt, seed, places[n]) for n in numbers])
+        else:
+            finished = [await self._play_set(n, dealt, seed, self._in_flight(n)) for n in numbers]
         groups_of = {number: iter(groups) for number, groups in zip(numbers, finished, strict=True)}
         groups = [next(groups_of[one.set]) for one in dealt]
         return [
@@ -155,12 +161,28 @@ class _Table:
             for place, (group, one) in enumerate(zip(groups, dealt, strict=True))
         ]
 
-    async def _play_set(self, number: int, dealt: Sequence[Dealt], seed: int) -> list[Group]:
+    def _in_flight(self, number: int) -> int:
+        return self._rollouts[number].max_in_flight
+
+    def _places(self, number: int, dealt: Sequence[Dealt]) -> int:
+        """A set's share of the places in flight, by its tasks; 0 where there are too few to share."""
+        return self._in_flight(number) * sum(one.set == number for one in dealt) // len(dealt)
+
+    async def _at_once(self, playing: Sequence[Coroutine[Any, Any, list[Group]]]) -> list[list[Group]]:
+        running = [asyncio.create_task(one) for one in playing]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _play_set(
+        self, number: int, dealt: Sequence[Dealt], seed: int, places: int
+    ) -> list[Group]:
         tasks = [one.task for one in dealt if one.set == number]
         rollout = self._rollouts[number]
-        places = max(1, rollout.max_in_flight * len(tasks) // len(dealt))
-        # sets may have tasks of the same id, whose sessions and draws must not be the same
-        own = seed if number == 0 else key(seed, "set", self._sets[number].name)
+        own = seed_of_set(seed, number, self._sets[number].name)
         playing = replace(rollout, max_in_flight=places)
         groups = {_label(group): group async for group in playing.groups(tasks, own)}
         # a task that was dealt twice has its second group with the attempts that follow the first's

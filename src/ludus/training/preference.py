@@ -136,4 +136,5 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, pairs: int) -> 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         return -pack.advantages_A * logprobs_A, {}
 
-    return learner.step(packs_of(rows, columns, learner.config.micro_batch_tokens), objective)
+    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    return learner.step(packs_of(rows, columns, budget), objective)

@@ -40,15 +40,38 @@ class ScratchConfig(Config):
         return self
 
 
+class LoraConfig(Config):
+    """Train small low-rank matrices beside the model's own, which stay as they are (extra: lora)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of each matrix."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout before the adapter, in training alone; above 0, engine and trainer differ by it."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which linear layers, by the last part of their names, such as ["q_proj", "v_proj"]."""
+    reference: Literal["start", "base"] = "start"
+    """What KL and DPO measure from: the model that the stage began with, or the bare one (docs/models.md)."""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> LoraConfig:
+        if not self.targets:
+            raise ValueError('lora.targets must name at least one layer; leave it out for "all-linear"')
+        return self
+
+
 class ModelConfig(Config):
-    """Which model: a folder or hub name, or one made from scratch."""
+    """Which model: a folder, a short or hub name, or one made from scratch."""
 
     name: str | None = None
-    """A folder in Hugging Face format, or a name on the hub."""
+    """A folder in Hugging Face format, a .gguf file, a short name (smollm2), or a name on the hub."""
     scratch: ScratchConfig | None = None
     """Make a new small model instead."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of all weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights; auto is float32 on a CPU and bfloat16 on a GPU."""
+    """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""
     device: str = "auto"
     """Where it runs: auto, cpu, cuda, cuda:1, ..."""
 
@@ -56,6 +79,11 @@ class ModelConfig(Config):
     def _one_of(self) -> ModelConfig:
         if (self.name is None) == (self.scratch is None):
             raise ValueError("give exactly one of model.name and model.scratch")
+        if self.scratch is not None and self.lora is not None:
+            raise ValueError(
+                "model.lora adapts a model that has learned something; one made from scratch has not: leave "
+                "out model.lora, or name a model"
+            )
         return self
 
 
@@ -139,7 +167,7 @@ class RunConfig(Config):
     checkpoint_every: int = Field(default=50, ge=1)
     """Steps between checkpoints; there is always one after a stage, at the end and on Ctrl-C."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay; the last one of every stage that learns stays too."""
     trajectories_every: int = Field(default=1, ge=0)
     """Write the episodes of every so many steps; 0 writes none."""
     tensorboard: bool = False

@@ -9,7 +9,8 @@ from ludus.core.trajectory import Trajectory
 from ludus.observe import RunFolder, atomic_write, episode_text, plot_curve, table_markdown
 from ludus.observe.report import Cell
 from ludus.training.recipe import Recipe
-from ludus.training.settings import MeasurementConfig, RejectionConfig, RLConfig, StageConfig
+from ludus.training.settings import RLConfig
+from ludus.training.steps import steps_of
 
 _NAMES = {
     "sft": "the warm start",
@@ -44,8 +45,8 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
 def stage_of(step: int, recipe: Recipe) -> str:
     """Where in the recipe a step stands, in words."""
     start, before = 0, "at the start"
-    for config in recipe.stages:
-        name, steps = _NAMES[config.kind], steps_of(config)
+    for number, config in enumerate(recipe.stages):
+        name, steps = _name(number, recipe), steps_of(config)
         if step == start:
             return before
         if step < start + steps:
@@ -54,11 +55,12 @@ def stage_of(step: int, recipe: Recipe) -> str:
     return before
 
 
-def steps_of(config: StageConfig) -> int:
-    """How many steps a stage has."""
-    if isinstance(config, RejectionConfig):
-        return config.rounds * config.steps
-    return 1 if isinstance(config, MeasurementConfig) else config.steps
+def _name(number: int, recipe: Recipe) -> str:
+    """What a stage is called, counted where there are several of its kind."""
+    kinds = [config.kind for config in recipe.stages]
+    kind = kinds[number]
+    many = kinds.count(kind) > 1
+    return f"{_NAMES[kind]} {kinds[:number].count(kind) + 1}" if many else _NAMES[kind]
 
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
@@ -103,8 +105,10 @@ def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     if first not in steps or steps[-1] == first:
         return []
     before, after = (run.trajectories(step, "eval") for step in (first, steps[-1]))
-    later = {trajectory.task.id: trajectory for trajectory in after}
-    pairs = [(old, later[old.task.id]) for old in before if old.task.id in later]
+    # by what they ask, too: tasks of two sets may have the same id
+    later = {(one.task.id, repr(one.task.messages)): one for one in after}
+    found = [(old, later.get((old.task.id, repr(old.task.messages)))) for old in before]
+    pairs = [(old, new) for old, new in found if new is not None]
     learned = [(old, new) for old, new in pairs if not is_success(old) and is_success(new)]
     if not pairs:
         return []

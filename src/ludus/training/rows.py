@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,12 +85,16 @@ def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State
 
 def flags(masks: Iterable[Sequence[bool]]) -> Tensor:
     """Masks of rows, end to end."""
-    return torch.tensor([value for mask in masks for value in mask], dtype=torch.bool)
+    pieces = [
+        np.array(mask, dtype=np.bool_) for mask in masks
+    ]  # many times faster than a tensor of a list
+    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.bool_))
 
 
 def engine_logprobs(rows: Sequence[Row]) -> Tensor:
     """What the engine reported for each token; 0 where it said nothing."""
-    return torch.tensor([value for row in rows for value in row.logprobs], dtype=torch.float32)
+    pieces = [np.array(row.logprobs, dtype=np.float32) for row in rows]
+    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.float32))
 
 
 def row_mask(rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:

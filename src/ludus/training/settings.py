@@ -8,7 +8,8 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from ludus.algos import Need, load_algorithm
 from ludus.core.config import Config
-from ludus.training.curriculum import CurriculumConfig
+from ludus.core.failures import ConfigError
+from ludus.training.curriculum import CurriculumConfig, check_settings
 
 
 class OptimizerConfig(Config):
@@ -27,7 +28,9 @@ class OptimizerConfig(Config):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Longer gradients are scaled down to this."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens in one forward and backward pass; gradients of a batch are summed over such passes."""
+    """At most so many tokens in one forward and backward pass; gradients are summed over such passes."""
+    activation_memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
 
 
 class ImitationConfig(Config):
@@ -167,28 +170,54 @@ class RLConfig(Config):
     def _can_learn(self) -> RLConfig:
         if self.algorithm == "dr_grpo" and "length" not in self.aggregation_options:
             raise ValueError(
-                "dr_grpo divides by a fixed length: set rl.aggregation_options = { length = N }, for instance "
+                "dr_grpo divides by a fixed length: set aggregation_options = { length = N }, for instance "
                 "to the tokens that an episode says at most"
             )
-        algorithm = load_algorithm(**self.algorithm_settings)
-        if not self.advantage_mask and Need.CRITIC not in algorithm.needs:
-            raise ValueError(
-                f"rl.advantage_mask = false is about the recursion of a critic's advantages; {self.algorithm} "
-                "has none (ppo has)"
-            )
-        compares = Need.SIBLINGS in algorithm.needs or self.refill is not None
-        if compares and self.attempts == 1 and self.steps:
-            raise ValueError(
-                f"{self.algorithm} compares the attempts at a task with each other, so rl.attempts = 1 can "
-                'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
-            )
+        try:
+            check_settings(self.curriculum)
+            algorithm = load_algorithm(**self.algorithm_settings)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
+        self._check_needs(algorithm.needs)
+        self._check_divergence()
         if self.updates > self.tasks:
             raise ValueError(
-                f"rl.updates = {self.updates} cannot split the {self.tasks} group(s) of a step (rl.tasks)"
+                f"updates = {self.updates} cannot split the {self.tasks} group(s) of a step (tasks)"
             )
         if self.keep_attempts is not None and self.keep_attempts >= self.attempts:
-            raise ValueError("rl.keep_attempts must be below rl.attempts, of which it keeps some")
+            raise ValueError("keep_attempts must be below attempts, of which it keeps some")
         return self
+
+    def _check_needs(self, needs: frozenset[Need]) -> None:
+        if not self.advantage_mask and Need.CRITIC not in needs:
+            raise ValueError(
+                f"advantage_mask = false is about the recursion of a critic's advantages; {self.algorithm} "
+                "has none (ppo has)"
+            )
+        if self.critic is not None and Need.CRITIC not in needs:
+            raise ValueError(
+                f"there are settings for a critic, and {self.algorithm} asks for none: leave out critic, or "
+                "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
+            )
+        compares = Need.SIBLINGS in needs or self.refill is not None
+        if compares and self.attempts == 1 and self.steps:
+            raise ValueError(
+                f"{self.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
+                'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
+            )
+
+    def _check_divergence(self) -> None:
+        if self.kl == 0 and (self.kl_in, self.kl_estimator) != ("loss", "k3"):
+            raise ValueError(
+                "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "
+                "it out: set kl, for instance to 0.01"
+            )
+        if self.kl > 0 and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+            raise ValueError(
+                'kl_estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
+                'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
+                'kl_in = "reward", where "k1" is right'
+            )
 
     @property
     def algorithm_settings(self) -> dict[str, Any]:
@@ -217,6 +246,8 @@ class PreferenceConfig(Config):
     """How much better in reward the chosen one must be."""
     beta: float = Field(default=0.1, gt=0)
     """How strongly the distance to the reference counts."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     """Optimizer settings."""
 
@@ -242,6 +273,8 @@ class RejectionConfig(Config):
     """Episodes in a step."""
     restart: bool = False
     """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of a round's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
     """Optimizer settings."""
 

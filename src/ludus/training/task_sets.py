@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_serializer
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
@@ -46,6 +46,11 @@ class TaskSetConfig(Config):
     system: str | None = None
     """A system message, as in agent.system."""
 
+    @field_serializer("budgets")
+    def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:
+        """Those that were given: written out in full, they would replace the recipe's when read again."""
+        return None if budgets is None else budgets.model_dump(exclude_unset=True)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
@@ -56,6 +61,8 @@ class TaskSet:
     tasks: Sequence[Task]
     held_out: Sequence[Task]
     rollout: Rollout
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """The budgets that are the set's own; a curriculum does not go beyond them."""
 
 
 class Dealt(NamedTuple):
@@ -131,8 +138,7 @@ class Deck:
                 f"no task of the set {one.name!r} has a difficulty of at most {hardest:g}; start the "
                 "curriculum of tasks.difficulty higher"
             )
-        # the first set's order is that of a run with this set alone
-        seed = self.seed if number == 0 else key(self.seed, "set", one.name)
+        seed = seed_of_set(self.seed, number, one.name)
         chosen: list[Task] = []
         place = cursor.place
         for index in walk(len(one.tasks), place, seed):
@@ -143,6 +149,14 @@ class Deck:
                 chosen.append(one.tasks[index])
         self.cursors[number] = replace(cursor, place=place)
         return chosen
+
+
+def seed_of_set(seed: int, number: int, name: str) -> int:
+    """The key of a set's draws. The first one's is that of a run with this set alone.
+
+    Sets may have tasks of the same id, whose order, sessions and draws must not be the same.
+    """
+    return seed if number == 0 else key(seed, "set", name)
 
 
 def difficulty_of(task: Task) -> float:

@@ -52,7 +52,8 @@ def imitate(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, f
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs_A, {}
 
-    return learner.step(packs_of(rows, columns, learner.config.micro_batch_tokens), objective)
+    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    return learner.step(packs_of(rows, columns, budget), objective)
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:
@@ -61,11 +62,6 @@ def algorithm_of(config: RLConfig) -> Algorithm:
     algorithm = load_algorithm(**settings)
     if config.advantage_mask:
         return algorithm
-    if Need.CRITIC not in algorithm.needs:
-        raise ConfigError(
-            f"rl.advantage_mask = false is for algorithms with a critic, such as ppo: {config.algorithm} has "
-            "no recursion that could run through observations"
-        )
     return load_algorithm(**settings | {"options": {**settings["options"], "skip_observations": False}})
 
 
@@ -101,6 +97,7 @@ def reinforce_groups(
     step = experience_of(learner, played, config)
     if not step.rows:
         return {}
+    _check_sampled(step)
     metrics: dict[str, float] = {}
     if reference is not None and config.kl_in == "reward":
         step, metrics["kl"] = with_penalty(step, learner, config, reference)
@@ -117,6 +114,18 @@ def reinforce_groups(
     ]
     taken = [update for update in updates if update]
     return metrics | _merged(taken) if taken or critic is not None else {}
+
+
+def _check_sampled(step: Experience) -> None:
+    """Without the log-probabilities of what was sampled there is no ratio, hence nothing to learn by."""
+    sampled_A = step.behaviour_T[step.credit.action_T]
+    unknown = int((~sampled_A.isfinite()).sum())
+    if unknown:
+        raise ConfigError(
+            f"the engine reported no log-probability for {unknown} of {len(sampled_A)} tokens that were said, "
+            "as servers that answer in text do not: such episodes can be evaluated and imitated (sft, "
+            "rejection), not reinforced"
+        )
 
 
 def _teach(critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig) -> dict[str, float]:
@@ -151,14 +160,13 @@ def _update(
     weights_T = algorithm.weigh(step.credit.trajectory_T, inside_T)
     columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
     divergence = load_divergence(config.kl_estimator)
-    largest = {"logprob_difference_max": 0.0, "ratio_max": 0.0}
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         sampled = Sampled(
             logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.rows, pack.behaviour_A
         )
         loss_A, metrics = algorithm.loss(sampled)
-        metrics |= _comparison(logprobs_A.detach(), pack, largest)
+        metrics |= _comparison(logprobs_A.detach(), pack)
         if reference is not None:
             with torch.no_grad():
                 reference_A, _ = action_logprobs(reference, pack, learner.temperature)
@@ -170,17 +178,20 @@ def _update(
     teaching = _teaching(step.rows, part, inside_T, estimate.advantages_T, always)
     if not teaching:
         return {}
-    packs = packs_of(step.rows, columns, learner.config.micro_batch_tokens, teaching)
-    return learner.step(packs, objective) | largest
+    budget = learner.tokens_of_a_pass(len(step.rows[i].tokens) for i in teaching)
+    return learner.step(packs_of(step.rows, columns, budget, teaching), objective)
 
 
-def _comparison(logprobs_A: Tensor, pack: Pack, largest: dict[str, float]) -> dict[str, Tensor]:
+def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
     """How far the weights are from those that sampled, and from those that the step began with."""
     difference_A = (logprobs_A - pack.behaviour_A).abs()
     ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
-    for name, value_A in (("logprob_difference_max", difference_A), ("ratio_max", ratio_A)):
-        largest[name] = max(largest[name], float(value_A.max()))
-    return {"logprob_difference_mean": difference_A, "ratio_mean": ratio_A}
+    return {
+        "logprob_difference_mean": difference_A,
+        "logprob_difference_max": difference_A,
+        "ratio_mean": ratio_A,
+        "ratio_max": ratio_A,
+    }
 
 
 def _teaching(

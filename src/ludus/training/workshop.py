@@ -17,10 +17,9 @@ from ludus.core.generation import Sampling
 from ludus.core.protocols import Engine, Tokenizer
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolSpec
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.envs import EnvPool, call_env
-from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts.demonstrator import Demonstrator, Expert
 from ludus.rollouts.env_tools import tools_of
@@ -31,13 +30,15 @@ from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import LocalTools
 from ludus.tools.library import build_toolset
+from ludus.training.checkpoint import load_progress
 from ludus.training.evaluating.summary import Statistics
-from ludus.training.evaluation import Evaluation, measure
+from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
 from ludus.training.parts import Parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import build_task_sets, close_task_sets
+from ludus.training.steps import updates_until
 from ludus.training.task_sets import TaskSet
 
 FITTING_SAMPLE = 64
@@ -83,9 +84,8 @@ class Workshop:
         return await demonstrate(self.rollout, parts, list(self.task_sets[0].tasks), self.recipe.seed)
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
-        """The held-out tasks of each task set; an empty list where there are none at all."""
-        tasks = [list(one.held_out)[:most] for one in self.task_sets]
-        return tasks if any(tasks) else []
+        """The held-out tasks of each task set, which may have none."""
+        return [list(one.held_out)[:most] for one in self.task_sets]
 
     async def measure(
         self,
@@ -100,36 +100,27 @@ class Workshop:
 
         Measuring changes nothing. Rewards that remember what they scored forget what they scored here; and the
         engine drops the KV it has computed: found again later, it would change a last bit there, and a run that
-        is resumed does not have it. (It counts that as an update.)
+        is resumed does not have it.
         """
-        sampling, seed = Sampling(temperature=temperature), self.recipe.seed
+        held_out = self.held_out(tasks)
         memories = [(s, copy.deepcopy(s.state_dict())) for s in self.scorers.values()]
         try:
-            parts = [
-                await measure(one.rollout, chosen, attempts=attempts, sampling=sampling, seed=seed)
-                for one, chosen in zip(self.task_sets, self.held_out(tasks), strict=False)
-            ]
+            measured = await measure_sets(
+                list(zip(self.task_sets, held_out, strict=True)),
+                attempts=attempts,
+                sampling=Sampling(temperature=temperature),
+                seed=self.recipe.seed,
+            )
         finally:
             for scorer, memory in memories:
                 scorer.load_state_dict(memory)
-        await self.engine.update_weights()
-        groups = [group for part in parts for group in part.groups]
-        metrics = rollout_metrics(groups)
-        if len(parts) > 1:
-            for one, part in zip(self.task_sets, parts, strict=True):
-                names = ("success", "reward", "turns")
-                metrics |= {f"sets/{one.name}/{n}": part.metrics[n] for n in names if n in part.metrics}
-        if with_pass:
-            # sets may have tasks of the same id, which are not attempts at one task
-            apart = [
-                Group(replace(group.task, id=f"{number}/{group.task.id}"), group.trajectories)
-                for number, part in enumerate(parts)
-                for group in part.groups
-            ]
-            summary = Evaluation({}, apart).summary(Statistics(ks=tuple(pass_at)))
-            metrics |= {f"pass@{k}": float(e.value) for k, e in summary.passed.items()}
-            metrics |= {f"average@{k}": float(e.value) for k, e in summary.average.items()}
-        return Evaluation(metrics, groups)
+        await self.engine.forget()
+        if not with_pass:
+            return measured
+        summary = measured.summary(Statistics(ks=tuple(pass_at)))
+        passes = {f"pass@{k}": float(e.value) for k, e in summary.passed.items()}
+        averages = {f"average@{k}": float(e.value) for k, e in summary.average.items()}
+        return Evaluation(measured.metrics | passes | averages, measured.groups)
 
 
 async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> Workshop:
@@ -141,7 +132,8 @@ async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None)
     corpus = await _corpus(recipe, parts) if config.scratch is not None else []
     model, tokenizer = load_model(config, recipe.seed, corpus)
     use_ludus_attention(model)
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine)
+    version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
+    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     return Workshop(
         recipe, parts, model, tokenizer, engine, task_sets_on(engine, tokenizer, recipe, parts)
     )

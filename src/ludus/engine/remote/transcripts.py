@@ -9,9 +9,7 @@ many tokens as a real tokenizer counts, rather more. Content cannot forge a mark
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from ludus.core.messages import Json
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
@@ -30,35 +28,20 @@ _TOOLS = (
 )
 
 
-class TranscriptTokenizer:
-    """A `Tokenizer` without files or state: what it encodes means the same in every process."""
+class TranscriptTokenizer(ByteTokenizer):
+    """A `Tokenizer` without files or state: what it encodes means the same in every process.
+
+    The byte tokenizer with several bytes in a token; its special tokens follow all of those.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self._specials = {text: _FIRST_SPECIAL + i for i, text in enumerate(SPECIALS)}
         self._texts = {number: text for text, number in self._specials.items()}
-        self._split = re.compile("(" + "|".join(re.escape(text) for text in SPECIALS) + ")")
-        self._chat = ByteTokenizer()
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        return (self._specials[_END],)
 
     @property
     def vocabulary_size(self) -> int:
         return _FIRST_SPECIAL + len(self._specials)
-
-    @property
-    def controls(self) -> Mapping[str, int]:
-        return MappingProxyType(self._specials)
-
-    def encode(self, text: str) -> list[int]:
-        tokens: list[int] = []
-        for piece in self._split.split(text):
-            if piece in self._specials:
-                tokens.append(self._specials[piece])
-            else:
-                tokens.extend(self.encode_text(piece))
-        return tokens
 
     def encode_text(self, text: str) -> list[int]:
         data = text.encode("utf-8", errors="surrogatepass")
@@ -86,7 +69,7 @@ class TranscriptTokenizer:
             listed = _TOOLS.format(listed="\n".join(json.dumps(tool) for tool in tools))
             system = given.pop(0)["content"] + "\n\n" if given and given[0]["role"] == "system" else ""
             given.insert(0, {"role": "system", "content": system + listed})
-        return self._chat.apply_chat_template(given, None, add_generation_prompt)
+        return super().apply_chat_template(given, None, add_generation_prompt)
 
     def messages(self, tokens: Sequence[int]) -> list[Json]:
         """The conversation that these tokens are the transcript of, as a chat server takes it.

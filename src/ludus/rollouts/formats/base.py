@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from ludus.core.failures import Fault
-from ludus.core.messages import Message, ToolCall
+from ludus.core.messages import Message, Role, ToolCall
 from ludus.core.tooling import ToolResult, ToolSpec
 
 THINK = ("<think>", "</think>")
@@ -37,8 +37,11 @@ class ActionFormat(ABC):
     """Strings that end an action, beside the tokenizer's stop tokens."""
     marks: tuple[str, ...] = ()
     """What an action may contain as special tokens, where the tokenizer has them."""
-    result_tags: tuple[str, str] = ("<tool_response>", "</tool_response>")
-    """What encloses a result that goes back as a user's message."""
+    result_role: Role = "tool"
+    """Who is shown to say a result. With "user", the renderer makes a user's message of it."""
+    result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
+    """What encloses a result that is shown as a user's message. Only there is it taken for our own words:
+    a user who writes the same has written text."""
 
     def bind(self, tools: Sequence[ToolSpec]) -> Self:
         """The format for exactly these tools, where its grammar depends on them."""
@@ -57,7 +60,7 @@ class ActionFormat(ABC):
         """An action as the model would write it. Without calls, `text` is the final answer."""
 
     def render_result(self, call: ToolCall, result: ToolResult) -> Message:
-        """The message in which a result goes back to the model."""
+        """The message in which a result goes back to the model: always a tool's, framed by the renderer."""
         return Message(
             "tool",
             result.content,
@@ -65,10 +68,6 @@ class ActionFormat(ABC):
             tool_call_id=call.id or None,
             media=result.media,
         )
-
-    def _as_user(self, result: ToolResult) -> Message:
-        opening, closing = self.result_tags
-        return Message("user", f"{opening}\n{result.content}\n{closing}", media=result.media)
 
 
 def malformed(problem: str, name: str = "") -> ToolCall:

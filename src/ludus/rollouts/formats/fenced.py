@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ludus.core.messages import Message, ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Role, ToolCall
+from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats.arguments import Target, targets
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
@@ -35,7 +35,8 @@ class FencedFormat(ActionFormat):
 
     name: ClassVar[str] = "fenced"
     stops = ("\n```\n",)
-    result_tags = ("<output>", "</output>")
+    result_role: Role = "user"
+    result_frame = ("<output>\n", "\n</output>")
 
     def __init__(self, languages: Mapping[str, str] = LANGUAGES) -> None:
         """`languages` says which tool runs what, such as `{"python": "python.code"}`."""
@@ -72,7 +73,7 @@ class FencedFormat(ActionFormat):
                 shown[target.tool] = f"{about}\n{_example(language)}"
         if not shown:
             return ""
-        opening, closing = self.result_tags
+        opening, closing = (tag.strip() for tag in self.result_frame)
         return (
             "You can run code. Write it in a fenced block and wait; its output comes back in "
             f"{opening}{closing}.\n\n" + "\n\n".join(shown.values()) + "\n\n"
@@ -82,9 +83,6 @@ class FencedFormat(ActionFormat):
     def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:
         written = [self._write(call) for call in calls]
         return "\n".join([text, *written] if text else written)
-
-    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
-        return self._as_user(result)
 
     def _write(self, call: ToolCall) -> str:
         named = {target.tool: (lang, target) for lang, target in reversed(self.languages.items())}

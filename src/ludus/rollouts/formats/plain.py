@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message, ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Role, ToolCall
+from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats.base import (
     ActionFormat,
     ParsedAction,
@@ -26,6 +26,8 @@ class PlainFormat(ActionFormat):
     """
 
     name: ClassVar[str] = "plain"
+    result_role: Role = "user"
+    result_frame = ("", "")
 
     def __init__(
         self,
@@ -64,9 +66,6 @@ class PlainFormat(ActionFormat):
             return action
         line = f"{self.label} {action}" if self.take == "label" else action
         return f"{text}\n{line}" if text else line
-
-    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
-        return Message("user", result.content, media=result.media)
 
     def _divide(self, spoken: str) -> tuple[str, str]:
         """What was said, and the action in it."""

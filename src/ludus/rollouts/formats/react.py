@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
-from ludus.core.messages import Message, ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Role, ToolCall
+from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats.arguments import Target, main_argument, summaries
 from ludus.rollouts.formats.base import (
     ActionFormat,
@@ -30,6 +30,8 @@ class ReActFormat(ActionFormat):
 
     name: ClassVar[str] = "react"
     stops = ("\nObservation:",)
+    result_role: Role = "user"
+    result_frame = ("Observation: ", "")
 
     def __init__(self, main_arguments: Mapping[str, str] | None = None) -> None:
         """`main_arguments` says what an input that is no JSON means: `{"search": "query"}`."""
@@ -71,9 +73,6 @@ class ReActFormat(ActionFormat):
             raise ValueError(f"ReAct writes one call in a turn, not {len(calls)}")
         written = f"Action: {calls[0].name}\nAction Input: {write_json(calls[0].arguments)}"
         return f"Thought: {text}\n{written}" if text else written
-
-    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
-        return Message("user", f"Observation: {result.content}", media=result.media)
 
     def _call(self, label: str, name: str, given: tuple[str, str]) -> ToolCall:
         if label == "Action Input":

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message, ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Role, ToolCall
+from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats.arguments import Target, targets, without_frame
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
@@ -32,6 +32,7 @@ class TagsFormat(ActionFormat):
     """
 
     name: ClassVar[str] = "tags"
+    result_role: Role = "user"
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class TagsFormat(ActionFormat):
         self.tags = tags
         self.stops = tuple(f"</{name}>" for name in (*tags, self._answer))
         self.marks = tuple(f"<{slash}{n}>" for n in (*tags, self._answer) for slash in ("", "/"))
-        self.result_tags = (f"<{self._result}>", f"</{self._result}>")
+        self.result_frame = (f"<{self._result}>\n", f"\n</{self._result}>")
         self._opening = re.compile(
             "<(" + "|".join(re.escape(name) for name in (*tags, self._answer)) + ")>"
         )
@@ -99,7 +100,7 @@ class TagsFormat(ActionFormat):
             for tag, target in self.tags.items()
             if target.tool in known
         ]
-        opening, closing = self.result_tags
+        opening, closing = (tag.strip() for tag in self.result_frame)
         calling = [
             "You can use tools. Write one of these and wait; its result comes back in "
             f"{opening}{closing}:",
@@ -113,9 +114,6 @@ class TagsFormat(ActionFormat):
             return f"<{self._answer}>{text}</{self._answer}>"
         written = [self._write(call) for call in calls]
         return "\n".join([text, *written] if text else written)
-
-    def render_result(self, call: ToolCall, result: ToolResult) -> Message:
-        return self._as_user(result)
 
     def _write(self, call: ToolCall) -> str:
         named = {target.tool: (tag, target) for tag, target in self.tags.items()}

@@ -51,16 +51,14 @@ def described(made: Sequence[Entry], description: str, abilities: Abilities) -> 
 
 def _entry(message: Message, format: ActionFormat, abilities: Abilities) -> Entry:
     role, content = message.role, message.content
-    opening, closing = format.result_tags
     if role == "assistant":
         return Entry(role, marked(action_text(message, format), (*THINK, *format.marks)))
-    if role == "tool" and not abilities.tool_role:
-        return Entry("user", (Piece(f"{opening}\n", True), Piece(content), Piece(f"\n{closing}", True)))
+    if role == "tool" and (format.result_role == "user" or not abilities.tool_role):
+        # The role says that this is a result. What a user wrote says nothing, whatever it looks like.
+        opening, closing = format.result_frame
+        return Entry("user", (Piece(opening, True), Piece(content), Piece(closing, True)))
     if role == "system" and not abilities.system:
         role = "user"
-    if role == "user" and content.startswith(opening) and content.endswith(closing):
-        inner = content[len(opening) : -len(closing)]
-        return Entry("user", (Piece(opening, True), Piece(inner), Piece(closing, True)))
     return Entry(role, (Piece(content),), message.name, message.tool_call_id)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 import signal
@@ -19,6 +20,8 @@ from ludus.sandbox.inside.orphans import Orphans
 _CONTROL = 3
 _FAMILY = 16
 """How many times the processes of one session its whole family of forks may have."""
+_CROWD = 4
+"""How many times its processes a session may have for a moment, where all sessions are the same user."""
 _MOST_READ = frames.MOST_BODY
 
 
@@ -106,7 +109,7 @@ def isolate(plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> Places:
     if plan.landlock:
         _restrict_files(plan, writable, readable)
     if plan.seccomp:
-        _restrict_calls(plan)
+        seccomp.install(call_filter(plan, _own_pid(plan)))
     _new_dice()
     return places
 
@@ -166,8 +169,11 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
     most = plan.base_bytes + bounds.memory_mb * mega
     # a little more than it may use, for saying that it has used it up
     resource.setrlimit(resource.RLIMIT_AS, _within((most, most + RESERVE), resource.RLIMIT_AS))
-    others = _user_processes() if _shares_user(plan) else 0
-    most = others + bounds.processes
+    most = bounds.processes
+    if _shares_user(plan):
+        # The kernel counts all that the user runs, and a fork bomb beside us must not take our share before it
+        # is ended: here the watch alone holds each session to its own.
+        most = _user_processes() + _CROWD * bounds.processes
     resource.setrlimit(resource.RLIMIT_NPROC, _within((most, most * _FAMILY), resource.RLIMIT_NPROC))
 
 
@@ -201,14 +207,20 @@ def _restrict_files(plan: Plan, writable: tuple[str, ...], readable: tuple[str, 
     landlock.restrict(plan.landlock, rules, network=plan.network)
 
 
-def _restrict_calls(plan: Plan) -> None:
+def _own_pid(plan: Plan) -> int | None:
+    """The one process that signals may go to, where nothing but the filter keeps them inside."""
+    keeps = plan.namespaces or landlock.keeps_signals(plan.landlock)
+    return None if keeps else os.getpid()
+
+
+@functools.cache
+def call_filter(plan: Plan, own_pid: int | None = None) -> bytes:
+    """The system calls that a session may make. Mostly the same for all, and then made before the fork."""
     flags = 0
     if plan.namespaces:
         flags = branching.NAMESPACES | kernel.CLONE_PIDFD | signal.SIGCHLD
         if kernel.thread_id_address():
             flags |= kernel.CLONE_CHILD_SETTID | kernel.CLONE_CHILD_CLEARTID
-    keeps = plan.namespaces or landlock.keeps_signals(plan.landlock)
-    own_pid = None if keeps else os.getpid()
     code = seccomp.program(
         network=plan.network,
         branching=flags,
@@ -216,7 +228,7 @@ def _restrict_calls(plan: Plan) -> None:
         keep_modes=_shares_user(plan),
         sees_others=not plan.namespaces,
     )
-    seccomp.install(code)
+    return seccomp.packed(code)
 
 
 def _new_dice() -> None:

@@ -137,12 +137,16 @@ def program(
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
-def install(code: Iterable[Instruction]) -> None:
-    """Put the filter over this process and all it will start, for good."""
-    packed = b"".join(
+def packed(code: Iterable[Instruction]) -> bytes:
+    """The filter as the kernel takes it."""
+    return b"".join(
         op.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
         for op, yes, no, value in code
     )
+
+
+def install(packed: bytes) -> None:
+    """Put the filter over this process and all it will start, for good."""
     buffer = ctypes.create_string_buffer(packed, len(packed))
     header = (len(packed) // 8).to_bytes(8, "little") + ctypes.addressof(buffer).to_bytes(8, "little")
     holder = ctypes.create_string_buffer(header, 16)

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from ludus.sandbox.inside import branching, filesystem, frames, kernel, landlock, watch
-from ludus.sandbox.inside.life import Bounds, Plan, live
+from ludus.sandbox.inside.life import Bounds, Plan, call_filter, live
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _OFTEN_SECONDS = 0.1
@@ -39,6 +39,7 @@ def main(link_fd: int) -> None:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         plan = _plan(order)
+        call_filter(plan)  # kept: sessions find it made
         gc.collect()
         gc.freeze()  # so that a collection in a session does not touch, and thereby copy, what is shared
         frames.send(link, {"event": "ready", "landlock": plan.landlock, "base": plan.base_bytes})

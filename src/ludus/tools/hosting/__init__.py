@@ -3,19 +3,19 @@
 `ToolHost` is the seam that the tool server stands on; `PooledHost` is for anything that has workers.
 """
 
-from ludus.tools.hosting.host import HostHealth, OutcomeUnknown, SessionLost, ToolFacts, ToolHost
+from ludus.tools.hosting.host import EpisodeLost, HostHealth, OutcomeUnknown, ToolFacts, ToolHost
 from ludus.tools.hosting.loading import ToolReference, ToolsFile, load_tools
 from ludus.tools.hosting.local import LocalHost
 from ludus.tools.hosting.pool import PooledHost, Worker, WorkerDied
 from ludus.tools.hosting.process import ProcessHost
 
 __all__ = [
+    "EpisodeLost",
     "HostHealth",
     "LocalHost",
     "OutcomeUnknown",
     "PooledHost",
     "ProcessHost",
-    "SessionLost",
     "ToolFacts",
     "ToolHost",
     "ToolReference",

@@ -12,7 +12,7 @@ from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Json, Media, Message, ToolCall
 from ludus.core.task import Task
 from ludus.core.tooling import ToolResult, ToolSpec
-from ludus.tools.hosting.host import OutcomeUnknown, SessionLost, ToolFacts
+from ludus.tools.hosting.host import EpisodeLost, OutcomeUnknown, ToolFacts
 from ludus.tools.results import text_of
 
 
@@ -109,7 +109,7 @@ def spec_from_json(raw: Json) -> ToolSpec:
 
 def error_to_json(error: Exception) -> Json:
     """An error by its kind, so that it can be raised again on the other side."""
-    if isinstance(error, SessionLost):
+    if isinstance(error, EpisodeLost):
         kind = "session_lost"
     elif isinstance(error, OutcomeUnknown):
         kind = "unknown_outcome"
@@ -130,7 +130,7 @@ def error_from_json(raw: Json) -> Exception:
     if kind == "config":
         return ConfigError(message)
     if kind == "session_lost":
-        return SessionLost(message, attempts=attempts)
+        return EpisodeLost(message, attempts=attempts)
     if kind == "unknown_outcome":
         return OutcomeUnknown(message, attempts=attempts)
     boundary, retriable, replay = Boundary(raw["boundary"]), bool(raw["retriable"]), bool(raw["replay"])

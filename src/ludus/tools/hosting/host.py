@@ -13,7 +13,7 @@ from ludus.tools.tool import Tool
 from ludus.tools.toolset import CombinedTools, LocalTools
 
 
-class SessionLost(InfraError):
+class EpisodeLost(InfraError):
     """What an episode had built up in its tools is gone. No call brings it back; playing it again does."""
 
     def __init__(self, message: str, *, attempts: int = 1) -> None:

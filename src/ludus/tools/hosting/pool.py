@@ -6,7 +6,7 @@ keeper task that waits for the worker's end and replaces it, with a growing paus
 young. Calls that need a worker while none is alive wait for the next one, for `_PATIENCE` seconds at most.
 
 What a death means is decided once, in `call`: an episode in which a stateful tool has been called has lost
-its state and says so for ever (`SessionLost`); any other episode is opened again elsewhere. The call that was
+its state and says so for ever (`EpisodeLost`); any other episode is opened again elsewhere. The call that was
 running is repeated where its tool allows that, and is an `OutcomeUnknown` where it does not.
 """
 
@@ -29,7 +29,7 @@ from ludus.tools.hosting.encoding import (
     spec_from_json,
     task_to_json,
 )
-from ludus.tools.hosting.host import HostHealth, OutcomeUnknown, SessionLost, ToolFacts
+from ludus.tools.hosting.host import EpisodeLost, HostHealth, OutcomeUnknown, ToolFacts
 
 _log = logging.getLogger(__name__)
 
@@ -188,11 +188,11 @@ class PooledHost:
     def _place(self, context: ToolContext) -> _Place:
         place = self._places.get(context.episode)
         if place is None:
-            raise SessionLost(f"the episode {context.episode!r} is not open here")
+            raise EpisodeLost(f"the episode {context.episode!r} is not open here")
         return place
 
-    def _lost(self, place: _Place, attempts: int = 1) -> SessionLost:
-        return SessionLost(
+    def _lost(self, place: _Place, attempts: int = 1) -> EpisodeLost:
+        return EpisodeLost(
             f"the state of episode {place.context.episode!r} is gone: {place.lost or 'its worker died'}",
             attempts=attempts,
         )

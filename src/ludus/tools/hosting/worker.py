@@ -124,7 +124,7 @@ async def _main(connection: socket.socket) -> None:
 def main() -> None:
     """Serve until the host closes the connection or dies."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    process_worker._end_with_parent(int(sys.argv[2]))
+    process_worker.end_with_parent(int(sys.argv[2]))
     asyncio.run(_main(connection))
 
 

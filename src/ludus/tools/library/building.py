@@ -60,7 +60,7 @@ def build_toolset(
     for spec in specs:
         found, options = _found(spec)
         if isinstance(found, Kit):
-            kits.append((found, found.options.parse(options, f"the tool {_name(spec)!r}")))
+            kits.append((found, _kit_options(found, options, spec)))
         else:
             things.append(_with_options(found, options, _name(spec)) if options else found)
     if kits:
@@ -85,6 +85,19 @@ def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
 
         return _with_options(RemoteTools, options, name, name), {}
     return TOOLS.load(name), options
+
+
+def _kit_options(kit: Kit, options: dict[str, Any], spec: Any) -> Config:
+    """The options as the kit takes them; whoever gave a name alone learns where options go."""
+    try:
+        return kit.options.parse(options, f"the tool {_name(spec)!r}")
+    except ConfigError as error:
+        if isinstance(spec, Mapping):
+            raise
+        raise ConfigError(
+            f'{error}\nA tool\'s options stand in a table, such as tools = [{{ tool = "{spec}", ... }}]: in a '
+            "recipe, or in the file that `ludus serve tools --config` reads"
+        ) from None
 
 
 def _name(spec: Any) -> str:

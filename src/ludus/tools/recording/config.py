@@ -25,6 +25,8 @@ class RecordingConfig(Config):
     """Versions of tools by name, in place of a digest of their source."""
     scope: Scope = Scope.TASK
     """Who shares the records of stateful tools: all attempts at a task, or each episode its own."""
+    name: str = Field(default="tools", min_length=1)
+    """What this set of tools is called there: two sets in one store have different names."""
     on_divergence: OnDivergence = OnDivergence.FAIL
     """What to do when a real tool, catching up, answers otherwise than recorded: fail or continue."""
 
@@ -38,4 +40,5 @@ class RecordingConfig(Config):
             versions=self.versions,
             scope=self.scope,
             on_divergence=self.on_divergence,
+            name=self.name,
         )

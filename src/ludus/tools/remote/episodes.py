@@ -15,7 +15,7 @@ from typing import Any
 
 from ludus.core.tooling import ToolContext, ToolSpec
 from ludus.tools.hosting.encoding import dump, spec_from_json, task_to_json
-from ludus.tools.hosting.host import SessionLost
+from ludus.tools.hosting.host import EpisodeLost
 from ludus.tools.remote.patience import Patience
 from ludus.tools.remote.replies import error_of, failure_of, in_order, nonsense, retry_after
 from ludus.tools.remote.transport import Broken, NotSent, Reply, Transport
@@ -88,7 +88,7 @@ class Sessions:
         self._transport, self._wanted = transport, None if wanted is None else list(wanted)
 
     async def of(self, episode: Episode, patience: Patience) -> Session:
-        """The episode's session, opened if need be; `SessionLost` once its state is gone."""
+        """The episode's session, opened if need be; `EpisodeLost` once its state is gone."""
         if episode.lost:
             raise _lost(episode.lost, 1)
         if episode.session is None:
@@ -156,6 +156,6 @@ class Sessions:
             await patience.pause(problem, wait)
 
 
-def _lost(why: str, attempts: int) -> SessionLost:
+def _lost(why: str, attempts: int) -> EpisodeLost:
     message = f"what the episode had built up in its tools is gone: {why}"
-    return SessionLost(message, attempts=attempts)
+    return EpisodeLost(message, attempts=attempts)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.protocols import Tokenizer
-from ludus.engine import FakeEngine
 from ludus.engine.remote import (
     Address,
     RemoteEngine,
@@ -20,13 +18,13 @@ from ludus.engine.remote import (
     is_address,
 )
 from ludus.observe import RunFolder
-from ludus.rollouts.runner import Rollout
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
-from ludus.tools import shut
 from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
-from ludus.training.workshop import assemble, build_rollout
+from ludus.training.set_building import close_task_sets
+from ludus.training.task_sets import TaskSet
+from ludus.training.workshop import assemble, task_sets_on
 
 _WEIGHTS = (".safetensors", ".bin", ".json")
 
@@ -75,25 +73,25 @@ class Player:
         return recipe.model_copy(update={"model": recipe.model.model_copy(update=chosen)})
 
     @asynccontextmanager
-    async def open(self, recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
-        """The model as a rollout; all that was opened for it is closed at the end."""
+    async def open(self, recipe: Recipe, parts: Parts) -> AsyncIterator[list[TaskSet]]:
+        """The task sets, ready to be played by the model; all that was opened is closed at the end."""
         if not self.is_remote:
             async with await assemble(self.recipe(recipe), parts) as workshop:
-                yield workshop.rollout
+                yield workshop.task_sets
             return
         assert self.name is not None
         tokenizer: Tokenizer = (
             load_tokenizer(self.tokenizer) if self.tokenizer else TranscriptTokenizer()
         )
         engine = RemoteEngine(self.name, tokenizer, key=self.key, options=self.remote)
-        rollout = replace(build_rollout(recipe, parts, FakeEngine([]), tokenizer), engine=engine)
+        sets: list[TaskSet] = []
         try:
+            sets = task_sets_on(engine, tokenizer, recipe, parts)
             await engine.check()
-            yield rollout
+            yield sets
         finally:
             await engine.close()
-            await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
-            await shut(rollout.tools)
+            await close_task_sets(sets)
             await close_shared_sandboxes()
 
 

@@ -14,6 +14,7 @@ from ludus.observe.statistics import Estimate
 from ludus.training.evaluating.plot import plot_study
 from ludus.training.evaluating.study import Measured, Study
 from ludus.training.evaluating.summary import Summary
+from ludus.training.evaluation import TASK_SET
 
 _HOW_IT_ENDED = {
     "tool_calls": "tool calls",
@@ -55,7 +56,7 @@ def single_table(study: Study) -> Table:
     """One measurement, one number in a row."""
     measured, summary = study.summaries[0]
     rows: list[list[Cell]] = [["success", interval_text(summary.success)]]
-    rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary)]
+    rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
     rows += [["reward", interval_text(summary.reward)], ["turns", summary.turns]]
     found = measured.evaluation.metrics
     rows += [[label, round(found[name], 3)] for name, label in _HOW_IT_ENDED.items() if name in found]
@@ -104,15 +105,19 @@ def full_table(study: Study) -> Table:
 
 
 def short_table(study: Study) -> Table:
-    """All measurements in as many columns as fit on a terminal, models by their letters."""
+    """All measurements in as many columns as fit on a terminal, models by their letters.
+
+    Of pass@k it has what was asked for, or else the largest k.
+    """
     most = max((k for _, summary in study.summaries for k in summary.passed), default=1)
-    columns = (*_place_columns(study), "success", f"pass@{most}", "failed")
+    ks = study.how.ks or (most,)
+    columns = (*_place_columns(study), "success", *(f"pass@{k}" for k in ks), "failed")
     names = letters(study)
     rows: list[list[Cell]] = [
         [
             *_place(study, measured, summary.subtask, names[measured.model]),
             interval_text(summary.success, 2),
-            interval_text(summary.passed.get(most), 2),
+            *(interval_text(summary.passed.get(k), 2) for k in ks),
             summary.failed,
         ]
         for measured, summary in study.summaries
@@ -184,18 +189,20 @@ def _markdown(table: Table) -> str:
     return table_markdown(table.columns, table.rows)
 
 
-def _at_k(summary: Summary) -> list[tuple[str, Estimate]]:
+def _at_k(summary: Summary, asked: Sequence[int]) -> list[tuple[str, Estimate]]:
+    """Those that were asked for; or else each pass@k that is not plain success, the rest at the largest k."""
     most = max(summary.average, default=0)
-    named = [(f"average@{most}", summary.average[most])] if most else []
-    named += [(f"pass@{k}", estimate) for k, estimate in summary.passed.items() if k > 1]
-    return named + [(f"pass^{k}", estimate) for k, estimate in summary.relied.items() if k == most > 1]
+    ks = asked or (most,)
+    named = [(f"average@{k}", estimate) for k, estimate in summary.average.items() if k in ks]
+    named += [(f"pass@{k}", e) for k, e in summary.passed.items() if k in asked or (not asked and k > 1)]
+    return named + [(f"pass^{k}", e) for k, e in summary.relied.items() if k in ks and (k > 1 or asked)]
 
 
 def _place_columns(study: Study) -> Sequence[str]:
     return [
         "model",
         *(["turns"] if _has_budgets(study) else []),
-        *(["sub-task"] if study.how.by is not None else []),
+        *(["task set" if study.how.by == TASK_SET else "sub-task"] if study.how.by is not None else []),
     ]
 
 

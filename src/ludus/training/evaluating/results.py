@@ -6,6 +6,7 @@
     MODEL-DIGEST/model.json              which model
     MODEL-DIGEST/turns-8/parts/000003.parquet   the episodes of the fourth task, while it is being played
     MODEL-DIGEST/turns-8/episodes.parquet       all of them, once it has been
+    MODEL-DIGEST/turns-8/NAME/...        the same for each task set, where there are several
     report.md, report.json, plot.png     what people and programs read
 
 Every file appears whole or not at all. A task counts as finished when none of its episodes failed through
@@ -33,7 +34,7 @@ from ludus.observe import atomic_write, read_groups, write_groups
 from ludus.observe.encoding import dump_value
 from ludus.observe.lock import FolderLock
 from ludus.training.anchoring import anchored
-from ludus.training.recipe import Recipe
+from ludus.training.set_building import SetPlan
 
 SETTINGS = "settings.json"
 _FORMAT = 1
@@ -41,24 +42,37 @@ _EPISODES, _PARTS = "episodes.parquet", "parts"
 
 
 def settings_of(
-    recipe: Recipe, tasks: Sequence[Task], attempts: int, sampling: Sampling, seed: int
+    sets: Sequence[SetPlan],
+    tasks: Sequence[Sequence[Task]],
+    attempts: int,
+    sampling: Sampling,
+    seed: int,
 ) -> Json:
     """Everything that decides what an episode is, apart from the model and the most turns."""
-    raw = anchored(recipe.model_dump(mode="json"))
-    budgets = {name: value for name, value in raw["budgets"].items() if name != "max_turns"}
     found: Json = {
         "format": _FORMAT,
-        "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
         "attempts": attempts,
         "sampling": asdict(sampling),
         "seed": seed,
+    }
+    described = {one.name: _settings_of_set(one, own) for one, own in zip(sets, tasks, strict=True)}
+    if len(described) == 1:
+        found |= next(iter(described.values()))
+    else:
+        found["sets"] = described
+    loaded: Json = json.loads(json.dumps(found))
+    return loaded
+
+
+def _settings_of_set(one: SetPlan, tasks: Sequence[Task]) -> Json:
+    raw = anchored(one.recipe.model_dump(mode="json"))
+    return {
+        "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
         "agent": raw["agent"],
-        "budgets": budgets,
+        "budgets": {name: value for name, value in raw["budgets"].items() if name != "max_turns"},
         "rewards": raw["rewards"],
         "group_rewards": raw["group_rewards"],
     }
-    loaded: Json = json.loads(json.dumps(found))
-    return loaded
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
@@ -141,7 +155,9 @@ class ResultsFolder:
             return cls(path, settings)
         raise ConfigError(f"{root} is full of results called {slug}")
 
-    def cell(self, label: str, identity: Mapping[str, Any], turns: int) -> Cell:
+    def cell(
+        self, label: str, identity: Mapping[str, Any], turns: int, task_set: str | None = None
+    ) -> Cell:
         """The place of a model's episodes under a budget. Another model of that name has another place."""
         raw = json.dumps(identity, sort_keys=True)
         digest = hashlib.sha256(raw.encode()).hexdigest()[:8]
@@ -150,7 +166,8 @@ class ResultsFolder:
             atomic_write(
                 folder / "model.json", json.dumps({"label": label, **identity}, indent=2) + "\n"
             )
-        return Cell(folder / f"turns-{turns}")
+        place = folder / f"turns-{turns}"
+        return Cell(place if task_set is None else place / task_set)
 
     def __enter__(self) -> Self:
         return self

@@ -1,20 +1,20 @@
 """Playing models under budgets of turns, and going on where an earlier run stopped.
 
 Models are opened one after the other, and only those with something left to play. Within one, budgets follow
-each other, and all episodes of a budget overlap (the rollout's `max_in_flight` bounds them). A group is
-written in a worker thread as soon as its last episode ends, and the next one is taken when it is on the disk.
-Cancelling stops all episodes; what was written stays.
+each other, and under a budget the task sets; all episodes of a set overlap (the rollout's `max_in_flight`
+bounds them). A group is written in a worker thread as soon as its last episode ends, and the next one is taken
+when it is on the disk. Cancelling stops all episodes; what was written stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
@@ -24,12 +24,24 @@ from ludus.rollouts.runner import Rollout
 from ludus.training.evaluating.players import Player
 from ludus.training.evaluating.results import Cell, ResultsFolder, is_finished
 from ludus.training.evaluating.summary import Comparison, Statistics, Summary, compare, summarise
-from ludus.training.evaluation import Evaluation, evaluation_of, evaluation_seed
+from ludus.training.evaluation import Evaluation, evaluation_of, evaluation_seed, joined
 from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
+from ludus.training.set_building import SetPlan
+from ludus.training.task_sets import seed_of_set
 
 OnGroup = Callable[[str, int, int, int], None]
 """Called as (model, turns, tasks finished, tasks in all) whenever one more task has been played."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tasks of one task set."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    max_turns: int
+    """The set's own budget of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +49,36 @@ class Plan:
     """What to play."""
 
     players: tuple[Player, ...]
-    tasks: tuple[Task, ...]
+    parts: tuple[Part, ...]
     turns: tuple[int, ...]
-    """The budgets of turns to play under, each with the same tasks and draws."""
+    """The budgets of turns to play under, each with the same tasks and draws; empty: each set's own."""
     attempts: int
     sampling: Sampling
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.players or not self.tasks or not self.turns:
-            raise ConfigError("an evaluation needs a model, tasks, and a number of turns")
-        if self.attempts < 1 or min(self.turns) < 1:
+        if not self.players or not self.parts or not all(part.tasks for part in self.parts):
+            raise ConfigError("an evaluation needs a model and tasks")
+        if self.attempts < 1 or min(self.turns, default=1) < 1:
             raise ConfigError("attempts and turns are at least 1")
         for label, count in Counter(player.label for player in self.players).items():
             if count > 1:
                 raise ConfigError(f"the model {label!r} is named {count} times; name it once")
 
-    @property
-    def cells(self) -> int:
-        """How often the whole task set is played."""
-        return len(self.players) * len(self.turns)
+
+def parts_of(sets: Sequence[SetPlan], most: int | None = None) -> tuple[Part, ...]:
+    """The held-out tasks of each set that has any, or the first `most` of them."""
+    found = [(one, tuple(one.parts.held_out[:most])) for one in sets]
+    return tuple(Part(one.name, tasks, one.recipe.budgets.max_turns) for one, tasks in found if tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One model under one budget of turns."""
+    """One model under one budget of turns, on all task sets."""
 
     model: str
     turns: int
+    """The budget; where sets have budgets of their own, the largest."""
     evaluation: Evaluation
     kept: int
     """How many tasks had been played by an earlier run."""
@@ -123,67 +137,110 @@ async def _play(
     results: ResultsFolder | None,
     on_group: OnGroup | None,
 ) -> list[Measured]:
-    boards = [_Board(plan, player.label, turns, on_group) for turns in plan.turns]
+    rounds = [_Round(plan, player.label, turns, on_group) for turns in plan.turns or (None,)]
     if results is not None:
-        identity = player.identity(recipe)
-        for board in boards:
-            await board.load(results.cell(player.label, identity, board.turns))
-    if any(board.missing for board in boards):
-        async with player.open(recipe, parts) as rollout:
-            for board in boards:
-                await board.play(rollout)
-    return [board.measured() for board in boards]
+        for one in rounds:
+            await one.load(results, player.identity(recipe))
+    if any(one.is_missing for one in rounds):
+        async with player.open(recipe, parts) as sets:
+            for one in rounds:
+                await one.play({made.name: made.rollout for made in sets})
+    return [one.measured() for one in rounds]
+
+
+class _Round:
+    """One model under one budget, or under each set's own: a board for each task set."""
+
+    def __init__(self, plan: Plan, model: str, turns: int | None, on_group: OnGroup | None) -> None:
+        self._model = model
+        self._turns = turns or max(part.max_turns for part in plan.parts)
+        self._total = sum(len(part.tasks) for part in plan.parts)
+        self._on_group = on_group or (lambda model, turns, done, total: None)
+        self._done = 0
+        self._boards = {
+            part.name: _Board(plan, number, model, turns or part.max_turns, self._note)
+            for number, part in enumerate(plan.parts)
+        }
+
+    @property
+    def is_missing(self) -> bool:
+        return any(board.missing for board in self._boards.values())
+
+    async def load(self, results: ResultsFolder, identity: Mapping[str, Any]) -> None:
+        several = len(self._boards) > 1
+        for name, board in self._boards.items():
+            cell = results.cell(self._model, identity, board.turns, name if several else None)
+            await board.load(cell)
+            self._done += board.kept
+
+    async def play(self, rollouts: Mapping[str, Rollout]) -> None:
+        for name, board in self._boards.items():
+            if board.missing:
+                await board.play(rollouts[name])
+
+    def measured(self) -> Measured:
+        found = joined({name: board.evaluation for name, board in self._boards.items()})
+        kept = sum(board.kept for board in self._boards.values())
+        return Measured(self._model, self._turns, found, kept)
+
+    def _note(self) -> None:
+        self._done += 1
+        self._on_group(self._model, self._turns, self._done, self._total)
 
 
 class _Board:
-    """One model under one budget: what has been played, and what is missing."""
+    """One model under one budget on one task set: what has been played, and what is missing."""
 
-    def __init__(self, plan: Plan, model: str, turns: int, on_group: OnGroup | None) -> None:
+    def __init__(
+        self, plan: Plan, number: int, model: str, turns: int, on_group: Callable[[], None]
+    ) -> None:
+        part = plan.parts[number]
         self.turns = turns
+        self.missing = list(part.tasks)
+        self.kept = 0
+        """How many tasks an earlier run has played."""
         self._plan = plan
+        self._tasks = part.tasks
+        self._seed = seed_of_set(plan.seed, number, part.name)
         self._model = model
-        self._on_group = on_group or (lambda model, turns, done, total: None)
+        self._on_group = on_group
         self._cell: Cell | None = None
         self._groups: dict[str, Group] = {}
-        self.missing = list(plan.tasks)
-        self._kept = 0
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return evaluation_of(list(self._groups.values()), self._tasks)
 
     async def load(self, cell: Cell) -> None:
         self._cell = cell
-        self._groups = await asyncio.to_thread(cell.groups, self._plan.tasks)
+        self._groups = await asyncio.to_thread(cell.groups, self._tasks)
         self.missing = [
             task
-            for task in self._plan.tasks
+            for task in self._tasks
             if task.id not in self._groups or not is_finished(self._groups[task.id], self._plan.attempts)
         ]
-        self._kept = len(self._plan.tasks) - len(self.missing)
+        self.kept = len(self._tasks) - len(self.missing)
 
     async def play(self, rollout: Rollout) -> None:
         plan = self._plan
-        numbers = {task.id: number for number, task in enumerate(plan.tasks)}
+        numbers = {task.id: number for number, task in enumerate(self._tasks)}
         playing = replace(
             rollout,
             attempts=plan.attempts,
             sampling=plan.sampling,
             budgets=rollout.budgets.model_copy(update={"max_turns": self.turns}),
         )
-        done = self._kept
-        played = playing.groups(self.missing, evaluation_seed(plan.seed))
+        played = playing.groups(self.missing, evaluation_seed(self._seed))
         async with aclosing(cast(AsyncGenerator[Group, None], played)) as groups:
             async for group in groups:
                 self._groups[group.task.id] = group
                 if self._cell is not None:
                     await asyncio.to_thread(self._cell.write, group, numbers[group.task.id])
-                done += 1
-                self._on_group(self._model, self.turns, done, len(plan.tasks))
+                self._on_group()
         self.missing = []
         self._check_scored()
         if self._cell is not None:
-            await asyncio.to_thread(self._cell.close, list(self.measured().evaluation.groups))
-
-    def measured(self) -> Measured:
-        evaluation = evaluation_of(list(self._groups.values()), self._plan.tasks)
-        return Measured(self._model, self.turns, evaluation, self._kept)
+            await asyncio.to_thread(self._cell.close, list(self.evaluation.groups))
 
     def _check_scored(self) -> None:
         """Nothing at all was measured: say why, instead of a table of dashes."""

@@ -23,6 +23,6 @@ def check_failures(groups: Sequence[Group], max_failures: float) -> None:
         (boundary, message), count = counted.most_common(1)[0]
         raise LudusError(
             f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
-            f"rl.max_failures = {max_failures:g} allows. Most often ({count} times), at "
+            f"max_failures = {max_failures:g} allows. Most often ({count} times), at "
             f"the boundary '{boundary}': {message}"
         )

@@ -65,7 +65,7 @@ class Preference(Stage):
             pairs = items_of_step(self._given, number, self._config.batch, seed)
         else:
             played = await self._player.play(number, {})
-            check_failures(played.groups, 0.5)
+            check_failures(played.groups, self._config.max_failures)
             groups = played.groups
             pairs = pairs_of(groups, self._config.margin)
             metrics = rollout_metrics(groups)

@@ -48,7 +48,7 @@ class Reinforcement(Stage):
         config = self._config
         if config.kl > 0:
             self._reference = load_reference(self.workshop, self.folder)
-        if config.critic is not None or Need.CRITIC in algorithm_of(config).needs:
+        if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
             self._critic = Critic(self.workshop.model, settings, total)

@@ -7,6 +7,7 @@ arXiv:2406.04151.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from ludus.training.stages.stage import Stage, Step
 from ludus.training.updates import imitate
 from ludus.training.workshop import Workshop
 
+log = logging.getLogger(__name__)
+
 _KEPT, _STATE = "kept.parquet", "rejection.json"
 
 
@@ -42,6 +45,8 @@ class Rejection(Stage):
         exploring = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
         self._player = Player(workshop.task_sets, exploring, self.seed)
         self._kept: list[Trajectory] = []
+        self._found_any = False
+        """Whether any round so far had something to imitate."""
 
     async def advance(self, number: int) -> Step:
         started = time.perf_counter()
@@ -51,12 +56,13 @@ class Rejection(Stage):
         if place == 0:
             groups = await self._explore(round_number)
             metrics = rollout_metrics(groups) | {"kept": len(self._kept)}
-        seed = key(self.seed, "rejection", round_number)
-        batch = items_of_step(self._kept, place, min(self._config.batch, len(self._kept)), seed)
-        with self.change():
-            if place == 0 and self._config.restart:
-                self._return_to_start()
-            metrics |= imitate(self._learner, batch)
+        if self._kept:
+            seed = key(self.seed, "rejection", round_number)
+            batch = items_of_step(self._kept, place, min(self._config.batch, len(self._kept)), seed)
+            with self.change():
+                if place == 0 and self._config.restart:
+                    self._return_to_start()
+                metrics |= imitate(self._learner, batch)
         return Step({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     async def begin(self) -> None:
@@ -65,16 +71,28 @@ class Rejection(Stage):
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._player.play(round_number, {})
-        check_failures(played.groups, 0.5)
+        check_failures(played.groups, self._config.max_failures)
         await self.workshop.engine.pause()
         self._kept = [t for group in played.groups for t in chosen(group, self._config)]
+        self._found_any |= bool(self._kept)
         if not self._kept:
-            raise ConfigError(
-                f"no episode of round {round_number + 1} reached the reward {self._config.threshold:g}, so "
-                "there is nothing to imitate: lower the threshold, raise attempts or tasks, or start from a "
-                "better model"
-            )
+            self._note_empty(round_number)
         return played.groups
+
+    def _note_empty(self, round_number: int) -> None:
+        """A round without anything to imitate leaves the weights as they are; all of them are a mistake."""
+        config = self._config
+        if round_number + 1 == config.rounds and not self._found_any:
+            raise ConfigError(
+                f"no episode of {config.rounds} round(s) reached the reward {config.threshold:g}, so there "
+                "was nothing to imitate: lower the threshold, raise attempts or tasks, or start from a better "
+                "model"
+            )
+        log.warning(
+            "no episode of round %d reached the reward %g: nothing is learned in it",
+            round_number + 1,
+            config.threshold,
+        )
 
     def _return_to_start(self) -> None:
         start = load_reference(self.workshop, self.folder)
@@ -88,12 +106,15 @@ class Rejection(Stage):
 
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
-        (folder / _STATE).write_text(json.dumps(self._player.state_dict()), encoding="utf-8")
+        state = {"player": self._player.state_dict(), "found_any": self._found_any}
+        (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
         write_trajectories(folder / _KEPT, self._kept)
 
     def load(self, folder: Path) -> None:
         load_learner(folder, self._learner)
-        self._player.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        self._player.load_state_dict(state["player"])
+        self._found_any = state["found_any"]
         self._kept = read_trajectories(folder / _KEPT)
 
 

@@ -1,0 +1,150 @@
+"""What is wrong with a table of settings, in words that name the key as the user writes it, and the fix.
+
+Pydantic says where a problem is in its own terms: the branch of a union that was tried and the tag of a table
+stand among the keys. `_follow` walks the models along such a place, and keeps what a user would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from ludus.core.messages import Json
+
+_KINDS = {
+    "string": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a table",
+    "model": "a table",
+}
+"""What a value must be, by the first word of pydantic's name for the problem."""
+_WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
+
+
+def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
+    """A line for each key that has a problem: where, what, and what to do."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        where, text, given = _explain(model, dict(problem))
+        lines.setdefault((where, given), []).append(text)
+    return [f"  {where}: {_joined(texts)}{given}" for (where, given), texts in lines.items()]
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """One sentence: what each branch of a union wants is one way to be right."""
+    first, *others = dict.fromkeys(texts)
+    wants = all(text.startswith("must be ") for text in (first, *others))
+    return ", or ".join([first, *(t.removeprefix("must be ") if wants else t for t in others)])
+
+
+def _explain(model: type[BaseModel], problem: Json) -> tuple[str, str, str]:
+    """(where, what, the value that was given, where that helps)."""
+    kind, location, told = str(problem["type"]), list(problem["loc"]), problem.get("ctx") or {}
+    given = f" (given: {problem['input']!r:.80})"
+    if kind == "extra_forbidden":
+        path, tables = _follow(model, location[:-1])
+        return _dotted([*path, location[-1]]), _unknown(str(location[-1]), tables), ""
+    path, _ = _follow(model, location)
+    where = _dotted(path) or "(the whole)"
+    if kind == "missing":
+        return where, "must be given", ""
+    if kind == "union_tag_not_found":
+        tag = str(told["discriminator"]).strip("'")
+        _, tables = _follow(model, location)
+        return _dotted([*path, tag]), f"must be given: {_tags(tables)}", ""
+    if kind == "union_tag_invalid":
+        known = [tag.strip(" '") for tag in str(told["expected_tags"]).split(",")]
+        near = get_close_matches(str(told["tag"]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        tag = str(told["discriminator"]).strip("'")
+        text = f"must be one of {', '.join(map(repr, known))}{hint}"
+        return _dotted([*path, tag]), text, f" (given: {told['tag']!r:.80})"
+    if kind == "value_error":
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        return where, message.replace("\n", "\n  "), ""
+    return where, _wanted(kind, str(problem["msg"])), given
+
+
+def _wanted(kind: str, message: str) -> str:
+    first, _, rest = kind.partition("_")
+    if first in _KINDS and (rest in _WRONG_KIND or rest.startswith("from_")):
+        return f"must be {_KINDS[first]}"
+    for theirs in ("Input should ", "String should ", "Tuple should ", "List should "):
+        if message.startswith(theirs):
+            return f"must {message.removeprefix(theirs)}"
+    return f"{message[:1].lower()}{message[1:]}"
+
+
+def _unknown(key: str, tables: Sequence[type[BaseModel]]) -> str:
+    known = sorted({name for table in tables for name in table.model_fields})
+    near = get_close_matches(key, known, n=1)
+    if near:
+        return f"unknown key; did you mean {near[0]!r}?"
+    return (
+        f"unknown key; known keys: {', '.join(known)}" if known else "unknown key; there are none here"
+    )
+
+
+def _tags(tables: Sequence[type[BaseModel]]) -> str:
+    return "one of " + ", ".join(repr(tag) for table in tables for tag in _tags_of(table))
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _follow(model: type[BaseModel], location: Sequence[Any]) -> tuple[list[Any], list[type[BaseModel]]]:
+    """The place as a user writes it, and the tables that can stand there."""
+    path: list[Any] = []
+    here: list[Any] = [model]
+    for part in location:
+        tables = _tables(here)
+        fields = [table.model_fields[part] for table in tables if part in table.model_fields]
+        inner = [_inside(hint) for hint in here if get_origin(hint) in (tuple, list, dict)]
+        if fields:
+            path.append(part)
+            here = [hint for field in fields for hint in _branches(field.annotation)]
+        elif isinstance(part, str) and any(part in _tags_of(table) for table in tables):
+            here = [table for table in tables if part in _tags_of(table)]  # the tag is no key
+        elif inner and not (isinstance(part, str) and get_origin(here[0]) is not dict):
+            path.append(part)
+            here = [hint for one in inner for hint in _branches(one)]
+        elif len(here) == 1:
+            path.append(part)
+        # else: the name of a union's branch, which is no key either
+    return path, _tables(here)
+
+
+def _tables(hints: Iterable[Any]) -> list[type[BaseModel]]:
+    return [hint for hint in hints if isinstance(hint, type) and issubclass(hint, BaseModel)]
+
+
+def _branches(hint: Any) -> list[Any]:
+    """What a value may be: the members of a union, without None and without annotations."""
+    if get_origin(hint) is Annotated:
+        return _branches(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [b for one in get_args(hint) if one is not type(None) for b in _branches(one)]
+    return [hint]
+
+
+def _inside(hint: Any) -> Any:
+    """What a list or a table of any keys holds."""
+    arguments = [argument for argument in get_args(hint) if argument is not ...]
+    return arguments[-1] if arguments else Any
+
+
+def _tags_of(table: type[BaseModel]) -> list[str]:
+    """The values of a table's `kind`, where that tells it from others."""
+    field = table.model_fields.get("kind")
+    literal = field.annotation if field is not None else None
+    return [str(tag) for tag in get_args(literal)] if get_origin(literal) is Literal else []

@@ -1,0 +1,128 @@
+"""Which runner serves a model: static steps where kernels and graphs can run, gathered pages elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from ludus.engine.backbone import context_limit, sampling_mode
+from ludus.engine.cuda.contexts import DecodeContext, PrefillContext
+from ludus.engine.cuda.pages import FixedStore, PageShape
+from ludus.engine.cuda.reserved import KeptMemory
+from ludus.engine.cuda.runner import StaticRunner
+from ludus.engine.dense import Rule
+from ludus.engine.forward import hidden_states
+from ludus.engine.head import agree, head_logits, probe_tokens
+from ludus.engine.memory import device_of
+from ludus.engine.packed import PackedContext
+from ludus.engine.runner import Runner, StepRunner
+from ludus.engine.stats import EngineStats
+from ludus.engine.store import KvStore, PageMemory
+from ludus.kernels import sample, unavailable
+
+_log = logging.getLogger(__name__)
+
+_WIDEST = 8192
+"""Pages of a row's table at the start; it grows when a context does."""
+_PROBE = 6
+
+
+def runner_for(
+    model: nn.Module,
+    pages: int,
+    page_size: int,
+    rows: int,
+    stats: EngineStats,
+    is_static: bool | None = None,
+    lookahead: int | None = None,
+) -> tuple[StepRunner, PageMemory]:
+    """The runner and the memory of its pages; `is_static` and `lookahead` are the device's by default."""
+    device = device_of(model)
+    on_gpu = device.type == "cuda"
+    if on_gpu if is_static is None else is_static:
+        shape = usable_shape(model, page_size)
+        if isinstance(shape, PageShape):
+            store = FixedStore(shape, pages, page_size, device)
+            tokens = min(context_limit(model) or pages * page_size, pages * page_size)
+            width = min(-(-tokens // page_size), _WIDEST)
+            ahead = int(on_gpu) if lookahead is None else lookahead
+            runner = StaticRunner(model, store, rows=rows, width=width, stats=stats, lookahead=ahead)
+            return runner, store
+        _say(shape)
+    plain = KvStore(pages, page_size)
+    return Runner(model, plain), plain
+
+
+def usable_shape(model: nn.Module, page_size: int) -> PageShape | str:
+    """What every layer keeps of a token, once static steps have been tried; or why they will not do."""
+    device = device_of(model)
+    if device.type == "cuda" and (reason := unavailable(device)) is not None:
+        return reason
+    try:
+        shape = page_shape(model)
+        if isinstance(shape, PageShape) and not _agrees(model, shape, page_size):
+            return "the paged kernels give other hidden states than packed sequences for this model"
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
+        return f"{type(error).__name__}: {error}"
+    return shape
+
+
+@cache
+def _say(reason: str) -> None:
+    _log.warning(
+        "sampling without the GPU's kernels and graphs, which is several times slower: %s", reason
+    )
+
+
+class _ShapeProbe:
+    """An attention context that notes what each layer would keep, and gives nothing back."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
+        self.has_other_values = False
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        self.found[layer] = (key.shape[1], key.shape[3], key.dtype)
+        self.has_other_values |= key.shape != value.shape
+        return torch.zeros(
+            1, query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype, device=query.device
+        )
+
+
+def page_shape(model: nn.Module) -> PageShape | str:
+    """What every layer keeps of a token, or why there is no such thing."""
+    probe = _ShapeProbe()
+    tokens = probe_tokens(model, 1)
+    with torch.no_grad(), sampling_mode(model):
+        hidden_states(model, tokens, torch.zeros_like(tokens), probe)
+    kinds = set(probe.found.values())
+    if len(kinds) != 1 or probe.has_other_values or set(probe.found) != set(range(len(probe.found))):
+        return "the model's layers keep keys and values of different shapes"
+    heads, size, dtype = kinds.pop()
+    return PageShape(len(probe.found), heads, size, dtype)
+
+
+def _agrees(model: nn.Module, shape: PageShape, page_size: int) -> bool:
+    """Whether a prompt and one decoded token give the same through pages as side by side."""
+    device = device_of(model)
+    pages = -(-_PROBE // page_size)
+    store = FixedStore(shape, pages, page_size, device, KeptMemory(device))
+    store.regain()
+    tokens, prompt = probe_tokens(model, _PROBE), _PROBE - 1
+    places = torch.arange(_PROBE, device=device)
+    tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    counts = torch.tensor([0, prompt, _PROBE], dtype=torch.int32, device=device)
+    with torch.no_grad(), sampling_mode(model):
+        prefill = PrefillContext(store, places[:prompt], tables, counts[:2], counts[1:2], prompt)
+        first = hidden_states(model, tokens[:prompt], places[:prompt], prefill)
+        decode = DecodeContext(store, places[prompt:], tables, counts[2:])
+        second = hidden_states(model, tokens[prompt:], places[prompt:], decode)
+        packed = PackedContext([_PROBE], device)
+        expected = hidden_states(model, tokens, packed.position_ids, packed)
+        logits = head_logits(model, second)
+        ones = torch.ones(1, device=device)
+        drawn = sample(logits, ones, ones.double() * 0.5)
+    return agree(torch.cat([first, second]), expected) and bool(drawn[2].all())

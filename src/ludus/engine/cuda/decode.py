@@ -1,0 +1,165 @@
+"""One new token for many rows, over static buffers: what a graph captures.
+
+All that a step needs to know fits into a few small arrays, which the host fills and sends in one copy. The
+token a row reads is the one it drew in its last step, which never left the device; so a step can be launched
+before anybody knows what the one before it gave. A row's table of pages is on the device as well: a step
+writes the entry that it needs itself, and a prompt writes the ones before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ludus.engine.cuda.contexts import DecodeContext
+from ludus.engine.cuda.graphs import Shape, StepGraphs
+from ludus.engine.cuda.pages import FixedStore
+from ludus.engine.cuda.staging import Array, Mirror
+from ludus.engine.forward import hidden_states
+from ludus.engine.head import head_logits
+from ludus.engine.stats import EngineStats
+from ludus.kernels import sample
+
+Ints = npt.NDArray[np.int64]
+
+_INPUTS = {
+    "rows": np.int64,
+    "positions": np.int64,
+    "slots": np.int64,
+    "entries": np.int64,
+    "shares": np.float64,
+    "pages": np.int32,
+    "lengths": np.int32,
+    "temperatures": np.float32,
+}
+_RESULTS = {"tokens": np.int64, "logprobs": np.float32, "sound": np.bool_}
+
+
+class RowState:
+    """What the device keeps of each row from step to step; one row more than there are, for idle ones."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.idle = rows
+        self.last_tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+
+    def widen(self, width: int) -> bool:
+        """Have tables of at least this many pages; whether they have moved."""
+        rows, before = self.tables.shape
+        if width <= before:
+            return False
+        tables = self.tables.new_zeros(rows, max(width, 2 * before))
+        tables[:, :before] = self.tables
+        self.tables = tables
+        return True
+
+
+class DecodeStep:
+    """Inputs, results and the computation of decode steps.
+
+    Results have room for all rows twice: a step's decoded rows come first, and the first tokens of its prompts
+    after `rows`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: FixedStore,
+        state: RowState,
+        copies: int,
+        stats: EngineStats,
+    ) -> None:
+        device = state.tables.device
+        self._model, self._store, self._state = model, store, state
+        self._inputs = Mirror(_INPUTS, state.idle, device, copies)
+        self.results = Mirror(_RESULTS, 2 * state.idle, device, copies)
+        self.graphs = StepGraphs(
+            self._compute,
+            self._rest,
+            rows=state.idle,
+            page_size=store.page_size,
+            device=device,
+            stats=stats,
+        )
+
+    def launch(
+        self,
+        copy: int,
+        rows: Ints,
+        positions: Ints,
+        pages: Ints,
+        draws: tuple[Array, Array],
+        keeps_logits: bool,
+    ) -> Tensor | None:
+        """Begin a step that computes the last token of each row at `positions`, in these pages.
+
+        `draws` are the temperatures and shares that the next tokens are drawn with. With `keeps_logits`
+        nothing is drawn, and the rows' logits are given instead.
+        """
+        size = self._store.page_size
+        width = int(positions.max()) // size + 1
+        if self._state.widen(width):
+            self.graphs.clear()
+        shape = self.graphs.choose(len(rows), width, keeps_logits)
+        host, count = self._inputs.hosts[copy], len(rows)
+        self._idle(host, count)
+        host["rows"][:count] = rows
+        host["positions"][:count] = positions
+        host["lengths"][:count] = positions + 1
+        host["slots"][:count] = pages * size + positions % size
+        host["entries"][:count] = rows * self._state.tables.shape[1] + positions // size
+        host["pages"][:count] = pages
+        host["temperatures"][:count], host["shares"][:count] = draws
+        self._inputs.send(copy)
+        logits = self.graphs.run(shape)
+        return None if logits is None else logits[:count]
+
+    def keep(self, place: int, rows: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Note what rows have drawn: for their next step, and among the results from `place` on."""
+        self._state.last_tokens.index_copy_(0, rows, drawn[0])
+        for name, values in zip(_RESULTS, drawn, strict=True):
+            self.results.device[name][place : place + len(rows)].copy_(values)
+
+    def keep_known(
+        self, place: int, rows: Ints, drawn: tuple[Sequence[int], Sequence[float], Sequence[bool]]
+    ) -> None:
+        """The same with values that the host knows."""
+        device = self._state.tables.device
+        values = [
+            torch.tensor(given, dtype=self.results.device[name].dtype, device=device)
+            for name, given in zip(_RESULTS, drawn, strict=True)
+        ]
+        self.keep(place, torch.from_numpy(rows).to(device), (values[0], values[1], values[2]))
+
+    def _compute(self, shape: Shape) -> Tensor | None:
+        inputs = {name: values[: shape.rows] for name, values in self._inputs.device.items()}
+        state, rows = self._state, inputs["rows"]
+        state.tables.view(-1).index_copy_(0, inputs["entries"], inputs["pages"])
+        tables = state.tables[:, : shape.width].index_select(0, rows)
+        context = DecodeContext(self._store, inputs["slots"], tables, inputs["lengths"])
+        ids = state.last_tokens.index_select(0, rows)
+        hidden = hidden_states(self._model, ids, inputs["positions"], context)
+        logits = head_logits(self._model, hidden)
+        if shape.keeps_logits:
+            return logits
+        self.keep(0, rows, sample(logits, inputs["temperatures"], inputs["shares"]))
+        return None
+
+    def _rest(self) -> None:
+        self._idle(self._inputs.hosts[0], 0)
+        self._inputs.send(0)
+
+    def _idle(self, host: dict[str, Array], first: int) -> None:
+        """Rows that compute something that nobody reads."""
+        host["rows"][first:] = self._state.idle
+        host["positions"][first:] = 0
+        host["lengths"][first:] = 0
+        host["slots"][first:] = self._store.spare_slot
+        host["entries"][first:] = self._state.idle * self._state.tables.shape[1]
+        host["pages"][first:] = self._store.count
+        host["temperatures"][first:] = 1
+        host["shares"][first:] = 0

@@ -1,0 +1,169 @@
+"""Steps that are launched now and received later.
+
+A step has two parts on one stream: first its prompts in one forward pass, then its decoding rows as one
+captured graph. In this order a request that shares the prompt of another one in the same step reads what that
+one has just written. Nothing here waits for the device, except where a request draws from a truncated
+distribution: its tokens are drawn by plain torch operations, and the step is received at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ludus.engine.cuda.decode import DecodeStep, RowState
+from ludus.engine.cuda.draws import RowDraws
+from ludus.engine.cuda.pages import FixedStore
+from ludus.engine.cuda.prefill import PrefillStep
+from ludus.engine.memory import device_of
+from ludus.engine.runner import Results, sample_chunks
+from ludus.engine.scheduler import Chunk
+from ludus.engine.stats import EngineStats
+
+Ints = npt.NDArray[np.int64]
+
+
+class StaticRunner:
+    """Runs chunks through the model over static buffers, with its KV in `store`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: FixedStore,
+        *,
+        rows: int,
+        width: int,
+        stats: EngineStats,
+        lookahead: int,
+    ) -> None:
+        self.lookahead = lookahead
+        self._model, self._store, self._stats = model, store, stats
+        self._device = device_of(model)
+        self._rows = rows
+        self._copies = lookahead + 1
+        self._copy = 0
+        state = RowState(rows, width, self._device)
+        self._draws = RowDraws(rows)
+        self._decode = DecodeStep(model, store, state, self._copies, stats)
+        self._prefill = PrefillStep(model, store, state, self._decode, self._draws)
+        self._known: object = None
+
+    def launch(self, chunks: Sequence[Chunk], tables: Ints, pages: int) -> InFlight:
+        """Begin a step. It may be launched once the step `lookahead + 1` before it has been received."""
+        copy, self._copy = self._copy, (self._copy + 1) % self._copies
+        decoding = [chunk for chunk in chunks if chunk.is_decode]
+        others = [chunk for chunk in chunks if not chunk.is_decode]
+        with self._on_device():
+            clock = Clock(self._device)
+            scores = self._prefill.launch(others, tables) if others else []
+            is_urgent = self._launch_decode(copy, decoding, tables) if decoding else False
+            first = [chunk for chunk in others if chunk.samples]
+            is_urgent = is_urgent or any(chunk.request.sampling.is_truncated for chunk in first)
+            self._decode.results.fetch(copy)
+            kept = [(chunk, _to_host(values)) for chunk, values in scores]
+            clock.stop()
+        places = slice(0, len(decoding)), slice(self._rows, self._rows + len(first))
+        host = self._decode.results.hosts[copy]
+        return InFlight(chunks, is_urgent, decoding + first, places, host, kept, clock, self._stats)
+
+    def refresh(self) -> None:
+        """Graphs know where weights and pages lie, and which adapters are on."""
+        known = (self._store.count, fingerprint(self._model))
+        if known != self._known:
+            self._decode.graphs.clear()
+            self._known = known
+
+    def close(self) -> None:
+        self._decode.graphs.clear()
+
+    def _launch_decode(self, copy: int, chunks: list[Chunk], tables: Ints) -> bool:
+        """Begin the decoding part; whether its tokens have been drawn here and now."""
+        count = len(chunks)
+        rows = np.fromiter([chunk.request.row for chunk in chunks], np.int64, count)
+        positions = np.fromiter([chunk.start for chunk in chunks], np.int64, count)
+        pages = tables[rows, positions // self._store.page_size]
+        is_truncated = self._draws.has_truncated(rows)
+        draws = self._draws.at(rows, positions + 1)
+        logits = self._decode.launch(copy, rows, positions, pages, draws, is_truncated)
+        if logits is not None:
+            self._decode.keep_known(0, rows, sample_chunks(logits, chunks))
+        return is_truncated
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+class InFlight:
+    """A step on its way."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        is_urgent: bool,
+        sampled: list[Chunk],
+        places: tuple[slice, slice],
+        host: dict[str, npt.NDArray[Any]],
+        scores: list[tuple[Chunk, Tensor]],
+        clock: Clock,
+        stats: EngineStats,
+    ) -> None:
+        self.chunks = chunks
+        self.is_urgent = is_urgent
+        self._sampled, self._places, self._host = sampled, places, host
+        self._scores, self._clock, self._stats = scores, clock, stats
+
+    def result(self) -> Results:
+        self._stats.gpu_seconds += self._clock.wait()
+        columns = [
+            [value for place in self._places for value in self._host[name][place].tolist()]
+            for name in ("tokens", "logprobs", "sound")
+        ]
+        scores = [(chunk, values.tolist()) for chunk, values in self._scores]
+        return Results(self._sampled, columns[0], columns[1], columns[2], scores)
+
+
+class Clock:
+    """From a step's first operation on the device to its last; nothing to wait for on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[Any] = []
+        if device.type == "cuda":
+            event: Any = torch.cuda.Event
+            self._events = [event(enable_timing=True), event(enable_timing=True)]
+            self._events[0].record()
+
+    def stop(self) -> None:
+        if self._events:
+            self._events[1].record()
+
+    def wait(self) -> float:
+        """Wait for the last operation; the seconds between the two."""
+        if not self._events:
+            return 0.0
+        first, last = self._events
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
+def fingerprint(model: nn.Module) -> object:
+    """Whatever a captured graph relies on: where parameters and buffers lie, and the state of adapters."""
+    addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    adapters = [
+        (bool(getattr(module, "disable_adapters", False)), str(module.active_adapters))
+        for module in model.modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "base_layer")
+    ]
+    return addresses, adapters
+
+
+def _to_host(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

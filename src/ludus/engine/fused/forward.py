@@ -1,0 +1,91 @@
+"""The forward pass itself: two norms, two joint products, attention and a gate a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ludus.engine.attention import AttentionContext
+from ludus.engine.fused.blueprint import Blueprint, Layer, Norm
+from ludus.engine.fused.joining import joint_linear
+from ludus.kernels import add_rms_norm, gated_linear, rms_norm, rotate, silu_mul
+
+
+def fused_hidden_states(
+    blueprint: Blueprint,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    context: AttentionContext,
+    recomputed: int = 0,
+) -> Tensor:
+    """[T, hidden]: the last hidden states of flat tokens.
+
+    The first `recomputed` layers keep nothing for the backward pass and are computed again in it.
+    """
+    residual_TD: Tensor = blueprint.embedding(ids_T)
+    cos, sin = blueprint.rotary(residual_TD[None], positions_T.reshape(1, -1))
+    shared = (blueprint, cos[0], sin[0], context)
+    added_TD: Tensor | None = None
+    for number, layer in enumerate(blueprint.layers):
+        if number < recomputed and torch.is_grad_enabled():
+            added_TD, residual_TD = checkpoint(
+                _layer, layer, added_TD, residual_TD, *shared, use_reentrant=False
+            )
+        else:
+            added_TD, residual_TD = _layer(layer, added_TD, residual_TD, *shared)
+    normed_TD, _ = _normed(blueprint.final_norm, added_TD, residual_TD)
+    return normed_TD
+
+
+def _layer(
+    layer: Layer,
+    added_TD: Tensor | None,
+    residual_TD: Tensor,
+    blueprint: Blueprint,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    context: Any,
+) -> tuple[Tensor, Tensor]:
+    """(what the layer's last block adds, what it is to be added to): the next norm adds them up."""
+    normed_TD, residual_TD = _normed(layer.before_attention, added_TD, residual_TD)
+    qkv_TC = joint_linear(layer.qkv, normed_TD)
+    heads, kv_heads = blueprint.heads, blueprint.kv_heads
+    if layer.head_norms is not None:
+        qkv_TC = _with_normed_heads(layer.head_norms, qkv_TC, heads, kv_heads)
+    if hasattr(context, "attend_joint"):
+        mixed = context.attend_joint(layer.index, qkv_TC, cos_TD, sin_TD, heads, kv_heads, layer.rule)
+    else:
+        query, key, value = (
+            states.transpose(0, 1)[None] for states in rotate(qkv_TC, cos_TD, sin_TD, heads, kv_heads)
+        )
+        mixed = context.attend(layer.index, query, key, value, layer.rule)[0].flatten(1)
+    normed_TD, residual_TD = _normed(layer.before_mlp, layer.attention.o_proj(mixed), residual_TD)
+    return _down(layer.mlp.down_proj, joint_linear(layer.gate_up, normed_TD)), residual_TD
+
+
+def _down(down: nn.Module, gate_up_TI: Tensor) -> Tensor:
+    if type(down) is nn.Linear and getattr(down, "bias", None) is None:
+        return gated_linear(gate_up_TI, down.weight)
+    result: Tensor = down(silu_mul(gate_up_TI))
+    return result
+
+
+def _normed(norm: Norm, added: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    if added is None:
+        return rms_norm(residual, norm.weight, norm.variance_epsilon), residual
+    return add_rms_norm(added, residual, norm.weight, norm.variance_epsilon)
+
+
+def _with_normed_heads(norms: tuple[Norm, Norm], qkv_TC: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Queries and keys normed head by head, as Qwen3 does before it rotates them."""
+    size = qkv_TC.shape[1] // (heads + 2 * kv_heads)
+    states_THD = qkv_TC.view(len(qkv_TC), -1, size)
+    query, key, value = torch.split(states_THD, [heads, kv_heads, kv_heads], dim=1)
+    query, key = (
+        rms_norm(states, norm.weight, norm.variance_epsilon)
+        for states, norm in zip((query, key), norms, strict=True)
+    )
+    return torch.cat([query, key, value], dim=1).flatten(1)

@@ -1,0 +1,32 @@
+"""Fused operations for sampling and training, as Triton kernels with plain-torch twins.
+
+Each function is one of a model's operations over flat tokens. On a GPU with Triton it runs as one or two
+kernels; everywhere else it runs as the torch operations it stands for. `unavailable` says which it will be.
+"""
+
+from ludus.kernels.attention import paged_decode, paged_prefill
+from ludus.kernels.gating import gated_linear, silu_mul
+from ludus.kernels.linear import linear_float32
+from ludus.kernels.logprobs import logit_gradient, probabilities, summarise_logits, token_logprobs
+from ludus.kernels.norm import add_rms_norm, rms_norm
+from ludus.kernels.rotary import rotate, rotate_and_store
+from ludus.kernels.sampling import sample
+from ludus.kernels.support import unavailable
+
+__all__ = [
+    "add_rms_norm",
+    "gated_linear",
+    "linear_float32",
+    "logit_gradient",
+    "paged_decode",
+    "paged_prefill",
+    "probabilities",
+    "rms_norm",
+    "rotate",
+    "rotate_and_store",
+    "sample",
+    "silu_mul",
+    "summarise_logits",
+    "token_logprobs",
+    "unavailable",
+]

@@ -1,0 +1,146 @@
+"""Attention of one new token a row over its pages, split along the context.
+
+A program takes one row, one head of keys with all the query heads that share it, and one part of the
+context. Its scores are a matrix product (query heads are padded to a tile's height), its running maximum and
+sum make the softmax. Where a row is split, a second kernel puts the parts together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ludus.kernels.support import next_power_of_2
+
+# Found by trying on an H200, for heads of 64 and 128, 1 to 512 rows and contexts of 512 to 8192 tokens: twice
+# as many programs, or other tiles, cost 5 to 40%.
+_TILE_ELEMENTS = 8192
+"""Size of one round's tile of keys: 128 tokens of a narrow head, 64 of a wide one."""
+_LEAST = 256
+"""No part of a context is smaller, so that few of them do little."""
+_PROGRAMS = 264
+"""How many programs fill a large GPU: rows are split until there are about so many."""
+_MOST_PARTS = 64
+_WARPS, _STAGES = 4, 2
+
+
+@triton.jit
+def squeezed(score, softcap):
+    """softcap * tanh(score / softcap)"""
+    return softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+
+
+@triton.jit
+def _attend(
+    Q, KEYS, VALUES, TABLES, LENGTHS, OUT, PART, LSE, scaling, softcap, window, table_width,
+    heads, kv_heads, page_size, size, least,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    length = tl.load(LENGTHS + row)
+    begin = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    group = heads // kv_heads
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, PARTS), TILE) * TILE, least)
+    first = begin + part * share
+    last = tl.minimum(first + share, length)
+    member = tl.arange(0, GROUP)
+    at = tl.arange(0, SIZE)
+    head = kv_head * group + member
+    real = (member < group)[:, None] & (at < size)[None, :]
+    query = tl.load(Q + (row * heads + head)[:, None] * size + at[None, :], mask=real, other=0.0)
+    top = tl.full((GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP,), tl.float32)
+    acc = tl.zeros((GROUP, SIZE), tl.float32)
+    for start in range(first, last, TILE):
+        position = start + tl.arange(0, TILE)
+        inside = position < last
+        page = tl.load(TABLES + row * table_width + position // page_size, mask=inside, other=0)
+        place = (page.to(tl.int64) * kv_heads + kv_head) * page_size + position % page_size
+        mask = inside[:, None] & (at < size)[None, :]
+        address = place[:, None] * size + at[None, :]
+        key = tl.load(KEYS + address, mask=mask, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+        if HAS_CAP:
+            score = squeezed(score, softcap)
+        score = tl.where(inside[None, :], score * 1.4426950408889634, float("-inf"))
+        value = tl.load(VALUES + address, mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    safe = tl.where(total > 0, total, 1.0)
+    acc = acc / safe[:, None]
+    if PARTS == 1:
+        place = OUT + (row * heads + head)[:, None] * size + at[None, :]
+        tl.store(place, acc.to(OUT.dtype.element_ty), mask=real)
+    else:
+        spot = (row * heads + head) * PARTS + part
+        tl.store(
+            LSE + spot, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=member < group
+        )
+        if first < last:
+            tl.store(PART + spot[:, None] * size + at[None, :], acc, mask=real)
+
+
+@triton.jit
+def _join(PART, LSE, OUT, size, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
+    part = tl.arange(0, PARTS)
+    lse = tl.load(LSE + row * PARTS + part)
+    top = tl.max(lse, 0)
+    # An idle row has no part with anything in it.
+    weight = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)))
+    total = tl.sum(weight, 0)
+    mask = (weight > 0)[:, None] & (at < size)[None, :]
+    acc = tl.load(PART + (row * PARTS + part)[:, None] * size + at[None, :], mask=mask, other=0.0)
+    out = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(OUT + row * size + at, out.to(OUT.dtype.element_ty), mask=at < size)
+
+
+def parts_for(rows: int, kv_heads: int, capacity: int) -> int:
+    """Into how many parts a context is split: a power of two, more for few rows, none too small."""
+    wanted = min(-(-_PROGRAMS // (rows * kv_heads)), -(-capacity // _LEAST), _MOST_PARTS)
+    return next_power_of_2(max(1, wanted))
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[R, Hq, D] from query [R, Hq, D] and pages [pages, Hkv, page_size, D]."""
+    rows, heads, size = query.shape
+    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    out = torch.empty_like(query)
+    capacity = tables.shape[1] * page_size
+    parts = parts_for(rows, kv_heads, capacity if window is None else min(capacity, window))
+    if parts > 1:
+        part = torch.empty(rows, heads, parts, size, dtype=torch.float32, device=query.device)
+        lse = torch.empty(rows, heads, parts, dtype=torch.float32, device=query.device)
+    else:
+        part = lse = out
+    wide = next_power_of_2(size)
+    tile = max(16, min(128, _TILE_ELEMENTS // wide))
+    _attend[(rows, kv_heads, parts)](
+        query, keys, values, tables, lengths, out, part, lse,
+        scaling, softcap or 1.0, window or 0, tables.stride(0), heads, kv_heads, page_size, size, _LEAST,
+        GROUP=max(16, next_power_of_2(heads // kv_heads)), SIZE=wide, TILE=tile, PARTS=parts,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    if parts > 1:
+        _join[(rows * heads,)](part, lse, out, size, SIZE=wide, PARTS=parts, num_warps=2)
+    return out

@@ -1,0 +1,111 @@
+"""Log-probability and entropy of rows of logits, and the gradient of both."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _summaries(LOGITS, STRIDE, TOP, SUM, MOMENT, size, blocks, inverse, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(LOGITS + row * STRIDE + at, mask=at < size, other=float("-inf")).to(tl.float32) * inverse
+    top = tl.max(x, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(x - base)
+    spot = row * blocks + block
+    tl.store(TOP + spot, top)
+    tl.store(SUM + spot, tl.sum(weight, 0))
+    # where there is no weight, minus infinity must not meet it
+    tl.store(MOMENT + spot, tl.sum(weight * tl.where(weight > 0, x - base, 0.0), 0))
+
+
+@triton.jit
+def _exponents(LOGITS, STRIDE, LSE, OUT, size, inverse, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    x = tl.load(LOGITS + row * STRIDE + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+    p = tl.exp(x - tl.load(LSE + row))
+    tl.store(OUT + row * size + at, p.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient(
+    SOURCE, STRIDE, TOKENS, LSE, ENTROPY, DLOGPROB, DENTROPY, OUT, size, inverse,
+    HAS_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if HAS_P:
+        p = tl.load(SOURCE + row * STRIDE + at, mask=inside, other=0.0).to(tl.float32)
+        logp = tl.log(tl.where(p > 0, p, 1.0))
+    else:
+        x = tl.load(SOURCE + row * STRIDE + at, mask=inside, other=float("-inf")).to(tl.float32)
+        logp = x * inverse - tl.load(LSE + row)
+        p = tl.exp(logp)
+    dlogprob, dentropy = tl.load(DLOGPROB + row), tl.load(DENTROPY + row)
+    hit = (at == tl.load(TOKENS + row)).to(tl.float32)
+    spread = p * tl.where(p > 0, logp + tl.load(ENTROPY + row), 0.0)
+    grad = (dlogprob * (hit - p) - dentropy * spread) * inverse
+    tl.store(OUT + row * size + at, grad.to(OUT.dtype.element_ty), mask=inside)
+
+
+def summarise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log of the sum of exponentials, entropy) of logits / temperature, in float32."""
+    rows, size = logits.shape
+    blocks = triton.cdiv(size, _BLOCK)
+    top, total, moment = (
+        torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    _summaries[(rows, blocks)](
+        logits, logits.stride(0), top, total, moment, size, blocks, 1 / temperature,
+        BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    highest = top.amax(1, keepdim=True)
+    # each block's sums, as if they had been taken against the row's maximum
+    lower = torch.where(total > 0, top - highest, torch.zeros_like(top))
+    mass = total * lower.exp()
+    mean = (moment * lower.exp() + mass * lower).sum(1)
+    mass = mass.sum(1)
+    log_mass = mass.log()
+    return highest[:, 0] + log_mass, log_mass - mean / mass
+
+
+def probabilities(logits: Tensor, temperature: float, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distribution of each row, given what `summarise` found."""
+    rows, size = logits.shape
+    out = torch.empty(rows, size, dtype=dtype, device=logits.device)
+    _exponents[(rows, triton.cdiv(size, _BLOCK))](
+        logits, logits.stride(0), lse, out, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
+    )
+    return out
+
+
+def gradient(
+    source: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    lse: Tensor,
+    entropy: Tensor,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    dtype: torch.dtype,
+    *,
+    are_probabilities: bool,
+) -> Tensor:
+    """The gradient of the logits, from the logits or from the probabilities that they give."""
+    rows, size = source.shape
+    out = torch.empty(rows, size, dtype=dtype, device=source.device)
+    _gradient[(rows, triton.cdiv(size, _BLOCK))](
+        source, source.stride(0), tokens, lse, entropy, dlogprob, dentropy, out, size, 1 / temperature,
+        HAS_P=are_probabilities, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,110 @@
+"""Log-probabilities and entropies of rows of logits, with a gradient that is computed from the logits anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludus.kernels.support import unavailable
+
+
+def token_logprobs(logits_cV: Tensor, tokens_c: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probability of each row's token, entropy of each row) at a temperature, in float32."""
+    logprobs, entropies = _TokenLogprobs.apply(logits_cV, tokens_c, temperature)
+    return logprobs, entropies
+
+
+def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log of the sum of exponentials, entropy) of logits / temperature, in float32; without a gradient."""
+    if unavailable(logits_cV.device) is None:
+        from ludus.kernels.compiled import logprobs
+
+        return logprobs.summarise(logits_cV, temperature)
+    scaled_cV = logits_cV.float() / temperature
+    top_c = scaled_cV.amax(1)
+    below_cV = scaled_cV - top_c[:, None]  # large logits would cost the entropy its digits
+    log_mass_c = below_cV.exp().sum(1).log()
+    weights_cV = (below_cV - log_mass_c[:, None]).exp()
+    mean_c = torch.where(weights_cV > 0, weights_cV * below_cV, 0.0).sum(1)
+    return top_c + log_mass_c, log_mass_c - mean_c
+
+
+def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distribution of each row, given what `summarise_logits` found.
+
+    Rounded to half precision a probability keeps its relative error small, however unlikely the token; a
+    logit does not.
+    """
+    if unavailable(logits_cV.device) is None:
+        from ludus.kernels.compiled import logprobs
+
+        return logprobs.probabilities(logits_cV, temperature, lse_c, dtype)
+    return (logits_cV.float() / temperature - lse_c[:, None]).exp().to(dtype)
+
+
+def logit_gradient(
+    source_cV: Tensor,
+    tokens_c: Tensor,
+    temperature: float,
+    summary: tuple[Tensor, Tensor],
+    dlogprobs_c: Tensor,
+    dentropies_c: Tensor,
+    dtype: torch.dtype,
+    *,
+    are_probabilities: bool = False,
+) -> Tensor:
+    """The gradient of logits [c, V], given `summarise_logits` of them and the gradients of both results.
+
+    The source is the logits, or the `probabilities` that they give.
+    """
+    lse_c, entropies_c = summary
+    if unavailable(source_cV.device) is None:
+        from ludus.kernels.compiled import logprobs
+
+        return logprobs.gradient(
+            source_cV,
+            tokens_c,
+            temperature,
+            lse_c,
+            entropies_c,
+            dlogprobs_c,
+            dentropies_c,
+            dtype,
+            are_probabilities=are_probabilities,
+        )
+    if are_probabilities:
+        p_cV = source_cV.float()
+        logp_cV = p_cV.log()
+    else:
+        logp_cV = source_cV.float() / temperature - lse_c[:, None]
+        p_cV = logp_cV.exp()
+    grad_cV = -dlogprobs_c[:, None] * p_cV
+    grad_cV.scatter_add_(1, tokens_c[:, None], dlogprobs_c[:, None].to(grad_cV.dtype))
+    spread_cV = torch.where(p_cV > 0, p_cV * (logp_cV + entropies_c[:, None]), 0.0)
+    return ((grad_cV - dentropies_c[:, None] * spread_cV) / temperature).to(dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        lse, entropies = summarise_logits(logits, temperature)
+        ctx.save_for_backward(logits, tokens, lse, entropies)
+        ctx.temperature = temperature
+        chosen = logits.gather(1, tokens[:, None])[:, 0].float() / temperature
+        return chosen - lse, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, tokens, lse, entropies = ctx.saved_tensors
+        gradient = logit_gradient(
+            logits,
+            tokens,
+            ctx.temperature,
+            (lse, entropies),
+            grads[0].contiguous(),
+            grads[1].contiguous(),
+            logits.dtype,
+        )
+        return gradient, None, None

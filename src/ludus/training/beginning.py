@@ -1,0 +1,101 @@
+"""What can be known to be wrong before a run begins: refused then, and not hours later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.engine.remote import is_address
+from ludus.training.models import device_of
+from ludus.training.parts import Parts, resolve_part
+from ludus.training.preference import read_pairs
+from ludus.training.recipe import Recipe
+from ludus.training.set_building import refuse_stray_tasks
+from ludus.training.settings import (
+    ImitationConfig,
+    MeasurementConfig,
+    PreferenceConfig,
+    RejectionConfig,
+    RLConfig,
+    StageConfig,
+)
+
+
+def check_parts(recipe: Recipe, parts: Parts) -> None:
+    """Refuse what could not be run to its end, or would run and not learn."""
+    name = recipe.model.name
+    if name is not None and is_address(name):
+        raise ConfigError(
+            f"model.name = {name!r} is an address, and a model behind a server can be evaluated only (ludus "
+            "eval RECIPE -m ADDRESS): to train one, name a folder or a model on the hub"
+        )
+    device_of(recipe.model)
+    _check_tasks(recipe, parts)
+    for number, stage in enumerate(recipe.stages):
+        _check_stage(stage, f"stage.{number}" if recipe.stage else _TABLES[stage.kind], recipe, parts)
+    imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
+    if parts.demonstrations is not None and not imitates:
+        raise ConfigError(
+            "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
+            '[[stage]] of kind "sft"), or pass warm_start={...}'
+        )
+
+
+def refuse_empty(raw: Mapping[str, Any]) -> None:
+    """A list of stages or task sets without any, as a user wrote it: whatever is meant, nothing is done."""
+    for name, usual in (("stage", "[warm_start] and [rl]"), ("task_sets", "[tasks]")):
+        if name in raw and isinstance(raw[name], list | tuple) and not raw[name]:
+            raise ConfigError(
+                f"{name} = [] has no table: add [[{name}]] tables, or leave it out for {usual}"
+            )
+
+
+_TABLES = {"sft": "warm_start", "rl": "rl"}
+"""What a stage is called in a recipe without [[stage]] tables."""
+
+
+def _check_tasks(recipe: Recipe, parts: Parts) -> None:
+    refuse_stray_tasks(recipe, parts)
+    if not any(_plays(stage) for stage in recipe.stages):
+        return
+    if not (parts.tasks or recipe.task_sets):
+        raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
+    shared = bool(parts.rewards or parts.group_rewards)
+    if not (shared or recipe.task_sets):
+        raise ConfigError(
+            "nothing is rewarded, so nothing can be learned: list rewards, or pass rewards="
+        )
+    for one in recipe.task_sets:
+        if not (shared or one.rewards or one.group_rewards):
+            raise ConfigError(
+                f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
+            )
+
+
+def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+    if isinstance(stage, ImitationConfig):
+        shown = parts.demonstrations
+        if stage.demonstrations is not None and stage.demonstrations != recipe.first_demonstrations:
+            shown = resolve_part("demonstrations", stage.demonstrations, recipe)
+        if shown is None or (not callable(shown) and not shown):
+            raise ConfigError(
+                f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '
+                "or a file, or pass demonstrations="
+            )
+    given = stage.pairs if isinstance(stage, PreferenceConfig) else None
+    if given is not None and not read_pairs(Path(given)):
+        raise ConfigError(f"{given} has no pairs to learn from")
+    measured = parts.held_out or any(one.evaluation for one in recipe.task_sets)
+    if isinstance(stage, MeasurementConfig) and not measured:
+        raise ConfigError(
+            f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
+        )
+
+
+def _plays(stage: StageConfig) -> bool:
+    """Whether a stage learns from episodes that are played and scored for it."""
+    if isinstance(stage, PreferenceConfig):
+        return stage.pairs is None
+    return isinstance(stage, RejectionConfig) or (isinstance(stage, RLConfig) and stage.steps > 0)

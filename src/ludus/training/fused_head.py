@@ -1,0 +1,161 @@
+"""From hidden states through the head to log-probabilities, without the logits ever existing as a whole.
+
+The logits of one chunk of places are summed up into a log-probability and an entropy each, and dropped. The
+backward pass computes them again, turns them into their own gradient, and adds the chunk's share to the
+gradients of the hidden states and of the head. Forwards and backwards, what exists at once is one chunk. On
+a device with memory to spare, the probabilities of as many chunks as fit into a small share of it are kept,
+in the precision that their gradient has in any case, and need not be computed twice.
+
+Logits are float32 whatever the weights are: rounded to bf16 they would be off by more than everything else
+together. So is the sum of the head's gradient over the chunks; it is rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludus.kernels import linear_float32, logit_gradient, probabilities, summarise_logits
+
+_LEAST, _MOST = 1 << 28, 1 << 30
+_SHARE, _KEPT_SHARE = 1 / 128, 1 / 64
+_HOST = 1 << 28
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """What a chunk's logits and their gradient may take: a small share of the device's memory."""
+    if device.type != "cuda":
+        return _HOST
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(min(_MOST, max(_LEAST, total * _SHARE)))
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """The places of a chunk."""
+    rows = chunk_bytes(device) // (6 * vocabulary)  # 4 bytes of a logit, 2 of its gradient
+    return max(128, rows // 128 * 128)  # matrix units like whole tiles
+
+
+def kept_bytes(device: torch.device) -> int:
+    """What probabilities that are kept for the backward pass may take; nothing on a host."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_SHARE)
+
+
+def kept_places(weight_VD: Tensor) -> int:
+    """For how many places they are kept; for none in float32, where they would be no smaller than logits."""
+    if weight_VD.dtype == torch.float32:
+        return 0
+    return kept_bytes(weight_VD.device) // (2 * len(weight_VD))
+
+
+def linear_logprobs(
+    hidden_AD: Tensor,
+    weight_VD: Tensor,
+    tokens_A: Tensor,
+    temperature: float,
+    rows: int | None = None,
+    kept: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of each token, entropy of its distribution), in float32.
+
+    Args:
+        hidden_AD: The hidden state from which each token was predicted.
+        weight_VD: The head. It gets a gradient if it asks for one.
+        tokens_A: The tokens.
+        temperature: Logits are divided by it.
+        rows: Places in a chunk; by the device's memory when left out.
+        kept: Places whose probabilities are kept for the backward pass; likewise.
+    """
+    rows = rows or chunk_rows(len(weight_VD), hidden_AD.device)
+    kept = kept_places(weight_VD) if kept is None else kept
+    logprobs_A, entropies_A = _LinearLogprobs.apply(
+        hidden_AD, weight_VD, tokens_A, temperature, rows, kept
+    )
+    return logprobs_A, entropies_A
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_AD: Tensor,
+        weight_VD: Tensor,
+        tokens_A: Tensor,
+        temperature: float,
+        rows: int,
+        kept: int,
+    ) -> tuple[Tensor, Tensor]:
+        chosen_A, lse_A, entropies_A = (
+            torch.empty(len(tokens_A), dtype=torch.float32, device=hidden_AD.device) for _ in range(3)
+        )
+        ctx.kept = {}
+        for part in _chunks(len(tokens_A), rows):
+            logits_cV = linear_float32(hidden_AD[part], weight_VD)
+            lse_A[part], entropies_A[part] = summarise_logits(logits_cV, temperature)
+            chosen_A[part] = logits_cV.gather(1, tokens_A[part, None])[:, 0]
+            if part.stop <= kept and any(ctx.needs_input_grad):
+                ctx.kept[part.start] = probabilities(
+                    logits_cV, temperature, lse_A[part], weight_VD.dtype
+                )
+            del logits_cV  # before the next chunk's are made
+        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A)
+        ctx.temperature, ctx.rows = temperature, rows
+        return chosen_A / temperature - lse_A, entropies_A
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_AD, weight_VD, tokens_A, lse_A, entropies_A = ctx.saved_tensors
+        dlogprobs_A, dentropies_A = (grad.float().contiguous() for grad in grads)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        dhidden_AD = torch.empty_like(hidden_AD) if wants_hidden else None
+        dweight_VD: Tensor | None = None
+        for part in _chunks(len(tokens_A), ctx.rows):
+            is_kept = part.start in ctx.kept
+            source_cV = (
+                ctx.kept.pop(part.start) if is_kept else linear_float32(hidden_AD[part], weight_VD)
+            )
+            dlogits_cV = logit_gradient(
+                source_cV,
+                tokens_A[part],
+                ctx.temperature,
+                (lse_A[part], entropies_A[part]),
+                dlogprobs_A[part],
+                dentropies_A[part],
+                weight_VD.dtype,
+                are_probabilities=is_kept,
+            )
+            del source_cV
+            if dhidden_AD is not None:
+                torch.mm(dlogits_cV, weight_VD, out=dhidden_AD[part])
+            if wants_weight:
+                dweight_VD = add_product(dweight_VD, dlogits_cV, hidden_AD[part])
+            del dlogits_cV
+        if dweight_VD is not None:
+            dweight_VD = dweight_VD.to(weight_VD.dtype)
+        return dhidden_AD, dweight_VD, None, None, None, None
+
+
+def add_product(total_VD: Tensor | None, dlogits_cV: Tensor, hidden_cD: Tensor) -> Tensor:
+    """total + dlogits^T hidden in float32, in place where there is a total."""
+    left_Vc = dlogits_cV.t()
+    if left_Vc.dtype == torch.float32:
+        return left_Vc @ hidden_cD if total_VD is None else total_VD.addmm_(left_Vc, hidden_cD)
+    if left_Vc.device.type != "cuda":
+        product_VD = left_Vc.float() @ hidden_cD.float()
+        return product_VD if total_VD is None else total_VD.add_(product_VD)
+    if total_VD is None:
+        return torch.mm(left_Vc, hidden_cD, out_dtype=torch.float32)
+    torch.ops.aten.addmm.dtype_out(total_VD, left_Vc, hidden_cD, torch.float32, out=total_VD)
+    return total_VD
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))

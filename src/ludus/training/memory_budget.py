@@ -1,0 +1,174 @@
+"""How many tokens a pass may have, and how many layers it computes twice, so that it fits into memory.
+
+What a forward pass keeps for the backward pass is measured, once, on a few tokens: it depends on the
+architecture, the data type, the kernels and on what is trained. With the memory that is free, that gives the
+number of tokens. Smaller passes cost next to nothing as long as they keep the device busy; below that, layers
+are computed again in the backward pass, which costs up to a third more time, and as many as are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ludus.engine import PackedContext, hidden_states, sampling_mode
+from ludus.engine.backbone import decoder_of
+from ludus.engine.recompute import recomputable_layers, recomputed_layers, set_recompute
+from ludus.training.fused_head import chunk_bytes, kept_bytes
+
+log = logging.getLogger(__name__)
+
+BUSY_TOKENS = 4096
+"""Passes of so many tokens keep a large device busy; fewer are worth recomputing layers to avoid."""
+_GIB = 1 << 30
+_USABLE = 0.92  # of free memory: the rest is lost between blocks
+_PROBE_LENGTHS = (32, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Bytes that a forward pass keeps, for each of its tokens."""
+
+    layers: int
+    full: int
+    """In a layer."""
+    kept: int
+    """In a layer that is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How passes are made."""
+
+    tokens: int
+    recomputed: int
+
+
+def plan_passes(limit: int, longest: int, room: int, costs: Costs) -> Plan:
+    """The plan for so much room: no recomputation where that leaves passes large enough to be fast.
+
+    Args:
+        limit: The most tokens a pass may have; a longer row travels alone.
+        longest: The longest row.
+        room: Bytes for what a pass keeps, and for what its backward pass makes in a layer meanwhile.
+        costs: What a token takes.
+    """
+    layers, full, kept = costs.layers, costs.full, costs.kept
+    wanted = max(longest, min(limit, BUSY_TOKENS))
+    tokens = room // max(1, (layers + 1) * full)
+    if tokens >= wanted:
+        return Plan(min(limit, tokens), 0)
+    missing = wanted * (layers + 1) * full - room
+    recomputed = math.ceil(missing / max(1, wanted * (full - kept)))
+    if recomputed <= layers:
+        return Plan(min(limit, wanted), recomputed)
+    tokens = room // max(1, layers * kept + full)
+    return Plan(max(1, min(limit, tokens)), layers)
+
+
+class MemoryBudget:
+    """Plans the passes of one model."""
+
+    def __init__(self, model: nn.Module, setting: float | Literal["auto"]) -> None:
+        self._model = model
+        self._setting = setting
+        self._costs: Costs | None = None
+        self._least_recomputed = 0
+
+    def plan(self, limit: int, longest: int) -> int:
+        """The tokens of a pass; how many layers are computed again is told to the model."""
+        room = self._room()
+        if room is None:
+            return limit
+        if self._costs is None:
+            self._costs = measure(self._model)
+        if self._costs.layers == 0:
+            return limit
+        plan = plan_passes(limit, longest, room, self._costs)
+        recomputed = max(plan.recomputed, self._least_recomputed)
+        if recomputed != recomputed_layers(self._model):
+            log.info(
+                "%d of %d layers are computed again in the backward pass", recomputed, self._costs.layers
+            )
+            set_recompute(self._model, recomputed)
+        return plan.tokens
+
+    def recompute_everything(self) -> bool:
+        """From now on compute all layers again; false if that is so already, or cannot be."""
+        layers = _layers(self._model)
+        if layers == 0 or recomputed_layers(self._model) >= layers:
+            return False
+        log.warning(
+            "a single row does not fit into memory, so all layers are computed again in the backward pass from "
+            "now on, which takes about a third more time"
+        )
+        self._least_recomputed = layers
+        set_recompute(self._model, layers)
+        return True
+
+    def _room(self) -> int | None:
+        """Bytes for activations; None where there is nothing to plan by."""
+        if _layers(self._model) == 0:
+            return None
+        if self._setting != "auto":
+            return int(self._setting * _GIB)
+        device = next(self._model.parameters()).device
+        if device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        gradients = sum(4 * p.numel() for p in self._model.parameters() if p.requires_grad)
+        return max(0, int(_USABLE * (free + cached)) - gradients - _head_bytes(self._model))
+
+
+def measure(model: nn.Module) -> Costs:
+    """What a forward pass keeps for each token, in a layer on average."""
+    layers, recomputed = _layers(model), recomputed_layers(model)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device = next(model.parameters()).device
+    context = PackedContext(_PROBE_LENGTHS, device)
+    tokens = torch.zeros(sum(_PROBE_LENGTHS), dtype=torch.long, device=device)
+    set_recompute(model, 0)
+    try:
+        with (
+            torch.enable_grad(),
+            sampling_mode(model),
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        ):
+            states = hidden_states(model, tokens, context.position_ids, context)
+    finally:
+        set_recompute(model, recomputed)
+    for tensor in (
+        *model.parameters(),
+        *model.buffers(),
+    ):  # where they lie now: a first pass may move them
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    width = states.shape[-1] * states.element_size()
+    full = sum(kept.values()) // (len(tokens) * max(1, layers))
+    # the layer's input, and the residual where a forward hands that on beside it
+    return Costs(layers, max(full, 2 * width), 2 * width)
+
+
+def _layers(model: nn.Module) -> int:
+    """The layers that can be computed again; 0 for a model without a decoder of its own."""
+    return recomputable_layers(model) if getattr(model, "trunk", model) is not None else 0
+
+
+def _head_bytes(model: nn.Module) -> int:
+    """What the head needs meanwhile: a chunk of logits, what it keeps, its gradient in float32 and rounded."""
+    device = next(model.parameters()).device
+    config = decoder_of(model).config.get_text_config()
+    return (
+        chunk_bytes(device) + kept_bytes(device) + 6 * int(config.vocab_size) * int(config.hidden_size)
+    )

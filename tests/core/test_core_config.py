@@ -1,0 +1,110 @@
+"""Settings: overrides reach into lists, and mistakes are told in the words of the file, with a fix."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, FiniteFloat
+
+from ludus.core.config import Config, apply_overrides
+from ludus.core.failures import ConfigError
+
+
+class Weights(Config):
+    first: float = 1.0
+    second: float = 1.0
+
+
+class Walk(Config):
+    kind: Literal["walk"] = "walk"
+    steps: int = Field(default=1, ge=1)
+    weights: Weights | None = None
+
+
+class Rest(Config):
+    kind: Literal["rest"] = "rest"
+    seconds: float
+    broken: Literal["keep", "mask"] | FiniteFloat = "keep"
+
+
+class Day(Config):
+    name: str = "day"
+    plan: tuple[Annotated[Walk | Rest, Field(discriminator="kind")], ...] = ()
+    spare: tuple[Walk, ...] = ()
+    by_name: dict[str, Walk] = Field(default_factory=dict)
+    places: tuple[str | dict[str, Any], ...] = ()
+    pairs: tuple[tuple[int, float], ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        ({"nme": "x"}, "nme: unknown key; did you mean 'name'?"),
+        ({"plan": [{"kind": "walk", "stepz": 1}]}, "plan.0.stepz: unknown key; did you mean 'steps'?"),
+        (
+            {"plan": [{"kind": "walk"}, {"kind": "rest", "seconds": 1, "zzz": 1}]},
+            "plan.1.zzz: unknown key; known keys: broken, kind, seconds",
+        ),
+        (
+            {"plan": [{"kind": "walk", "weights": {"frist": 1}}]},
+            "plan.0.weights.frist: unknown key; did you mean 'first'?",
+        ),
+        ({"spare": [{"stepz": 1}]}, "spare.0.stepz: unknown key; did you mean 'steps'?"),
+        ({"by_name": {"a": {"stepz": 1}}}, "by_name.a.stepz: unknown key; did you mean 'steps'?"),
+        ({"plan": [{"steps": 1}]}, "plan.0.kind: must be given: one of 'walk', 'rest'"),
+        (
+            {"plan": [{"kind": "wlk"}]},
+            "plan.0.kind: must be one of 'walk', 'rest'; did you mean 'walk'? (given: 'wlk')",
+        ),
+        ({"plan": [3]}, "plan.0: must be a table (given: 3)"),
+        ({"plan": {"kind": "walk"}}, "plan: must be a list (given: {'kind': 'walk'})"),
+        ({"plan": [{"kind": "rest"}]}, "plan.0.seconds: must be given"),
+        (
+            {"plan": [{"kind": "rest", "seconds": 1, "broken": "skip"}]},
+            "plan.0.broken: must be 'keep' or 'mask', or a number (given: 'skip')",
+        ),
+        ({"plan": [{"kind": "walk", "steps": 0}]}, "plan.0.steps: must be greater than or equal to 1"),
+        ({"plan": [{"kind": "walk", "steps": 1.5}]}, "plan.0.steps: must be a whole number"),
+        ({"plan": [{"kind": "walk", "weights": 1}]}, "plan.0.weights: must be a table"),
+        ({"places": [3]}, "places.0: must be text, or a table (given: 3)"),
+        ({"pairs": [[0, "x"]]}, "pairs.0.1: must be a number (given: 'x')"),
+        ({"name": 3}, "name: must be text (given: 3)"),
+    ],
+)
+def test_mistakes_are_named_by_the_key_as_it_is_written(raw: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Day.parse(raw)
+    (said,) = str(error.value).splitlines()[1:]
+    assert said.startswith(f"  {line}")
+    for jargon in ("tag", "Input", "discriminator", "literal", "valid "):
+        assert jargon not in said
+
+
+def test_overrides_reach_into_lists() -> None:
+    raw = {"plan": [{"kind": "walk"}, {"kind": "rest", "seconds": 1}], "name": "x"}
+    found = apply_overrides(raw, ["plan.0.steps=5", "plan.0.weights.first=2", "plan.1.seconds = 0.5"])
+    day = Day.parse(found)
+    assert day.plan == (Walk(steps=5, weights=Weights(first=2)), Rest(seconds=0.5))
+    assert raw["plan"][0] == {"kind": "walk"}, "what was given stays as it is"
+    whole = apply_overrides(raw, ['plan.1={ kind = "walk" }'])
+    assert Day.parse(whole).plan == (Walk(), Walk())
+    assert apply_overrides({"table": None}, ["table.key=1"]) == {"table": {"key": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("plan.2.steps=5", r"'2' is not the number of an entry; there are 2, numbered from 0"),
+        ("plan.-1.steps=5", r"'-1' is not the number"),
+        ("plan.first.steps=5", r"'first' is not the number"),
+        ("plan.0.kind.x=5", r"'kind' is a value, not a table"),
+        ("spare.0.steps=5", r"'0' is not the number of an entry; there are none"),
+        ("name.x=5", r"'name' is a value, not a table"),
+        ("plan.0.=5", r"an override is written"),
+    ],
+)
+def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) -> None:
+    raw = {"plan": [{"kind": "walk"}, {"kind": "rest"}], "spare": [], "name": "x"}
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(raw, [override])

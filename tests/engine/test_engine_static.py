@@ -1,0 +1,376 @@
+"""Static steps in parts: graphs and their sizes, staged arrays, memory that runs short or is handed back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import FAMILIES, make, prompts, stock_greedy
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ludus.core.failures import EngineError
+from ludus.core.generation import Sampling
+from ludus.engine import use_ludus_attention
+from ludus.engine.cuda import choice, prefill
+from ludus.engine.cuda.graphs import Shape, StepGraphs
+from ludus.engine.cuda.pages import FixedStore, PageShape
+from ludus.engine.cuda.reserved import KeptMemory
+from ludus.engine.cuda.runner import StaticRunner, fingerprint
+from ludus.engine.cuda.staging import Mirror, sent
+from ludus.engine.requests import Request
+from ludus.engine.runner import Runner
+from ludus.engine.scheduler import Chunk
+from ludus.engine.stats import EngineStats
+from ludus.engine.worker import Worker
+
+CPU = torch.device("cpu")
+
+
+def _worker(model: Any, pages: int = 64, **settings: Any) -> Worker:
+    use_ludus_attention(model)
+    defaults = {
+        "page_size": 4,
+        "max_running": 3,
+        "tokens_per_step": 16,
+        "is_static": True,
+        "lookahead": 1,
+    }
+    return Worker(model, pages=pages, **{**defaults, **settings})
+
+
+def _greedy(worker: Worker, contexts: list[list[int]], new: int) -> list[Any]:
+    outcomes: list[list[Any]] = [[] for _ in contexts]
+    for context, outcome in zip(contexts, outcomes, strict=True):
+        worker.submit(
+            Request(
+                tokens=list(context),
+                prompt=len(context),
+                limit=len(context) + new,
+                sampling=Sampling(max_tokens=new, temperature=0),
+                reply=outcome.append,
+            )
+        )
+    while worker.has_work:
+        worker.step()
+    return [outcome[0] for outcome in outcomes]
+
+
+@pytest.mark.parametrize("family", ["qwen2-window", "gemma2", "smollm2"])
+def test_static_steps_serve_every_kind_of_attention(family: str) -> None:
+    model = make(family)
+    worker = _worker(model)
+    assert isinstance(worker._runner, StaticRunner)
+    contexts = prompts([1, 9, 17])
+    answers = _greedy(worker, contexts, 8)
+    assert [a.tokens for a in answers] == [stock_greedy(model, c, 8) for c in contexts]
+
+
+def _graphs(rows: int = 300) -> tuple[StepGraphs, list[Shape]]:
+    """Graphs of a device that captures, and what they were asked to capture."""
+    graphs = StepGraphs(
+        lambda shape: None, lambda: None, rows=rows, page_size=16, device=CPU, stats=EngineStats()
+    )
+    captured: list[Shape] = []
+
+    def capture(shape: Shape) -> None:
+        captured.append(shape)
+        graphs._graphs[shape] = (None, None)  # type: ignore[assignment]
+
+    graphs._captures = True
+    graphs._capture = capture  # type: ignore[method-assign]
+    return graphs, captured
+
+
+def test_a_size_is_captured_once_it_has_been_needed_for_a_while() -> None:
+    graphs, captured = _graphs()
+    wanted = Shape(192, 64, False)
+    assert [graphs.choose(150, 30, False) for _ in range(3)] == [wanted] * 3
+    assert captured == []
+    assert graphs.choose(150, 30, False) == wanted
+    assert captured == [wanted]
+    # Smaller batches make do with what there is, until they have come often enough.
+    small = [graphs.choose(5, 3, False) for _ in range(40)]
+    assert small[0] == wanted
+    assert small[-1] == Shape(8, 64, False)
+    assert captured == [wanted, Shape(8, 64, False)]
+    # What ends with logits is another graph.
+    assert graphs.choose(5, 3, True) == Shape(8, 64, True)
+
+
+class Replayed:
+    """Stands in for a captured graph."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
+def test_what_cannot_be_captured_is_called_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[Shape] = []
+    stats, graph = EngineStats(), Replayed()
+    graphs = StepGraphs(
+        lambda shape: ran.append(shape), lambda: None, rows=8, page_size=16, device=CPU, stats=stats
+    )
+    graphs._captures = True
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(graphs, "_captured", lambda shape: (graph, None))
+    for _ in range(6):
+        graphs.run(graphs.choose(3, 1, False))
+    assert (len(ran), graph.count) == (4, 3)  # three tries, a trial, three replays
+    assert (stats.graph_captures, stats.graph_replays) == (1, 3)
+    monkeypatch.setattr(graphs, "_captured", _raise(RuntimeError("a synchronisation")))
+    for _ in range(40):
+        graphs.run(graphs.choose(1, 1, False))
+    assert caplog.text.count("a synchronisation") == 1
+    assert graphs.choose(3, 1, False) == Shape(4, 64, False)
+    graphs.run(Shape(4, 64, False))
+    assert ran[-1] == Shape(4, 64, False)
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.booleans())
+def test_a_shape_has_room_for_its_step(rows: int, width: int, keeps_logits: bool) -> None:
+    graphs, _ = _graphs()
+    for _ in range(5):
+        shape = graphs.choose(rows, width, keeps_logits)
+        assert rows <= shape.rows <= 300
+        assert width <= shape.width
+        assert shape.keeps_logits == keeps_logits
+
+
+def test_arrays_arrive_as_they_were_sent() -> None:
+    arrays = [
+        np.arange(5, dtype=np.int64), np.array([0.1, 0.2]), np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.array([1.5], dtype=np.float32), np.zeros(0, dtype=np.int64),
+    ]  # fmt: skip
+    for array, tensor in zip(arrays, sent(arrays, CPU), strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
+    mirror = Mirror({"a": np.int64, "b": np.float32, "c": np.bool_}, 3, CPU, copies=2)
+    mirror.hosts[1]["a"][:] = [7, 8, 9]
+    mirror.hosts[1]["b"][:] = [0.5, 1.5, 2.5]
+    mirror.send(1)
+    assert mirror.device["a"].tolist() == [7, 8, 9]
+    mirror.device["c"].copy_(torch.tensor([True, False, True]))
+    mirror.fetch(0)
+    assert mirror.hosts[0]["b"].tolist() == [0.5, 1.5, 2.5]
+    assert mirror.hosts[0]["c"].tolist() == [True, False, True]
+
+
+class Scarce(KeptMemory):
+    """Memory of which there is only so much."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(CPU)
+        self.most = most
+        self.given_back = 0
+
+    def take(self, size: int) -> Tensor:
+        if size > self.most:
+            raise torch.OutOfMemoryError("none left")
+        return super().take(size).fill_(255)  # NaN, whatever the dtype
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
+def test_a_cache_that_finds_no_memory_is_smaller_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    shape = PageShape(2, 2, 8, torch.float32)
+    page = 2 * 2 * 2 * 8 * 4 * 4
+    store = FixedStore(shape, 100, 4, CPU, Scarce(60 * page))
+    with caplog.at_level(logging.WARNING):
+        assert store.regain() == 50
+    assert "engine.memory" in caplog.text
+    keys, values = store.pages(1)
+    assert keys.shape == values.shape == (51, 2, 4, 8)
+    assert not keys.isnan().any()
+    keys[7] = 1.0
+    store.copy_page(7, 9)
+    assert store.pages(1)[0][9].eq(1).all()
+    assert not store.pages(0)[0][9].any()
+    with pytest.raises(torch.OutOfMemoryError):
+        FixedStore(shape, 100, 4, CPU, Scarce(page)).regain()
+
+
+def test_memory_that_was_handed_back_comes_back_and_nothing_is_remembered() -> None:
+    model = make()
+    worker = _worker(model)
+    memory = Scarce(1 << 30)
+    worker._store._memory = memory  # type: ignore[attr-defined]
+    contexts = prompts([13, 7])
+    expected = [stock_greedy(model, context, 6) for context in contexts]
+    assert [a.tokens for a in _greedy(worker, contexts, 6)] == expected
+    worker.hand_back()
+    assert (memory.given_back, worker._store.is_there) == (1, False)
+    answers = _greedy(worker, contexts, 6)
+    assert [a.tokens for a in answers] == expected
+    assert [a.cached_tokens for a in answers] == [0, 0]
+    assert worker.stats.memory_handed_back == 1
+    assert worker.stats.memory_seconds > 0
+
+
+def test_whoever_does_not_fit_into_less_memory_is_told() -> None:
+    model = make()
+    worker = _worker(model)
+    page = 2 * 2 * 2 * 8 * 4 * 4
+    worker._store._memory = Scarce(33 * page)  # type: ignore[attr-defined]
+    large, small = _greedy(worker, prompts([200, 9]), 6)
+    assert isinstance(large, EngineError)
+    assert "do not fit" in str(large)
+    assert small.tokens == stock_greedy(model, prompts([200, 9])[1], 6)
+    assert worker.room == 32 * 4
+    worker.hand_back()
+    worker._store._memory = Scarce(0)  # type: ignore[attr-defined]
+    (failed,) = _greedy(worker, [[1, 2, 3]], 6)
+    assert isinstance(failed, EngineError)
+    assert failed.retriable
+    worker._store._memory = Scarce(1 << 30)  # type: ignore[attr-defined]
+    assert _greedy(worker, [[1, 2, 3]], 6)[0].tokens == stock_greedy(model, [1, 2, 3], 6)
+
+
+def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    forward = prefill.PrefillStep._forward
+    sizes: list[int] = []
+
+    def scarce(self: Any, chunks: list[Chunk], *others: Any) -> Any:
+        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        if tokens > 20:
+            raise torch.OutOfMemoryError("too much")
+        sizes.append(tokens)
+        return forward(self, chunks, *others)
+
+    monkeypatch.setattr(prefill.PrefillStep, "_forward", scarce)
+    monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    worker = _worker(model, tokens_per_step=100)
+    shared = prompts([30])[0]
+    contexts = [[*shared, 5], [*shared, 6], prompts([21], seed=4)[0]]
+    answers = _greedy(worker, contexts, 5)
+    assert [a.tokens for a in answers] == [stock_greedy(model, c, 5) for c in contexts]
+    assert max(sizes) <= 20
+    assert "engine.tokens_per_step" in caplog.text
+    scores: list[Any] = []
+    tokens = prompts([50])[0]
+    worker.submit(Request(tokens, 50, 50, Sampling(), scores.append, is_score=True))
+    while worker.has_work:
+        worker.step()
+    assert len(scores[0]) == 50
+    monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 40)
+    (failed,) = _greedy(_worker(model, tokens_per_step=100), [prompts([30])[0]], 2)
+    assert isinstance(failed, EngineError)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1))
+def test_halves_cover_everything_in_order(sizes: list[int]) -> None:
+    request = Request([1], 1, 2, Sampling(), lambda outcome: None)
+    chunks = [Chunk(request, 10 * i, 10 * i + size, False, True) for i, size in enumerate(sizes)]
+    left, right = prefill.halves(chunks)
+    assert left
+    assert right
+    parts = [range(c.start, c.stop) for c in left + right]
+    assert [p for part in parts for p in part] == [p for c in chunks for p in range(c.start, c.stop)]
+    assert sum(chunk.samples for chunk in left + right) == len(chunks)
+    counts = [sum(c.stop - c.start for c in half) for half in (left, right)]
+    assert abs(counts[0] - counts[1]) <= 1
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return broken
+
+
+def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    choice._say.cache_clear()
+    monkeypatch.setattr(choice, "sample", _raise(ValueError("odd vocabulary")))
+    worker = _worker(model, lookahead=None)
+    assert isinstance(worker._runner, Runner)
+    assert "odd vocabulary" in caplog.text
+    _worker(model, lookahead=None)
+    assert caplog.text.count("odd vocabulary") == 1
+    assert _greedy(worker, [[1, 2, 3]], 4)[0].tokens == stock_greedy(model, [1, 2, 3], 4)
+
+
+def test_kernels_that_compute_something_else_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice._say.cache_clear()
+
+    def zeros(*arguments: Any, **_: Any) -> Tensor:
+        return torch.zeros_like(arguments[0])
+
+    monkeypatch.setattr("ludus.engine.cuda.contexts.paged_decode", zeros)
+    worker = _worker(make(), lookahead=None)
+    assert isinstance(worker._runner, Runner)
+    assert "other hidden states" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_layers_keep_is_found_by_looking(family: str) -> None:
+    model = make(family)
+    use_ludus_attention(model)
+    layers = model.config.num_hidden_layers
+    assert choice.page_shape(model) == PageShape(layers, 2, 8, torch.float32)
+
+
+def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:
+    model = make()
+    worker = _worker(model)
+    _greedy(worker, [[1, 2, 3]], 2)
+    before = fingerprint(model)
+    cleared: list[None] = []
+    graphs = worker._runner._decode.graphs  # type: ignore[attr-defined]
+    graphs.clear = lambda: cleared.append(None)
+    torch.optim.AdamW(model.parameters()).step()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    worker.hand_back()
+    worker.update_weights()
+    assert (fingerprint(model), cleared) == (before, [])
+    model.model.layers[0].mlp.down_proj.weight.data = torch.randn(32, 48)
+    worker.refresh()
+    assert fingerprint(model) != before
+    assert len(cleared) == 1
+
+
+def test_a_step_without_memory_goes_on_with_half_the_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    worker = _worker(model, pages=128)
+    contexts = prompts([20, 30, 11])
+    launch, calls = StaticRunner.launch, 0
+
+    def scarce(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 4, 9):
+            raise torch.OutOfMemoryError("no room for logits")
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(StaticRunner, "launch", scarce)
+    answers = _greedy(worker, contexts, 9)
+    assert [a.tokens for a in answers] == [stock_greedy(model, c, 9) for c in contexts]
+    assert worker.room == 4 * 16
+    assert caplog.text.count("engine.memory") == 3
+    assert worker.stats.failed_steps == 0
+    calls = 8
+    (failed,) = _greedy(worker, [[1, 2, 3]], 9)
+    assert isinstance(failed, EngineError)
+    assert _greedy(worker, [[1, 2, 3]], 9)[0].tokens == stock_greedy(model, [1, 2, 3], 9)

@@ -1,0 +1,240 @@
+"""Every compiled kernel against its plain twin, on random ragged inputs, poisoned outputs and odd sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from ludus.kernels import attention, gating, logprobs, norm, rotary, sampling  # noqa: E402
+from ludus.kernels.compiled import decode  # noqa: E402
+from ludus.kernels.compiled import gating as gating_kernels  # noqa: E402
+from ludus.kernels.compiled import logprobs as logprob_kernels  # noqa: E402
+from ludus.kernels.compiled import norm as norm_kernels  # noqa: E402
+from ludus.kernels.compiled import prefill as prefill_kernels  # noqa: E402
+from ludus.kernels.compiled import rotary as rotary_kernels  # noqa: E402
+from ludus.kernels.compiled import sampling as sampling_kernels  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def close(given: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert given.shape == expected.shape
+    assert torch.isfinite(given).all()
+    error = (given - expected).norm() / expected.norm().clamp(min=1e-12)
+    assert float(error) < tolerance
+
+
+@pytest.mark.parametrize("width", [64, 100, 896])
+def test_norm_and_its_gradient(width):
+    x, residual, weight = randn(7, width), randn(7, width, seed=1), randn(width, seed=2)
+    normed, total, rstd = norm_kernels.forward(x, residual, weight, 1e-6)
+    close(total, x + residual)
+    close(normed, norm.plain_rms_norm(x + residual, weight, 1e-6))
+    alone, same, _ = norm_kernels.forward(x, None, weight, 1e-6)
+    assert same is x
+    close(alone, norm.plain_rms_norm(x, weight, 1e-6))
+
+    summed, own = (x + residual).requires_grad_(), weight.clone().requires_grad_()
+    grad, grad_sum = randn(7, width, seed=3), randn(7, width, seed=4)
+    out = norm.plain_rms_norm(summed, own, 1e-6)
+    torch.autograd.backward([out, summed * 1], [grad, grad_sum])
+    dx, dweight = norm_kernels.backward(grad, grad_sum, total, weight, rstd)
+    close(dx, summed.grad)
+    close(dweight, own.grad)
+
+
+@pytest.mark.parametrize("width", [24, 1024, 1500])
+def test_gate_and_its_gradient(width):
+    both = randn(5, 2 * width).requires_grad_()
+    expected = gating.silu_mul(both.cpu()).to(DEVICE)
+    close(gating_kernels.forward(both.detach()), expected.detach())
+    grad = randn(5, width, seed=1)
+    expected.backward(grad)
+    close(gating_kernels.backward(grad, both.detach()), both.grad)
+    product = torch.full_like(grad, math.nan)
+    close(gating_kernels.backward(grad, both.detach(), product), both.grad)
+    close(product, expected.detach())
+
+
+def test_the_product_after_the_gate_gets_its_gradients(monkeypatch):
+    """The path that GPUs take: what the gate lets through is made again in the backward pass."""
+    monkeypatch.setattr(gating, "unavailable", lambda device: None)
+    both, weight = randn(5, 40).requires_grad_(), randn(7, 20, seed=1).requires_grad_()
+    gate, up = both.chunk(2, dim=1)
+    expected = (torch.nn.functional.silu(gate) * up) @ weight.t()
+    grad = randn(5, 7, seed=2)
+    wanted = torch.autograd.grad(expected, (both, weight), grad)
+    given = gating.gated_linear(both, weight)
+    close(given.detach(), expected.detach())
+    for one, other in zip(torch.autograd.grad(given, (both, weight), grad), wanted, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (3, 3, 48), (4, 1, 16)])
+def test_rotation_and_its_gradient(heads, kv_heads, size):
+    qkv = randn(6, (heads + 2 * kv_heads) * size)
+    angle = randn(6, size // 2, seed=1)
+    cos, sin = (torch.cat([f(angle), f(angle)], dim=1) for f in (torch.cos, torch.sin))
+    source = qkv.cpu().requires_grad_()
+    expected = rotary.rotate(source, cos.cpu(), sin.cpu(), heads, kv_heads)
+    given = rotary_kernels.split(qkv, cos, sin, heads, kv_heads)
+    grads = [randn(*e.shape, seed=i) for i, e in enumerate(expected)]
+    for one, other in zip(given, expected, strict=True):
+        close(one, other.detach().to(DEVICE))
+    torch.autograd.backward(expected, [g.cpu() for g in grads])
+    close(rotary_kernels.join(*grads, cos, sin), source.grad.to(DEVICE))
+
+
+def test_rotated_keys_go_to_their_slots_and_nowhere_else():
+    heads, kv_heads, size, page = 6, 2, 16, 4
+    qkv, angle = randn(5, (heads + 2 * kv_heads) * size), randn(5, size // 2, seed=1)
+    cos, sin = (torch.cat([f(angle), f(angle)], dim=1) for f in (torch.cos, torch.sin))
+    slots = torch.tensor([9, 13, 0, 15, 2], device=DEVICE)
+    pages = [torch.full((4, kv_heads, page, size), 7.0, device=DEVICE) for _ in range(4)]
+    query = rotary_kernels.store(qkv, cos, sin, pages[0], pages[1], slots, heads)
+    expected = rotary.rotate_and_store(
+        qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *(p.cpu() for p in pages[2:]), slots.cpu()
+    )
+    close(query, expected.to(DEVICE))
+    plain = [torch.full((4, kv_heads, page, size), 7.0) for _ in range(2)]
+    rotary.rotate_and_store(qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *plain, slots.cpu())
+    for given, wanted in zip(pages[:2], plain, strict=True):
+        close(given, wanted.to(DEVICE))
+        assert int((given != 7.0).any(-1).sum()) == 5 * kv_heads
+
+
+def pages_of(lengths, kv_heads, size, page, width):
+    """Random pages with NaN wherever no context lies, and tables that scatter them."""
+    total = sum(-(-length // page) for length in lengths) + 3
+    keys, values = randn(total, kv_heads, page, size, seed=5), randn(total, kv_heads, page, size, seed=6)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(7)).tolist()
+    tables = torch.zeros(len(lengths), width, dtype=torch.int32)
+    written = torch.zeros(total, page, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        for i in range(-(-length // page)):
+            tables[row, i] = order.pop()
+            written[tables[row, i], : min(page, length - i * page)] = True
+    spoiled = ~written[:, None, :, None].to(DEVICE)
+    return keys.masked_fill(spoiled, math.nan), values.masked_fill(spoiled, math.nan), tables.to(DEVICE)
+
+
+@pytest.mark.parametrize("case", [(14, 2, 64), (4, 4, 32), (3, 1, 24)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (37, None), (None, 5.0), (16, 3.0)])
+@pytest.mark.parametrize("programs", [1, 264])
+def test_decoding_reads_its_own_pages(case, window, softcap, programs, monkeypatch):
+    """Whether a context is read by one program or by several."""
+    monkeypatch.setattr(decode, "_PROGRAMS", programs)
+    heads, kv_heads, size = case
+    lengths = [1, 0, 17, 300, 64]
+    keys, values, tables = pages_of(lengths, kv_heads, size, 16, 40)
+    query = randn(len(lengths), heads, size)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    rule = {"scaling": size**-0.5, "window": window, "softcap": softcap}
+    given = decode.attend(query, keys, values, tables, lengths, **rule)
+    plain = attention.paged_decode(*(t.cpu() for t in (query, keys, values, tables, lengths)), **rule)
+    assert torch.isfinite(given).all()
+    real = lengths > 0
+    close(given[real], plain.to(DEVICE)[real], 1e-3 if DEVICE == "cuda" else 2e-5)
+
+
+def test_a_context_is_split_for_few_rows_only():
+    assert decode.parts_for(1, 2, 8192) == 32
+    assert decode.parts_for(1, 2, 100) == 1
+    assert decode.parts_for(64, 2, 32768) == 4
+    assert decode.parts_for(256, 2, 32768) == 1
+    assert decode.parts_for(4096, 8, 32768) == 1
+
+
+@pytest.mark.parametrize("case", [(14, 2, 64), (4, 4, 32), (3, 1, 24)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (37, None), (16, 3.0)])
+def test_prefill_reads_its_own_pages_causally(case, window, softcap):
+    heads, kv_heads, size = case
+    counts, lengths = [5, 1, 70, 33], [5, 40, 70, 133]
+    keys, values, tables = pages_of(lengths, kv_heads, size, 16, 12)
+    query = randn(sum(counts), heads, size)
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    rule = {"scaling": size**-0.5, "window": window, "softcap": softcap, "longest": max(counts)}
+    inputs = (query, keys, values, tables, starts, lengths)
+    given = prefill_kernels.attend(*inputs, **rule)
+    plain = attention.paged_prefill(*(t.cpu() for t in inputs), **rule)
+    close(given, plain.to(DEVICE), 1e-3 if DEVICE == "cuda" else 2e-5)
+
+
+def rows_of_logits(rows, size):
+    logits = randn(rows, size) * 4
+    logits[0, size // 2 :] = -math.inf  # what cannot be drawn
+    return logits
+
+
+@pytest.mark.parametrize("size", [50, 4096, 9001])
+def test_sampling_inverts_the_distribution(size):
+    rows = 12
+    logits = rows_of_logits(rows, size)
+    temperatures = torch.tensor([1.0, 0.0, 0.3, 1e-4] * 3, device=DEVICE)
+    shares = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    shares[0], shares[4] = 0.0, 0.999
+    given = sampling_kernels.sample(logits, temperatures, shares)
+    plain = sampling.sample(logits.cpu(), temperatures.cpu(), shares.cpu())
+    assert given[0].tolist() == plain[0].tolist()
+    assert torch.allclose(given[1].cpu(), plain[1], atol=1e-4)
+    assert given[2].all()
+    assert given[0][0] < size // 2
+
+
+def test_the_largest_share_draws_something_possible():
+    logits = rows_of_logits(1, 9001)
+    shares = torch.tensor([1 - 2**-53], dtype=torch.float64, device=DEVICE)
+    token, logprob, sound = sampling_kernels.sample(logits, torch.ones(1, device=DEVICE), shares)
+    assert sound.all()
+    assert 4000 < token < 4500
+    assert float(logprob) > -40
+
+
+def test_sampling_says_which_rows_are_spoiled():
+    logits = randn(4, 300)
+    logits[1, 7] = math.nan
+    logits[2] = -math.inf
+    temperatures = torch.tensor([1.0, 1.0, 1.0, 0.0], device=DEVICE)
+    shares = torch.full((4,), 0.5, dtype=torch.float64, device=DEVICE)
+    tokens, _, sound = sampling_kernels.sample(logits, temperatures, shares)
+    assert sound.tolist() == [True, False, False, True]
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+@pytest.mark.parametrize("size", [50, 4096, 9001])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_entropies_and_their_gradient(size, temperature):
+    logits = randn(6, size) * 3
+    tokens = torch.tensor([0, size - 1, 3, 7, 11, size // 2], device=DEVICE)
+    weights, others = randn(6, seed=1), randn(6, seed=2)
+    source = logits.double().requires_grad_()
+    logp = (source / temperature).log_softmax(1)
+    chosen, entropy = logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+    (chosen * weights).sum().add((entropy * others).sum()).backward()
+
+    lse, found = logprob_kernels.summarise(logits, temperature)
+    given = logits.gather(1, tokens[:, None])[:, 0] / temperature - lse
+    close(given.double(), chosen.detach())
+    close(found.double(), entropy.detach())
+    p = logprob_kernels.probabilities(logits, temperature, lse, torch.float32)
+    close(p.double(), logp.exp().detach())
+    for known, are_probabilities in ((logits, False), (p, True)):
+        gradient = logprob_kernels.gradient(
+            known, tokens, temperature, lse, found, weights, others, torch.float32,
+            are_probabilities=are_probabilities,
+        )  # fmt: skip
+        close(gradient.double(), source.grad, 1e-4)
+
+    twin = logits.cpu().requires_grad_()
+    chosen_twin, entropy_twin = logprobs.token_logprobs(twin, tokens.cpu(), temperature)
+    (chosen_twin * weights.cpu()).sum().add((entropy_twin * others.cpu()).sum()).backward()
+    close(twin.grad.double(), source.grad.cpu(), 1e-4)

@@ -1,0 +1,389 @@
+"""Adapters through the public interface: they learn, the base does not, and everything goes on as before."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stage_runs import assert_same_tensors, episodes, numbers
+
+import ludus
+from conftest import TINY, Chatty, add, even, expert, tasks
+from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
+from ludus.training.adapters import adapter_reference, save_adapter
+from ludus.training.learner import Learner
+from ludus.training.logprobs import action_logprobs, logprobs_of
+from ludus.training.models import fit_tokenizer, load_model, scratch_model
+from ludus.training.packing import Columns, packs_of
+from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
+from ludus.training.rows import Row
+from ludus.training.settings import OptimizerConfig
+
+LORA = {"rank": 4, "alpha": 8}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a folder, as somebody might have pretrained it."""
+    folder = tmp_path_factory.mktemp("pretrained") / "tiny"
+    tokenizer = fit_tokenizer(["a plus b? add"] * 20, 400)
+    shape = ScratchConfig(layers=2, width=32, heads=2, kv_heads=1, vocabulary=400)
+    model: Any = scratch_model(shape, tokenizer, seed=3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapted(base: Path, **lora: Any) -> Any:
+    """The tiny model with an adapter that does something."""
+    config = ModelConfig.parse({"name": str(base), "lora": {**LORA, **lora}, "device": "cpu"})
+    model, _ = load_model(config, seed=1)
+    use_ludus_attention(model)
+    return shaken(model, 0.5)
+
+
+def shaken(model: Any, size: float, seed: int = 7) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def run(base: Path, folder: Path, **settings: Any) -> ludus.training.Result:
+    common: dict[str, Any] = {**TINY, "model": {"name": str(base), "lora": LORA}}
+    common["run"] = {**TINY["run"], "folder": str(folder)}
+    return ludus.train(
+        **{**common, **settings}, tasks=tasks(6), tools=[add], rewards=[even], agent=Chatty()
+    )
+
+
+def hidden(model: Any) -> torch.Tensor:
+    context = PackedContext([5, 3])
+    with torch.no_grad():
+        states = hidden_states(model, torch.arange(8), context.position_ids, context)
+        return head_logits(model, states)
+
+
+# Training
+
+
+def test_imitation_learns_through_the_adapter_alone(base: Path, tmp_path: Path) -> None:
+    before = load_file(base / "model.safetensors")
+    learning = {"steps": 12, "batch": 4, "optimizer": {"learning_rate": 1e-2}}
+    result = run(base, tmp_path / "run", rl={"steps": 0}, warm_start=learning, demonstrations=expert)
+    losses = [row["sft/loss"] for row in result.metrics if "sft/loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    assert not (result.model / "model.safetensors").exists()
+    weights = load_file(result.model / "adapter_model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    config = ModelConfig(name=str(result.model), device="cpu")
+    model, tokenizer = load_model(config, 0)
+    inner: Any = model
+    for name, tensor in inner.unload().state_dict().items():
+        if name in before:  # tied weights are in the file once
+            assert torch.equal(tensor, before[name]), name
+    assert tokenizer.stop_tokens
+
+
+def test_engine_and_trainer_agree_on_an_adapted_model(base: Path, tmp_path: Path) -> None:
+    result = run(base, tmp_path / "run")
+    differences = [row["logprob_difference_max"] for row in result.metrics if "policy_version" in row]
+    assert len(differences) == 3
+    assert max(differences) < 1e-4
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -> None:
+    settings = {
+        "max_in_flight": 1,  # what is computed together is a matter of timing, and last bits with it
+        "rl": {**TINY["rl"], "attempts": 2, "kl": 0.1},
+        "warm_start": {"steps": 2, "batch": 4, "optimizer": {"learning_rate": 1e-2}},
+    }
+
+    class Stopped(Exception):
+        pass
+
+    def stop(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if phase == "RL" and step == 2:
+            raise Stopped
+
+    whole = run(base, tmp_path / "whole", **settings, demonstrations=expert)
+    with pytest.raises(Stopped):
+        run(base, tmp_path / "cut", **settings, demonstrations=expert, on_step=stop)
+    resumed = ludus.train(
+        resume=tmp_path / "cut",
+        tasks=tasks(6),
+        tools=[add],
+        rewards=[even],
+        agent=Chatty(),
+        demonstrations=expert,
+    )
+    assert numbers(whole.run) == numbers(resumed.run)
+    assert episodes(whole.run) == episodes(resumed.run)
+    weights = [load_file(r.model / "adapter_model.safetensors") for r in (whole, resumed)]
+    assert_same_tensors(*weights)
+    states = [torch.load(r.model / "optimizer.pt", weights_only=True) for r in (whole, resumed)]
+    assert_same_tensors(*states)
+    assert all(row["kl"] > 0 for row in numbers(whole.run)[-2:])
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"kind": "rl", "algorithm": "ppo", "steps": 2, "tasks": 2, "attempts": 2},
+        {"kind": "rl", "steps": 2, "tasks": 2, "attempts": 2, "kl": 0.1, "kl_in": "reward"},
+        {"kind": "dpo", "steps": 2, "tasks": 3, "attempts": 3},
+        {
+            "kind": "rejection",
+            "rounds": 2,
+            "steps": 2,
+            "tasks": 3,
+            "attempts": 2,
+            "threshold": 0.01,
+            "restart": True,
+        },
+    ],
+    ids=["ppo", "kl in the reward", "dpo", "rejection"],
+)
+def test_other_ways_of_learning_leave_the_base_alone(
+    base: Path, tmp_path: Path, stage: dict[str, Any]
+) -> None:
+    stage = {**stage, "optimizer": {"learning_rate": 1e-3}}
+    result = run(base, tmp_path / "run", rl={}, stage=[stage])
+    before = load_file(base / "model.safetensors")
+    model, _ = load_model(ModelConfig(name=str(result.model), device="cpu"), 0)
+    inner: Any = model
+    state = inner.unload().state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    moved = load_file(result.model / "adapter_model.safetensors")
+    assert any(bool(tensor.any()) for name, tensor in moved.items() if "lora_B" in name)
+
+
+def test_an_adapter_s_folder_is_a_model_like_any_other(base: Path, tmp_path: Path) -> None:
+    first = run(base, tmp_path / "first", rl={**TINY["rl"], "steps": 1})
+    found = ludus.evaluate(
+        **{**TINY, "model": str(first.model)},
+        held_out=tasks(2),
+        tools=[add],
+        rewards=[even],
+        agent=Chatty(),
+    )
+    assert len(found.trajectories) == 2
+    further = run(first.model, tmp_path / "further", model={"name": str(first.model)})
+    old, new = (load_file(r.model / "adapter_model.safetensors") for r in (first, further))
+    assert old.keys() == new.keys()
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+
+
+def test_the_adapter_is_peft_s_own_and_loads_without_us(base: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = adapted(base)
+    save_adapter(tmp_path, model)
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        given = loaded(input_ids=tokens).logits
+        expected = model(input_ids=tokens).logits
+    torch.testing.assert_close(given, expected)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base.resolve()
+    )
+
+
+# The reference
+
+
+def trained_rows() -> list[Row]:
+    said = [False] * 4 + [True] * 4
+    return [Row(list(range(8)), said, [False] * 8, [0.0] * 8, trajectory=0, turns=[], states=[])]
+
+
+def test_a_new_adapter_and_its_reference_are_the_base(base: Path, tmp_path: Path) -> None:
+    config = ModelConfig.parse({"name": str(base), "lora": LORA, "device": "cpu"})
+    model, _ = load_model(config, seed=1)
+    plain, _ = load_model(ModelConfig(name=str(base), device="cpu"), seed=1)
+    for one in (model, plain):
+        use_ludus_attention(one)
+    save_adapter(tmp_path, model)
+    assert torch.equal(hidden(model), hidden(plain))
+    shaken(model, 0.5)
+    assert not torch.allclose(hidden(model), hidden(plain))
+    reference = adapter_reference(model, tmp_path, bare=False)
+    assert torch.equal(hidden(reference), hidden(plain))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_trained_adapter_s_reference_is_the_start_or_the_base(
+    base: Path, tmp_path: Path, bare: bool
+) -> None:
+    model = adapted(base)
+    plain, _ = load_model(ModelConfig(name=str(base), device="cpu"), seed=1)
+    use_ludus_attention(plain)
+    save_adapter(tmp_path, model)
+    start = hidden(model)
+    reference = adapter_reference(model, tmp_path, bare=bare)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    shaken(model, 0.5, seed=8)
+    now = hidden(model)
+    assert torch.equal(hidden(reference), hidden(plain) if bare else start)
+    assert torch.equal(hidden(model), now), "reading the reference has changed the policy"
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_gradients_with_a_shared_reference_are_those_with_a_copy(
+    base: Path, tmp_path: Path, bare: bool
+) -> None:
+    """The reference is read between the policy's forward and backward pass, of the same module."""
+    from ludus.training.learner import frozen
+
+    model, copy = adapted(base), adapted(base)
+    save_adapter(tmp_path, model)
+    shared = adapter_reference(model, tmp_path, bare=bare)
+    apart: Any = frozen(copy)
+    if bare:
+        apart = frozen(apart.unload())
+    shaken(model, 0.2, seed=9)
+    gradients = []
+    for reference in (shared, apart):
+        model.zero_grad()
+        rows = trained_rows()
+        mask_T = torch.tensor(rows[0].action_mask)
+        columns = Columns.of(rows, torch.zeros(8), mask_T.float())
+        (pack,) = packs_of(rows, columns, 100)
+        own_A, _ = action_logprobs(model, pack, 1.0)
+        with torch.no_grad():
+            other_A, _ = action_logprobs(reference, pack, 1.0)
+        (own_A - other_A).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        torch.testing.assert_close(
+            logprobs_of(reference, rows, mask_T, 1.0, 100)[mask_T], other_A, rtol=0, atol=1e-5
+        )
+    assert gradients[0]
+    assert_same_tensors(*gradients)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_the_fused_forward_runs_adapters_too(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: Any
+) -> None:
+    model = adapted(base, targets=targets)
+    save_adapter(tmp_path, model)
+    references = [adapter_reference(model, tmp_path, bare=bare) for bare in (False, True)]
+    shaken(model, 0.2, seed=8)
+    expected = [hidden(one) for one in (model, *references)]
+    monkeypatch.setattr("ludus.engine.forward.unavailable", lambda device: None)
+    for one, logits in zip((model, *references), expected, strict=True):
+        torch.testing.assert_close(hidden(one), logits, rtol=1e-4, atol=1e-4)
+
+
+# Numbers
+
+
+def test_adapters_of_a_bfloat16_base_are_float32_and_take_small_steps(base: Path) -> None:
+    config = ModelConfig.parse({"name": str(base), "lora": LORA, "device": "cpu", "dtype": "bfloat16"})
+    model, _ = load_model(config, seed=1)
+    use_ludus_attention(model)
+    kinds = {("lora_" in name, p.dtype) for name, p in model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    learner = Learner(model, OptimizerConfig(learning_rate=1e-6), 10)
+    rows = trained_rows()
+    columns = Columns.of(rows, torch.ones(8), torch.tensor(rows[0].action_mask).float())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def push(logprobs_A: Any, entropy_A: Any, pack: Any) -> Any:
+        return -logprobs_A, {}
+
+    for _ in range(3):
+        learner.step(packs_of(rows, columns, 100), push)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert {name for name in before if "lora_B" in name} <= moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_the_same_seed_makes_the_same_adapter(base: Path) -> None:
+    config = ModelConfig.parse({"name": str(base), "lora": LORA, "device": "cpu"})
+    one, same, other = (load_model(config, seed)[0].state_dict() for seed in (1, 1, 2))
+    assert_same_tensors(dict(one), dict(same))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+# Mistakes
+
+
+def test_a_model_from_scratch_has_nothing_to_adapt() -> None:
+    with pytest.raises(ConfigError, match="made from scratch"):
+        Recipe.parse({"model": {"scratch": {}, "lora": {}}})
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "query"], ["lm_head"], ["embed_tokens"]])
+def test_unknown_targets_are_named(base: Path, targets: list[str]) -> None:
+    config = ModelConfig.parse({"name": str(base), "lora": {"targets": targets}})
+    with pytest.raises(ConfigError, match=rf"{targets[-1]}.*it has down_proj, gate_proj, k_proj"):
+        load_model(config, 0)
+
+
+def test_targets_limit_what_is_adapted(base: Path) -> None:
+    model = adapted(base, targets=["q_proj", "v_proj"])
+    names = {
+        name.split(".lora_")[0].rpartition(".")[2] for name in model.state_dict() if "lora_" in name
+    }
+    assert names == {"q_proj", "v_proj"}
+
+
+def test_no_targets_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one layer"):
+        ModelConfig.parse({"name": "x", "lora": {"targets": []}})
+
+
+def test_without_peft_the_extra_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **options: Any) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(MissingExtraError, match=r"ludus\[lora\]"):
+        load_model(ModelConfig.parse({"name": str(base), "lora": {}}), 0)
+
+
+def test_an_adapter_that_says_otherwise_is_refused(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    other = ModelConfig.parse({"name": str(tmp_path), "lora": {**LORA, "rank": 8}, "device": "cpu"})
+    with pytest.raises(ConfigError, match="rank 4"):
+        load_model(other, 0)
+
+
+def test_an_adapter_whose_base_is_gone_says_which(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "base_model_name_or_path": "/no/such/base"}))
+    with pytest.raises(ConfigError, match=r"/no/such/base.*base_model_name_or_path"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="not an adapter's"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+    file.write_text(json.dumps({**settings, "peft_type": "IA3"}))
+    with pytest.raises(ConfigError, match="IA3"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+
+
+def test_a_damaged_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(ConfigError, match="does not fit its base"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
