@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # The compiled kernels then run in the interpreter, which has to be asked for before Triton is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("ludus", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("ludus")
@@ -14,15 +19,11 @@ settings.load_profile("ludus")
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Tiny models gain nothing from threads, and several test processes would fight for cores."""
-    import torch
-
     torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU is skipped, visibly, where there is none."""
-    import torch
-
     if torch.cuda.is_available():
         return
     for item in items:
