@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def _imports(tree: ast.Module, *, top_level_only: bool = False) -> Iterator[str]
             yield node.module or ""
 
 
+@cache
 def _modules() -> list[tuple[str, str, ast.Module]]:
     files = [f for f in SOURCE.rglob("*.py") if f.parent != SOURCE]
     return [(f.relative_to(SOURCE).parts[0], str(f), ast.parse(f.read_text())) for f in files]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_process import PROGRAM
 from typer.testing import CliRunner
 
 from ludus.cli.errors import explained
@@ -88,7 +89,7 @@ def ludus(*arguments: str) -> str:
 
 def started(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from ludus.cli.main import run; run()", *arguments]
+    command = [sys.executable, "-c", PROGRAM, *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

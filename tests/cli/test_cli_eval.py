@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_process import PROGRAM
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
@@ -63,7 +64,7 @@ COMMAND = ("eval", "recipe.toml", "--attempts", "2", "--results")
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from ludus.cli.main import run; run()", *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -20,9 +20,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ludus import kernels
 from ludus.engine import PackedContext, decoder_of, hidden_states, use_ludus_attention
 from ludus.engine.cuda.contexts import DecodeContext, PrefillContext
-from ludus.engine.fused import blueprint_of, fused_hidden_states, is_joined, joint_linear, unrecognised
+from ludus.engine.fused import (
+    blocks,
+    blueprint_of,
+    fused_hidden_states,
+    is_joined,
+    joint_linear,
+    unrecognised,
+)
 
 SIZES = {
     "vocab_size": 60,
@@ -56,8 +64,18 @@ def make(name):
     return model
 
 
+@pytest.fixture(params=["plain twins", "compiled"])
+def operations(request, monkeypatch):
+    """What the forward is made of: torch operations, or the kernels (in the interpreter without a GPU)."""
+    if request.param == "compiled":
+        pytest.importorskip("triton")
+        for module in (blocks, kernels.gating, kernels.norm, kernels.rotary):
+            monkeypatch.setattr(module, "unavailable", lambda device: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels want tensors of the GPU")
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_gives_the_hidden_states_and_gradients_of_the_module(name):
+def test_it_gives_the_hidden_states_and_gradients_of_the_module(name, operations):
     model = make(name)
     tokens = torch.randint(0, 60, (19,))
     context = PackedContext([12, 7])
@@ -141,6 +159,23 @@ def test_joined_parameters_stay_parameters_of_their_own():
     assert not is_joined(layers)
     assert torch.allclose(joint(x)[:, :6], layers[0](x), atol=1e-6)
     assert is_joined(layers)
+
+
+def test_frozen_weights_get_no_gradient_and_stop_none(operations):
+    model = make("qwen2")
+    layers = decoder_of(model).layers
+    for frozen in (layers[0].self_attn.k_proj, layers[1].mlp.down_proj, layers[1].mlp.up_proj):
+        frozen.requires_grad_(False)
+    tokens, context = torch.randint(0, 60, (9,)), PackedContext([9])
+    slope = torch.randn(9, 32)
+    hidden_states(model, tokens, context.position_ids, context).backward(slope)
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    blueprint = blueprint_of(decoder_of(model))
+    fused_hidden_states(blueprint, tokens, context.position_ids, context).backward(slope)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in found)
 
 
 def test_frozen_parameters_get_no_gradient():

@@ -5,7 +5,7 @@ kernels; everywhere else it runs as the torch operations it stands for. `unavail
 """
 
 from ludus.kernels.attention import paged_decode, paged_prefill
-from ludus.kernels.gating import gated_linear, silu_mul
+from ludus.kernels.gating import silu_mul
 from ludus.kernels.linear import linear_float32
 from ludus.kernels.logprobs import logit_gradient, probabilities, summarise_logits, token_logprobs
 from ludus.kernels.norm import add_rms_norm, rms_norm
@@ -15,7 +15,6 @@ from ludus.kernels.support import unavailable
 
 __all__ = [
     "add_rms_norm",
-    "gated_linear",
     "linear_float32",
     "logit_gradient",
     "paged_decode",

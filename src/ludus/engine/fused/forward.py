@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ludus.engine.attention import AttentionContext
+from ludus.engine.fused.blocks import fits, mlp_block, qkv_block
 from ludus.engine.fused.blueprint import Blueprint, Layer, Norm
 from ludus.engine.fused.joining import joint_linear
-from ludus.kernels import add_rms_norm, gated_linear, rms_norm, rotate, silu_mul
+from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul
 
 
 def fused_hidden_states(
@@ -50,27 +51,34 @@ def _layer(
     context: Any,
 ) -> tuple[Tensor, Tensor]:
     """(what the layer's last block adds, what it is to be added to): the next norm adds them up."""
-    normed_TD, residual_TD = _normed(layer.before_attention, added_TD, residual_TD)
-    qkv_TC = joint_linear(layer.qkv, normed_TD)
-    heads, kv_heads = blueprint.heads, blueprint.kv_heads
-    if layer.head_norms is not None:
-        qkv_TC = _with_normed_heads(layer.head_norms, qkv_TC, heads, kv_heads)
-    if hasattr(context, "attend_joint"):
-        mixed = context.attend_joint(layer.index, qkv_TC, cos_TD, sin_TD, heads, kv_heads, layer.rule)
+    heads = (blueprint.heads, blueprint.kv_heads)
+    angles = (cos_TD, sin_TD)
+    if layer.head_norms is None and fits(residual_TD, layer.qkv):
+        norm = (layer.before_attention.weight, layer.before_attention.variance_epsilon)
+        query, key, value, residual_TD = qkv_block(added_TD, residual_TD, norm, layer.qkv, angles, heads)
+        mixed = _attended(layer, query, key, value, context)
     else:
-        query, key, value = (
-            states.transpose(0, 1)[None] for states in rotate(qkv_TC, cos_TD, sin_TD, heads, kv_heads)
-        )
-        mixed = context.attend(layer.index, query, key, value, layer.rule)[0].flatten(1)
-    normed_TD, residual_TD = _normed(layer.before_mlp, layer.attention.o_proj(mixed), residual_TD)
-    return _down(layer.mlp.down_proj, joint_linear(layer.gate_up, normed_TD)), residual_TD
+        normed_TD, residual_TD = _normed(layer.before_attention, added_TD, residual_TD)
+        qkv_TC = joint_linear(layer.qkv, normed_TD)
+        if layer.head_norms is not None:
+            qkv_TC = _with_normed_heads(layer.head_norms, qkv_TC, *heads)
+        if hasattr(context, "attend_joint"):
+            mixed = context.attend_joint(layer.index, qkv_TC, *angles, *heads, layer.rule)
+        else:
+            mixed = _attended(layer, *rotate(qkv_TC, *angles, *heads), context)
+    added_TD = layer.attention.o_proj(mixed)
+    if fits(residual_TD, layer.gate_up, [layer.mlp.down_proj]):
+        norm = (layer.before_mlp.weight, layer.before_mlp.variance_epsilon)
+        return mlp_block(added_TD, residual_TD, norm, layer.gate_up, layer.mlp.down_proj)
+    normed_TD, residual_TD = _normed(layer.before_mlp, added_TD, residual_TD)
+    return layer.mlp.down_proj(silu_mul(joint_linear(layer.gate_up, normed_TD))), residual_TD
 
 
-def _down(down: nn.Module, gate_up_TI: Tensor) -> Tensor:
-    if type(down) is nn.Linear and getattr(down, "bias", None) is None:
-        return gated_linear(gate_up_TI, down.weight)
-    result: Tensor = down(silu_mul(gate_up_TI))
-    return result
+def _attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+    """[T, Hq D] from states [T, H, D]."""
+    flat = [states.transpose(0, 1)[None] for states in (query, key, value)]
+    mixed: Tensor = context.attend(layer.index, *flat, layer.rule)
+    return mixed[0].flatten(1)
 
 
 def _normed(norm: Norm, added: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

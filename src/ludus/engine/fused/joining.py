@@ -24,7 +24,7 @@ def joint_linear(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
     if layers[0].bias is not None:
         parameters += [layer.bias for layer in layers]
     if not torch.is_grad_enabled():
-        return _product(x_TD, *_joint(parameters, len(layers)))
+        return _product(x_TD, *joint_parameters(parameters, len(layers)))
     result: Tensor = _JointProduct.apply(x_TD, len(layers), *parameters)
     return result
 
@@ -70,7 +70,7 @@ def _end_to_end(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _joint(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor | None]:
+def joint_parameters(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor | None]:
     """The one matrix, and the one bias, behind joined parameters."""
     weights, biases = parameters[:count], parameters[count:]
     rows = sum(len(weight) for weight in weights)
@@ -87,7 +87,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _JointProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
-        weight, bias = _joint(parameters, count)
+        weight, bias = joint_parameters(parameters, count)
         # The parameters, not the view: autograd then notices when one is changed before the backward pass.
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
@@ -98,7 +98,7 @@ class _JointProduct(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         grad = grads[0]
         count, needed = ctx.count, ctx.needs_input_grad
-        weight, _ = _joint(parameters, count)
+        weight, _ = joint_parameters(parameters, count)
         widths = [len(parameter) for parameter in parameters[:count]]
         dx = grad @ weight if needed[0] else None
         found: list[Tensor | None] = [None] * len(parameters)

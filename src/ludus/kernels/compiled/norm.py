@@ -34,8 +34,9 @@ def _forward(X, RES, W, OUT, SUM, RSTD, width, eps, HAS_RES: tl.constexpr, BLOCK
 
 @triton.jit
 def _backward(
-    GRAD, GRAD_SUM, X, W, RSTD, DX, DW, rows, width, HAS_SUM: tl.constexpr, BLOCK: tl.constexpr
-):
+    GRAD, GRAD_SUM, X, W, RSTD, DX, DW, NORMED, rows, width,
+    HAS_SUM: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -53,6 +54,10 @@ def _backward(
         if HAS_SUM:
             dx += tl.load(GRAD_SUM + row * width + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(DX + row * width + at, dx.to(DX.dtype.element_ty), mask=inside)
+        if AGAIN:
+            kind = NORMED.dtype.element_ty
+            normed = unit.to(kind).to(tl.float32) * weight
+            tl.store(NORMED + row * width + at, normed.to(kind), mask=inside)
     tl.store(DW + first * width + at, total, mask=inside)
 
 
@@ -83,9 +88,17 @@ def forward(
 
 
 def backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight); `grad_sum` is what reaches the sum by other ways and is added to dx."""
+    """(dx, dweight); `grad_sum` is what reaches the sum by other ways and is added to dx.
+
+    With `normed`, what `forward` gave is written into it once more.
+    """
     rows, width = x.shape
     dx = torch.empty_like(x)
     programs = max(1, min(rows, _BACKWARD_PROGRAMS))
@@ -99,9 +112,11 @@ def backward(
         rstd,
         dx,
         partial,
+        normed if normed is not None else dx,
         rows,
         width,
         HAS_SUM=grad_sum is not None,
+        AGAIN=normed is not None,
         BLOCK=block,
         num_warps=_warps(block),
     )

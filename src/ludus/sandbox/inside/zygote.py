@@ -23,6 +23,8 @@ from ludus.sandbox.inside.life import Bounds, Plan, call_filter, live
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _OFTEN_SECONDS = 0.1
 _SELDOM_SECONDS = 1.0
+_QUIET = 0.05
+"""The share of a processor that a session may use while nothing was asked to run."""
 
 
 def main(link_fd: int) -> None:
@@ -153,7 +155,7 @@ class Zygote:
         self._bounds: dict[int, Bounds] = {}
         """The limits of each session, by number."""
         self._idle_use: dict[int, tuple[float, float]] = {}
-        """Of sessions that should be idle: processor time used, and for how long they have been busy."""
+        """Of sessions that should be idle: processor time used, and how much of it a quiet one would not."""
         self._watched: set[int] = set()
         """Sessions to look after often: those that have been running something for a while."""
 
@@ -346,10 +348,11 @@ class Zygote:
         others = set(self._numbers)
         for number in self._sessions.keys() - self._watched:
             used = watch.cpu_seconds(self._sessions[number], others)
-            before, busy = self._idle_use.get(number, (used, 0.0))
-            busy = busy + seconds if used - before > seconds / 2 else 0.0
-            self._idle_use[number] = (used, busy)
-            if busy > self._bounds[number].cpu_seconds:
+            before, undue = self._idle_use.get(number, (used, 0.0))
+            # Not how much of a processor it keeps busy: among many that spin, each gets a small part of one.
+            undue = max(0.0, undue + used - before - _QUIET * seconds)
+            self._idle_use[number] = (used, undue)
+            if undue > self._bounds[number].cpu_seconds:
                 self._tell({"event": "excess", "id": number, "what": "cpu"})
                 self._kill(number)
         for number in self._idle_use.keys() - (self._sessions.keys() - self._watched):
