@@ -151,6 +151,10 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.5, help="mean seconds of a tool call")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if not torch.cuda.is_available() and given.shape != "tiny":
+        parser.error(
+            "there is no GPU here; --shape tiny --episodes 16 shows on a CPU that everything runs"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     say(machine(device) + "\n")
     row = asyncio.run(measure(random_model(given.shape, device), given))

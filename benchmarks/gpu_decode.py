@@ -255,6 +255,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if not torch.cuda.is_available() and given.shapes != ["tiny"]:
+        parser.error("there is no GPU here; --shapes tiny --quick shows on a CPU that everything runs")
     started = time.perf_counter()
     given.until = started + given.limit
     given.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -206,6 +206,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each recipe")
     parser.add_argument("--out", type=Path, default=Path("evaluations/gpu_learning"))
     options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.what:
+        parser.error(
+            "there is no GPU here, and these recipes would take hours: name those to run anyway"
+        )
     overrides = [word for word in options.what if "=" in word]
     recipes = [word for word in options.what if "=" not in word] or list(RECIPES)
     options.out.mkdir(parents=True, exist_ok=True)

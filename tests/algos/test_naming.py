@@ -176,3 +176,39 @@ def test_options_that_are_taken_by_position_are_refused(own: str) -> None:
         load_estimator(f"{own}:placed", {"power": 3})
     with pytest.raises(ConfigError, match=r"def demanding\(credit, \*, power\)"):
         load_estimator(f"{own}:demanding")
+
+
+RAISING = """
+import torch
+from ludus.core.failures import ConfigError
+
+def estimator(credit):
+    return 1 / 0
+
+def correction(sampled):
+    return torch.ones(2) @ torch.ones(3)
+
+def aggregation(trajectory_T, trained_T):
+    raise ConfigError("said on purpose")
+
+def loss(sampled):
+    raise torch.OutOfMemoryError("no memory")
+"""
+
+
+def test_exceptions_are_told_by_the_lines_of_their_author(tmp_path: Path) -> None:
+    """Not those of Ludus or torch. What was meant to be told stays, and so does a lack of memory."""
+    (tmp_path / "raising.py").write_text(RAISING)
+    own = str(tmp_path / "raising.py")
+    sampled = Sampled(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ConfigError) as error:
+        load_estimator(f"{own}:estimator")(credit_from(PAIR))
+    said = "raised ZeroDivisionError: division by zero (raising.py:6 in estimator)"
+    assert str(error.value) == f"the estimator '{own}:estimator' {said}"
+    corrected = load_algorithm("grpo", correction=f"{own}:correction")
+    with pytest.raises(ConfigError, match=r"RuntimeError: .* \(raising\.py:9 in correction\)$"):
+        corrected.loss(sampled)
+    with pytest.raises(ConfigError, match=r"^said on purpose$"):
+        load_algorithm("grpo", aggregation=f"{own}:aggregation").weigh(torch.zeros(1), torch.ones(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        load_loss(f"{own}:loss")(sampled)

@@ -29,12 +29,17 @@ async def add(a: int, b: int) -> int:
 async def short(trajectory) -> float:
     return 1.0 / (1 + sum(len(action.tokens) for action in trajectory.actions))
 
+@ludus.reward
+async def later(trajectory) -> float:
+    return trajectory.attempt / 10
+
 def tasks():
     return [ludus.Task.of(f"{n} plus {n}?", target=str(2 * n), id=str(n)) for n in range(8)]
 
 def held_out():
     return [ludus.Task.of(f"{n} plus {n}?", target=str(2 * n), id=str(n)) for n in range(20, 22)]
 '''
+GROWING = "rl.curriculum=[{setting='budgets.max_turns', schedule=[[0, 2], [5, VALUE]]}]"
 RECIPE = """
 name = "adding"
 threads = 1
@@ -209,6 +214,15 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("eval", "runs/nope"), "runs/nope is neither a recipe (a TOML file) nor a run's folder"),
         (("check", "recipe", "recipe.toml", "agent.format=hermse"), "Did you mean 'hermes'"),
         (("check", "recipe", "recipe.toml", "agent.loop=task:tasks"), "no coroutine"),
+        (("eval", "recipe.toml", "--top-p", "0"), "error: --top-p cannot be 0.0"),
+        (("rollout", "recipe.toml", "--temperature", "inf"), "error: --temperature cannot be inf"),
+        (("eval", "recipe.toml", "--temperature", "nan"), "--temperature"),
+        (("train", "recipe.toml", "rewards=[{reward = 'f1', weight = inf}]"), "rewards.0.weight: must"),
+        (("train", "recipe.toml", "tasks.train=no.jsonl"), "tasks.train: "),
+        (
+            ("check", "recipe", "recipe.toml", GROWING.replace("VALUE", "0")),
+            "rl.curriculum.0: budgets.max",
+        ),
     ],
 )
 def test_mistakes_are_explained(
@@ -256,14 +270,66 @@ attempts = 2
 def test_every_stage_has_its_own_line_with_numbers(project: Path) -> None:
     recipe = RECIPE.replace("[rl]\nsteps = 2\ntasks = 2\nattempts = 2\n", "") + STAGES
     (project / "recipe.toml").write_text(recipe)
-    said = ludus("train", "recipe.toml", "stage.2.steps=1")
+    said = ludus("train", "recipe.toml", "stage.2.steps=1", "rewards=['task.py:later']")
     lines = {line.split("/")[0]: line for line in said.splitlines() if "/1 " in line}
     assert set(lines) == {"DPO 1", "rejection sampling 1", "RL (1 of 2) 1", "RL (2 of 2) 1"}
-    assert "reward" in lines["DPO 1"] and "pairs" in lines["DPO 1"]
+    assert "reward" in lines["DPO 1"] and "pairs 2" in lines["DPO 1"]
     assert "kept 2" in lines["rejection sampling 1"] and "loss" in lines["rejection sampling 1"]
     assert "reward" in lines["RL (2 of 2) 1"]
     (measured,) = [line for line in said.splitlines() if "pass@2" in line]
     assert measured.startswith("held-out tasks after step 5: success 0.0%, pass@1 0.0%, pass@2 0.0%")
+
+
+def test_a_curriculum_that_cannot_be_run_is_no_ok(project: Path) -> None:
+    strict = "rl.curriculum=[{setting='rewards.strictness', schedule=[[0, 1]]}]"
+    done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml", strict])
+    assert done.exit_code == 1
+    assert "rl.curriculum.0 moves rewards.strictness, but no reward takes it" in done.output
+
+
+OWN = """
+import torch
+from ludus.algos import Estimate
+
+def advantages(credit):
+    return helper(credit)
+
+def helper(credit):
+    return Estimate(torch.ones(3) @ torch.ones(4))
+
+def loss(sampled):
+    return {}["nothing"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm", "the estimator 'own.py:advantages' raised RuntimeError: "),
+        ("loss", "the loss 'own.py:loss' raised KeyError: 'nothing' (own.py:12 in loss)"),
+    ],
+)
+def test_mistakes_in_code_of_ones_own_are_told_in_a_line(
+    project: Path, setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "own.py").write_text(OWN)
+    name = "own.py:advantages" if setting == "algorithm" else "own.py:loss"
+    arguments = ["train", "recipe.toml", "rewards=['task.py:later']", f"rl.{setting}={name}"]
+    code = explained(lambda **options: app(arguments, **options))
+    said = capsys.readouterr().err
+    assert code == 2 and "Traceback" not in said
+    (line,) = [text for text in said.splitlines() if text.startswith("error: ")]
+    assert line.startswith(f"error: {message}")
+    if setting == "algorithm":
+        assert line.endswith("(own.py:6 in advantages, own.py:9 in helper)")
+
+
+def test_a_checkpoint_is_told_from_a_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ludus("train", "recipe.toml", "rl.steps=1")
+    checkpoint = "runs/adding-001/checkpoints/step-000001"
+    assert explained(lambda **options: app(["eval", checkpoint], **options)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the checkpoint as the model: runs/adding-001 -m {checkpoint}" in said
 
 
 def test_an_untrained_model_is_said_to_be_one(project: Path) -> None:

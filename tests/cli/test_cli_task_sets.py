@@ -139,6 +139,8 @@ def test_rollouts_of_all_sets_and_of_one(project: Path) -> None:
     assert len(read_trajectories("all.parquet")) == 2
     said = ludus("rollout", "recipe.toml", "--tasks", "1", "--set", "words")
     assert "word 0?" in said and "sum 0?" not in said and "1 tasks × 1" in said
+    said = ludus("rollout", "recipe.toml", "--tasks", "1", "--set", "words", "--set", "sums")
+    assert "sum 0?" in said and "word 0?" in said and "2 tasks × 1" in said
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -126,3 +127,25 @@ def test_a_head_that_does_something_unknown_is_refused() -> None:
     model = Shifted(make().config).eval()
     with pytest.raises(ConfigError, match="logits"):
         use_ludus_attention(model)
+
+
+def test_a_rotation_that_depends_on_the_batch_is_refused():
+    half = 4
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * half,
+            "long_factor": [4.0] * half,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
+    )
+    with pytest.raises(ConfigError, match="longrope"):
+        use_ludus_attention(LlamaForCausalLM(config))

@@ -209,3 +209,29 @@ def test_metrics_of_a_killed_writer_are_complete_lines(tmp_path):
     assert [row["step"] for row in rows] == list(range(len(rows)))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(json.loads(lines[20])) == 52
+
+
+def test_what_cannot_be_stored_leaves_no_folder(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be stored"):
+        RunWriter.create(tmp_path / "run", {"rate": float("inf")})
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="cannot be stored"):
+        RunWriter.create_numbered("x", {"rate": float("nan")}, root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_of_others_gets_no_lock(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        RunWriter.create(tmp_path, {})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_whose_first_file_cannot_be_written_vanishes(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("ludus.observe.writer.atomic_write", full)
+    with pytest.raises(OSError, match="no space"):
+        RunWriter.create(tmp_path / "run", {})
+    assert not (tmp_path / "run").exists()

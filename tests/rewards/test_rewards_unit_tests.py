@@ -475,7 +475,8 @@ async def test_a_known_module_is_never_the_solutions() -> None:
 async def test_what_earlier_sources_define_is_the_tests() -> None:
     helper = "def close(a, b): return abs(a - b) < 0.01\nEXPECTED = 3.14"
     tests = [helper, "assert close(area(1), 3.14)", "assert area(1) == EXPECTED"]
-    assert (await parts(LYING, tests))["unit_tests_passed"] == 1.0
+    found = await parts(LYING, tests)  # the helper prepares, and is no test itself
+    assert (found["unit_tests_passed"], found["unit_tests_total"]) == (0.0, 2.0)
     assert await share("def area(r): return 3.14 * r", tests) == 1.0
     late = ["assert area(2) == 5\ndef close(a, b): return abs(a - b) < 0.01", tests[1]]
     assert await share(LYING, late) == 0.0
@@ -599,6 +600,7 @@ async def test_ending_ones_own_process_between_two_requests_fails_the_test() -> 
     "tests",
     [
         "def test_a(: pass",
+        ["assert f(1) == 1", "return 1"],
         "import no_such_module\ndef test_a(): pass",
         "x = 1",
         None,

@@ -72,6 +72,42 @@ MOVING_TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+
+def changing(content: str, before: str = "") -> str:
+    """ChatML in which what others wrote is changed; the assistant's words are left alone."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{before}{{{{ m.content if m.role == 'assistant' else {content} }}}}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+NAMING = "{% if m.name %}<{{ m.name }}>{{ m.tool_call_id }}{% endif %}"
+NINE_LETTERS = (
+    "{% if m.tool_call_id and m.tool_call_id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+    "{% if m.tool_call_id %}<{{ m.tool_call_id }}>{% endif %}"
+)
+CHANGING = {
+    "deleting": changing("m.content.replace('/think', '').replace('/no_think', '')"),
+    "without spaces": changing("m.content.replace(' ', '')"),
+    "without white space": changing("m.content.split() | join('')"),
+    "without spaces and dots": changing("m.content.replace(' ', '').replace('.', '')"),
+    "lowering": changing("m.content | lower"),
+    "stripping": changing("m.content.strip('x \n')"),
+    "unescaping": changing("m.content.replace('&lt;', '<').replace('x', '<')"),
+    "in brackets": changing("'<' + (m.content | trim | lower) + '>'"),
+    "naming": changing("m.content", NAMING),
+    "naming and deleting": changing(
+        "m.content.replace('/think', '')", NAMING.replace(" }}", " | lower }}")
+    ),
+    "with ids": changing("m.content", NINE_LETTERS),
+}
+"""They delete from content, lower it, strip it, or write names and content between brackets."""
+SWITCHED = CHATML + (
+    "{% if add_generation_prompt and '/no_think' in messages[-1].content %}<think></think>{% endif %}"
+)
+TOOLS_IN_BRACKETS = CHATML.replace("(tool | tojson)", "'<' + tool.function.name + '>' + (tool | tojson)")
+
 PRESERVING = {
     "chatml": CHATML,
     "trimming": TRIMMING_CHATML,
@@ -122,7 +158,8 @@ def fast_tokenizer(*, prefix_space: bool = False, normaliser: str = "") -> PreTr
 @cache
 def hf_tokenizer(name: str, *, prefix_space: bool = False, normaliser: str = "") -> HFTokenizer:
     """The same tokenizer with one of the templates above."""
-    template = {**PRESERVING, **REWRITING, "moving tools": MOVING_TOOLS}[name]
+    others = {"moving tools": MOVING_TOOLS, "switched": SWITCHED, "tools in brackets": TOOLS_IN_BRACKETS}
+    template = {**PRESERVING, **REWRITING, **CHANGING, **others}[name]
     inner = fast_tokenizer(prefix_space=prefix_space, normaliser=normaliser)
     return HFTokenizer(inner, chat_template=template)
 

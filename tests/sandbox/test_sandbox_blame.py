@@ -174,7 +174,7 @@ def has_swap() -> bool:
 
 async def test_the_kernel_counts_whom_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real group: sessions that are each within their limits, and too many."""
-    monkeypatch.setattr(cgroups, "_memory_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(cgroups, "_memory_bytes", lambda root: 400 << 20)
     fill = "block = bytearray(150 << 20)\nimport time\ntime.sleep(0.3)\nlen(block)"
     async with Sandbox(SandboxConfig(workers=1, limits=Limits(memory_mb=256))) as box:
         assert box.layers is not None

@@ -31,6 +31,7 @@ from ludus.sandbox import (
     SandboxError,
     SandboxUnavailable,
     Session,
+    SessionEnded,
     SessionLost,
     Snapshot,
     close_shared_sandboxes,
@@ -534,7 +535,7 @@ inside["_branch"] = branch
 """
         )
         assert said.ok, said.text()
-        with pytest.raises((CannotFork, SandboxError)):
+        with pytest.raises((CannotFork, SandboxError, SessionEnded)):
             await session.fork()
         await session.close()
         assert await shown(other, "x") == 1
@@ -550,7 +551,7 @@ async def test_a_fork_that_never_answers_is_given_up(sandbox: Sandbox) -> None:
         + "inside['branching'].reopen_files = lambda *a: time.sleep(1000)"
     )
     assert said.ok, said.text()
-    with pytest.raises((CannotFork, SandboxError)):
+    with pytest.raises((CannotFork, SandboxError, SessionEnded)):
         await session.fork()
     await session.close()
     await _until(lambda: sandbox.alive == 0)

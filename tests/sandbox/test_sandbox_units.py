@@ -260,6 +260,22 @@ def test_a_control_group_is_made_swept_and_removed(tmp_path: Path, version: int)
         assert (home / f"ludus-sandbox-{os.getpid()}" / "cgroup.procs").read_text() == "123"
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(str(64 << 20), 48 << 20), ("max", None), (str((1 << 63) - 4096), None)]
+)
+def test_a_containers_own_limit_is_heeded(
+    tmp_path: Path, version: int, limit: str, expected: int | None
+) -> None:
+    free = make_group(tmp_path / "nowhere").memory_bytes
+    home = tmp_path if version == 2 else tmp_path / "memory"
+    home.mkdir(exist_ok=True)
+    if version == 2:
+        (home / "cgroup.controllers").write_text("memory pids")
+    (home / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(f"{limit}\n")
+    assert make_group(tmp_path, pid=os.getpid()).memory_bytes == (expected or free)
+
+
 def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
     group = make_group(tmp_path / "nowhere")
     assert not group.counts and group.kills() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import random
@@ -397,3 +398,18 @@ async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtraError, match=r"ludus\[redis\]"):
         await RedisStore("redis://localhost/0").get("k")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("'j{}'", b"j{}"), ("5", b"5"), ("1.5", b"1.5")])
+async def test_data_that_somebody_changed_by_hand_is_read_as_bytes(
+    tmp_path: Path, value: str, expected: bytes
+) -> None:
+    store = SQLiteStore(tmp_path / "r.sqlite")
+    await store.put("key", b"j{}", label=None, replace=False)
+    await store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "r.sqlite")) as db:
+        db.execute(f"UPDATE records SET data = {value}")
+        db.commit()
+    store = SQLiteStore(tmp_path / "r.sqlite", read_only=True)
+    assert await store.get("key") == expected
+    await store.close()

@@ -77,6 +77,26 @@ def test_half_precision_is_summed_in_float32(kept: int) -> None:
         assert float((one.double() - other).abs().max()) < 0.01 * float(other.abs().max())
 
 
+@pytest.mark.parametrize("sharpness", [0.3, 3.0, 12.0])
+def test_kept_probabilities_give_confident_tokens_their_gradient(sharpness: float) -> None:
+    """Where a token is nearly certain, what is left to 1 is all of its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (sharpness * torch.randn(200, 16, generator=generator)).bfloat16().requires_grad_()
+    weight = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
+    tokens = (hidden @ weight.t()).argmax(1)
+    exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
+    along = torch.linspace(0.5, 2, 200)
+    wanted = torch.autograd.grad(plainly(*exact, tokens, 1.0)[0] @ along.double(), exact)
+    errors = {}
+    for kept in (0, 200):
+        logprobs_A, _ = linear_logprobs(hidden, weight, tokens, 1.0, rows=64, kept=kept)
+        found = torch.autograd.grad(logprobs_A @ along, [hidden, weight])
+        errors[kept] = [
+            float((f.double() - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)
+        ]
+    assert all(one < 2 * other + 1e-3 for one, other in zip(errors[200], errors[0], strict=True))
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden = torch.randn(5, 8).requires_grad_()
     weight = torch.randn(11, 8)

@@ -14,7 +14,7 @@ import torch
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.training import models
-from ludus.training.models import device_of, dtype_of, load_model
+from ludus.training.models import check_source, device_of, dtype_of, load_model
 from ludus.training.pretrained import LISTING, SHORT_NAMES, cache_folder, converted, located
 from ludus.training.recipe import ModelConfig
 
@@ -175,7 +175,7 @@ def test_what_is_no_model_says_so(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         located(str(tmp_path / "none.gguf"))
     (tmp_path / "junk.gguf").write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match="cannot be read as a GGUF"):
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
         located(str(tmp_path / "junk.gguf"))
     write_gguf(tmp_path / "cut.gguf")
     sound = (tmp_path / "cut.gguf").read_bytes()
@@ -308,3 +308,22 @@ def test_smollm2_speaks(cache: Path) -> None:
     assert said[-1] == 2
     listed = json.loads((Path(located("smollm2")) / LISTING).read_text())
     assert listed["files"]["model.safetensors"] > 250e6
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"name": "nope.gguf"}, "there is no file"),
+        ({"name": "junk.gguf"}, "is not a GGUF file"),
+        ({"name": "empty"}, "without a config.json"),
+        ({"name": "./nowhere"}, "there is no such folder"),
+        ({"name": "some/model", "device": "meta"}, "models run on cpu and cuda"),
+    ],
+)
+def test_what_cannot_be_loaded_is_found_out_without_loading(tmp_path, monkeypatch, model, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "junk.gguf").write_text("junk")
+    with pytest.raises(ConfigError, match=message):
+        check_source(ModelConfig(**model))
+    check_source(ModelConfig(name="somebody/model"))  # a hub's name can be anything

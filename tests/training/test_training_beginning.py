@@ -12,10 +12,11 @@ import pytest
 import ludus
 from conftest import TINY, even, expert, tasks
 from ludus.core.failures import ConfigError
+from ludus.training.beginning import check_parts
 
 RL = {"kind": "rl", "steps": 1, "tasks": 2, "attempts": 2}
 SFT = {"kind": "sft", "steps": 1}
-DPO = {"kind": "dpo", "steps": 1, "tasks": 2, "attempts": 2}
+INF, NAN = float("inf"), float("nan")
 
 
 def refused(tmp_path: Path, *stages: dict[str, Any], **other: Any) -> str:
@@ -50,9 +51,11 @@ def test_files_of_later_stages_are_looked_at_first(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing.jsonl")
     later = {**SFT, "demonstrations": missing}
     assert "nothing.jsonl" in refused(tmp_path, SFT, RL, later, demonstrations=expert)
-    assert "nothing.jsonl" in refused(tmp_path, RL, {**DPO, "pairs": missing})
+    given = {"kind": "dpo", "steps": 1}
+    said = refused(tmp_path, RL, {**given, "pairs": missing})
+    assert said.startswith("stage.1.pairs: ") and "nothing.jsonl" in said
     (tmp_path / "bad.jsonl").write_text(json.dumps({"chosen": []}))
-    assert "line 1" in refused(tmp_path, RL, {**DPO, "pairs": str(tmp_path / "bad.jsonl")})
+    assert "line 1" in refused(tmp_path, RL, {**given, "pairs": str(tmp_path / "bad.jsonl")})
 
 
 def test_a_model_behind_an_address_can_be_evaluated_only(tmp_path: Path) -> None:
@@ -78,3 +81,131 @@ def test_lists_without_tables(tmp_path: Path, name: str) -> None:
         ludus.train(recipe)
     with pytest.raises(ConfigError, match=rf"{name} = \[\] has no table"):
         ludus.training.load_recipe(recipe)
+
+
+def moving(setting: str, *values: float) -> dict[str, Any]:
+    schedule = [[step, value] for step, value in enumerate(values)]
+    return {**RL, "curriculum": [{"setting": setting, "schedule": schedule}]}
+
+
+def graded(*difficulties: float | None) -> list[ludus.Task]:
+    return [
+        ludus.Task.of("1?", id=str(n), **({} if level is None else {"difficulty": level}))
+        for n, level in enumerate(difficulties)
+    ]
+
+
+def test_a_curriculum_of_what_there_is_not(tmp_path: Path) -> None:
+    said = refused(tmp_path, SFT, moving("rewards.strictness", 0.5), demonstrations=expert)
+    assert said.startswith("stage.1.curriculum.0 moves rewards.strictness, but no reward takes it")
+    said = refused(tmp_path, RL, moving("tasks.difficulty", 1))
+    assert said.startswith("stage.1.curriculum.0 moves tasks.difficulty, but no task has a difficulty")
+    said = refused(tmp_path, RL, moving("tasks.difficulty", 3, 1), tasks=graded(2, 3))
+    assert said.startswith(
+        "stage.1.curriculum.0: no task of the set 'tasks' has a difficulty of at most 1"
+    )
+    assert "'hard'" in refused(tmp_path, RL, moving("tasks.difficulty", 1), tasks=graded("hard"))
+
+
+def test_curricula_that_can_be_run_are_not_refused() -> None:
+    def strict(answer: str, *, strictness: float = 0.0) -> float:
+        return strictness
+
+    tables = {name: table for name, table in TINY.items() if name != "rl"}
+    stages = [moving("tasks.difficulty", 1, 2), moving("rewards.strictness", 0.5, 1)]
+    recipe = ludus.training.Recipe.parse({**tables, "stage": stages})
+    parts = ludus.training.Parts(tasks=graded(None, 2), rewards=[ludus.reward(strict)])
+    check_parts(recipe, parts)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        (
+            {"stage": [RL, {**RL, "optimizer": {"betas": [0.9, 1.0]}}]},
+            "stage.1.optimizer.betas.1: must be",
+        ),
+        (
+            {"stage": [{**SFT, "optimizer": {"betas": [-0.1, 0.9]}}]},
+            "stage.0.optimizer.betas.0: must be",
+        ),
+        ({"rl": {"optimizer": {"learning_rate": INF}}}, "rl.optimizer.learning_rate: must be a finite"),
+        ({"budgets": {"max_seconds": INF}}, "budgets.max_seconds: must be a finite number"),
+        ({"evaluation": {"temperature": NAN}}, "evaluation.temperature: must be"),
+        ({"stage": [{"kind": "rejection", "threshold": -INF}]}, "stage.0.threshold: must be a finite"),
+        ({"rewards": [{"reward": "f1", "weight": INF}]}, "rewards.0.weight: must be a finite number"),
+        ({"rl": {"loss_options": {"clip_low": NAN}}}, "rl: the options of the loss"),
+        (
+            {"stage": [{"kind": "rejection", "keep": 9}]},
+            "stage.0: keep = 9 episodes of a task cannot be",
+        ),
+        ({"stage": [{"kind": "dpo", "pairs": "x", "attempts": 8}]}, "stage.0: attempts would have no"),
+        (
+            {"stage": [{"kind": "dpo", "pairs": "x", "margin": 1}]},
+            "stage.0: margin would have no effect",
+        ),
+        ({"stage": [{"kind": "dpo", "batch": 2}]}, "stage.0: batch would have no effect"),
+        (
+            {"rl": {"algorithm": "ppo", "steps": 5, "critic": {"warmup_steps": 5}}},
+            "rl: critic.warmup_steps = 5 leaves none of 5 step(s)",
+        ),
+        (
+            {"rl": {"overlong": {"longest": 4097, "buffer": 512}}},
+            "rl.overlong.longest: no episode says 4097 tokens; the budgets end it after 4096",
+        ),
+        (
+            {"rl": {"algorithm": "reinforce", "attempts": 1, "refill": {}}},
+            "rl: refill replaces groups whose rewards are all equal",
+        ),
+        ({"rl": {"algorithm": "dr_grpo"}}, "rl: dr_grpo divides by a fixed length"),
+        ({"rl": {"optimizer": {"activation_memory": True}}}, "rl.optimizer.activation_memory: must be"),
+        ({"stage": [{"kind": "eval", "pass_at": [9]}]}, "stage.0.pass_at: pass@k needs k attempts"),
+    ],
+)
+def test_what_cannot_be_or_has_no_effect_is_refused_in_one_line(
+    tables: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        ludus.training.Recipe.parse({"model": {"scratch": {}}, **tables})
+    said = str(error.value).splitlines()[1:]
+    assert said[0].startswith(f"  {line}"), said
+    assert sum(text.startswith("  ") and not text.startswith("    ") for text in said) == 1
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"rl": {"algorithm": "dr_grpo", "aggregation": "token"}},
+        {"rl": {"algorithm": "dr_grpo", "aggregation_options": {"length": 64}}},
+        {"rl": {"overlong": {"longest": 4096, "buffer": 512}}},
+        {
+            "rl": {
+                "overlong": {"longest": 5000, "buffer": 512},
+                "curriculum": [{"setting": "budgets.max_turns", "schedule": [[0, 2], [9, 12]]}],
+            }
+        },
+        {"rl": {"optimizer": {"activation_memory": 2, "betas": [0, 0.95]}}},
+        {"stage": [{"kind": "dpo", "pairs": "x.jsonl", "batch": 2}, {"kind": "dpo", "attempts": 8}]},
+    ],
+)
+def test_what_has_an_effect_is_accepted(tables: dict[str, Any]) -> None:
+    recipe = ludus.training.Recipe.parse({"model": {"scratch": {}}, **tables})
+    assert ludus.training.Recipe.parse(recipe.model_dump(mode="json")) == recipe, "as a run is resumed"
+
+
+def test_an_unreachable_length_is_measured_by_the_largest_of_the_sets() -> None:
+    sets = [
+        {"name": "a", "train": "a.jsonl", "budgets": {"max_turns": 2}},
+        {"name": "b", "train": "b.jsonl", "budgets": {"max_turns": 3, "max_turn_tokens": 100}},
+    ]
+    raw = {"model": {"scratch": {}}, "task_sets": sets}
+    ludus.training.Recipe.parse({**raw, "rl": {"overlong": {"longest": 1024, "buffer": 9}}})
+    with pytest.raises(ConfigError, match="after 1024"):
+        ludus.training.Recipe.parse({**raw, "rl": {"overlong": {"longest": 1025, "buffer": 9}}})
+
+
+def test_missing_files_are_named_by_their_key(tmp_path: Path) -> None:
+    tables = {name: table for name, table in TINY.items() if name != "rl"}
+    missing = str(tmp_path / "nothing.jsonl")
+    with pytest.raises(ConfigError, match=r"^tasks\.train: .*nothing"):
+        ludus.training.load_parts(ludus.training.Recipe.parse({**tables, "tasks": {"train": missing}}))

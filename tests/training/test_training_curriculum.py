@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
@@ -68,6 +68,7 @@ def test_it_can_fall_and_follow_any_metric() -> None:
 def test_values_stay_between_start_and_stop_and_go_one_way(
     start: float, stop: float, by: float, over: int, shown: list[float]
 ) -> None:
+    assume(start != stop)
     curriculum = Curriculum(
         [adaptive("tasks.difficulty", start=start, stop=stop, by=by, above=0.5, over=over)]
     )
@@ -128,3 +129,62 @@ def test_a_metric_that_there_is_not_is_refused() -> None:
         CurriculumConfig.parse(
             {"setting": "budgets.max_turns", "adaptive": {**adaptive, "metric": "sucess"}}
         )
+
+
+@pytest.mark.parametrize(
+    ("setting", "how", "said"),
+    [
+        (TURNS, {"schedule": [[0, 2], [5, 0]]}, "budgets.max_turns: must be greater than or equal to 1"),
+        (TURNS, {"schedule": [[0, 0.5]]}, "budgets.max_turns: must be a whole number (given: 0.5)"),
+        ("budgets.max_tokens", {"schedule": [[0, 1]]}, "must be greater than or equal to 2"),
+        (
+            TURNS,
+            {"adaptive": {"start": 0, "stop": 2, "by": 1, "above": 1}},
+            "budgets.max_turns: must be",
+        ),
+        (
+            TURNS,
+            {"adaptive": {"start": 3, "stop": -1, "by": 1, "above": 1}},
+            "budgets.max_turns: must be",
+        ),
+        (TURNS, {"adaptive": {"start": 1, "stop": 2, "by": 0.5, "above": 1}}, "by whole numbers"),
+        (TURNS, {"adaptive": {"start": 2, "stop": 2, "by": 1, "above": 1}}, "would never move"),
+        (
+            TURNS,
+            {"adaptive": {"start": 1, "stop": 2, "by": 1, "above": 1, "metric": "eval/success"}},
+            "no metric of a step",
+        ),
+    ],
+)
+def test_what_a_budget_cannot_be_is_refused_when_it_is_read(
+    setting: str, how: dict[str, Any], said: str
+) -> None:
+    stages = [{"kind": "rl"}, {"kind": "rl", "curriculum": [{"setting": setting, **how}]}]
+    with pytest.raises(ConfigError) as error:
+        Recipe.parse({"model": {"scratch": {}}, "stage": stages})
+    _, line = str(error.value).splitlines()
+    assert line.startswith("  stage.1.curriculum.0") and said in line
+
+
+@pytest.mark.parametrize(
+    ("metric", "names", "fits"),
+    [
+        ("sets/sums/success", ["sums", "words"], True),
+        ("sets/smus/success", ["sums", "words"], False),
+        ("sets/sums/sucess", ["sums", "words"], False),
+        ("sets/sums/success", ["sums"], False),
+        ("sets/sums/success", [], False),
+    ],
+)
+def test_a_set_that_there_is_not_decides_nothing(metric: str, names: list[str], fits: bool) -> None:
+    how = {"start": 1, "stop": 2, "by": 1, "above": 1, "metric": metric}
+    raw = {
+        "model": {"scratch": {}},
+        "task_sets": [{"name": name, "train": "x.jsonl"} for name in names],
+        "rl": {"curriculum": [{"setting": TURNS, "adaptive": how}]},
+    }
+    if fits:
+        Recipe.parse(raw)
+        return
+    with pytest.raises(ConfigError, match=r"\n  rl\.curriculum\.0\.adaptive\.metric: no step has"):
+        Recipe.parse(raw)

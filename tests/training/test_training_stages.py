@@ -233,6 +233,22 @@ def test_nothing_worth_imitating_is_said(tmp_path: Path) -> None:
         run(tmp_path / "run", {**REJECTION, "threshold": 2.0})
 
 
+def test_nothing_to_prefer_is_said(tmp_path: Path) -> None:
+    """After the last step, as for rejection sampling; and a run that was cut off before knows of it."""
+
+    @ludus.reward
+    async def same(trajectory: ludus.Trajectory) -> float:
+        return 1.0
+
+    said = r"in 2 step\(s\), no two attempts at a task differed in reward, so there was no pair"
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path / "run", DPO, rewards=[same])
+    rows = RunFolder(tmp_path / "run").metrics()
+    assert [row["dpo/pairs"] for row in rows if "dpo/pairs" in row] == [0]
+    with pytest.raises(ConfigError, match=said):
+        ludus.train(resume=tmp_path / "run", **code(rewards=[same]))
+
+
 @pytest.mark.parametrize("lucky", [1, 2])
 def test_a_round_without_successes_is_passed_over(tmp_path: Path, lucky: int) -> None:
     """Whether it is the first or the last one; and a run that is stopped in it knows that it was so."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ludus.algos.aggregate import Aggregation
+from ludus.algos.blaming import called
 from ludus.algos.credit import Credit, Estimate, Estimator, Need
 from ludus.algos.importance import Correction
 from ludus.algos.losses import Metrics, PolicyLoss, Sampled
@@ -21,8 +22,8 @@ def checked_estimator(name: str, estimate: Estimator, needs: frozenset[Need]) ->
     """The estimator; what it returns must be an `Estimate` of this batch."""
 
     def checked(credit: Credit) -> Estimate:
-        found: Any = estimate(credit)
         who = f"the estimator {name!r}"
+        found: Any = called(who, estimate, credit)
         if not isinstance(found, Estimate):
             raise ConfigError(
                 f"{who} returned {_described(found)}; an Estimate is wanted: credit.spread(advantages_N), "
@@ -46,8 +47,8 @@ def checked_loss(name: str, loss: PolicyLoss) -> PolicyLoss:
     """The loss; a loss and metrics for each token are wanted. Whether they are finite, the gradient says."""
 
     def checked(sampled: Sampled) -> tuple[Tensor, Metrics]:
-        found: Any = loss(sampled)
         who, size = f"the loss {name!r}", len(sampled.logprobs_A)
+        found: Any = called(who, loss, sampled)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
             raise ConfigError(f"{who} returned {_described(found)}; (loss_A, metrics_A) is wanted")
         loss_A, metrics = found
@@ -64,8 +65,9 @@ def checked_aggregation(name: str, weigh: Aggregation) -> Aggregation:
     """The aggregation; a weight for each token is wanted."""
 
     def checked(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
-        found: Any = weigh(trajectory_T, trained_T)
-        _check(found, len(trained_T), f"the aggregation {name!r} returned weights", "one for each token")
+        who = f"the aggregation {name!r}"
+        found: Any = called(who, weigh, trajectory_T, trained_T)
+        _check(found, len(trained_T), f"{who} returned weights", "one for each token")
         weight_T: Tensor = found
         return weight_T
 
@@ -76,9 +78,9 @@ def checked_correction(name: str, correction: Correction) -> Correction:
     """The correction; a weight for each token is wanted."""
 
     def checked(sampled: Sampled) -> Tensor:
-        found: Any = correction(sampled)
-        who = f"the correction {name!r} returned weights"
-        _check(found, len(sampled.logprobs_A), who, "one for each trained token")
+        who, size = f"the correction {name!r}", len(sampled.logprobs_A)
+        found: Any = called(who, correction, sampled)
+        _check(found, size, f"{who} returned weights", "one for each trained token")
         weight_A: Tensor = found
         return weight_A
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from ludus.core.failures import ConfigError, LudusError
@@ -20,7 +21,7 @@ from ludus.sandbox import close_shared_sandboxes
 from ludus.tools.library import build_toolset
 from ludus.training import Parts, Recipe, load_parts, load_recipe
 from ludus.training.beginning import check_parts
-from ludus.training.models import fit_tokenizer
+from ludus.training.models import check_source, fit_tokenizer
 from ludus.training.set_building import SetPlan, plans_of
 from ludus.training.workshop import build_rollout, play_expert
 
@@ -30,19 +31,25 @@ SAMPLE = 16
 
 
 def recipe_findings(path: Path, overrides: list[str]) -> Findings:
-    """Everything that can be found out about a recipe without its model, for each of its task sets."""
+    """Everything that can be found out about a recipe without loading its model, for each task set."""
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     findings: Findings = []
-    try:
-        check_parts(recipe, parts)
-    except ConfigError as error:
-        findings.append(("error", str(error)))
+    findings += _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     plans = plans_of(recipe, parts)
     for plan in plans:
         of_set = f"{plan.name}: " if len(plans) > 1 else ""
         findings += [(severity, of_set + text) for severity, text in _set_findings(plan)]
     return findings
+
+
+def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
+    """What a check that would end a run has to say."""
+    try:
+        check(*arguments)
+    except LudusError as error:
+        return [("error", str(error))]
+    return []
 
 
 def _set_findings(plan: SetPlan) -> Findings:

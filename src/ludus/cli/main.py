@@ -134,7 +134,8 @@ def evaluate(
     out: Out = None,
 ) -> None:
     """Measure models on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
-    from ludus.cli.playing import Options, StudyOptions, run_evaluation
+    from ludus.cli.play_options import Options, StudyOptions
+    from ludus.cli.playing import run_evaluation
 
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
@@ -151,8 +152,9 @@ def rollout(
     ],
     overrides: Overrides = None,
     model: Model = None,
-    task_set: Annotated[
-        str | None, typer.Option("--set", help="Play this task set alone, where there are several.")
+    task_sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Play this task set, where there are several; repeatable."),
     ] = None,
     tasks: Tasks = 2,
     attempts: Attempts = 1,
@@ -166,12 +168,13 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes on training tasks and look at them: `ludus rollout runs/safe-001 --tasks 3`."""
-    from ludus.cli.playing import Options, run_rollout
+    from ludus.cli.play_options import Options
+    from ludus.cli.playing import run_rollout
 
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    run_rollout(recipe, overrides or [], model, task_set, options)
+    run_rollout(recipe, overrides or [], model, task_sets or [], options)
 
 
 def run() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from ludus.cli.play_options import Options, StudyOptions
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
-from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
-from ludus.engine.remote import RemoteOptions, is_address
+from ludus.engine.remote import is_address
 from ludus.observe import (
     RunFolder,
     episode_text,
@@ -55,57 +53,6 @@ SHOWN = {
     "failures": "failures of ours",
 }
 """The numbers of the table, and what they are called there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What both commands take; None leaves it to the recipe."""
-
-    tasks: int | None
-    attempts: int | None
-    temperature: float | None
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    seed: int
-    show: int
-    out: Path | None
-
-    def sampling(self, temperature: float) -> Sampling:
-        return Sampling(
-            temperature=self.temperature if self.temperature is not None else temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StudyOptions:
-    """What `ludus eval` takes beside what both commands take."""
-
-    models: Sequence[str]
-    against: str | None
-    turns: str | None
-    pass_at: str | None
-    by: str | None
-    results: Path | None
-    tokenizer: str | None
-    prompt: str
-    request: str | None
-
-    def remote(self) -> RemoteOptions:
-        if self.prompt not in ("tokens", "text"):
-            raise ConfigError(f"--prompt is tokens or text, not {self.prompt!r}")
-        try:
-            fields = json.loads(self.request or "{}")
-        except ValueError as error:
-            raise ConfigError(f"--request is a JSON object: {error}") from None
-        if not isinstance(fields, dict):
-            raise ConfigError("--request is a JSON object, such as '{\"top_k\": 20}'")
-        return RemoteOptions(prompt="text" if self.prompt == "text" else "tokens", request=fields)
 
 
 def run_evaluation(
@@ -226,15 +173,15 @@ def _show(console: Console, study: Study, options: Options) -> None:
 
 
 def run_rollout(
-    source: Path, overrides: list[str], model: str | None, task_set: str | None, options: Options
+    source: Path, overrides: list[str], model: str | None, task_sets: Sequence[str], options: Options
 ) -> None:
-    """Play training tasks, of all sets or of one."""
+    """Play training tasks, of all sets or of those that are named."""
     recipe, parts = load(source, overrides, model)
     tasks = {one.name: one.parts.tasks[: options.tasks] for one in plans_of(recipe, parts)}
-    if task_set is not None:
-        if task_set not in tasks:
-            raise ConfigError(f"there is no task set {task_set!r}; there are: {', '.join(tasks)}")
-        tasks = {task_set: tasks[task_set]}
+    for name in task_sets:
+        if name not in tasks:
+            raise ConfigError(f"there is no task set {name!r}; there are: {', '.join(tasks)}")
+    tasks = {name: own for name, own in tasks.items() if not task_sets or name in task_sets}
     if not any(tasks.values()):
         raise ConfigError(f"{source} names no tasks: set tasks.train")
     if model is None and not source.is_dir():
@@ -249,6 +196,7 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(f"{source} is neither a recipe (a TOML file) nor a run's folder{hint}")
     if source.is_dir():
+        _refuse_checkpoint(source)
         raw = apply_overrides(RunFolder(source).recipe(), overrides)
         recipe = Recipe.parse(raw, f"{source}/recipe.json")
         model = model or str(source)
@@ -259,6 +207,16 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
             raise ConfigError("a model behind an address can be evaluated only: ludus eval")
         recipe = asyncio.run(player_of(model, recipe)).recipe(recipe)
     return recipe, load_parts(recipe)
+
+
+def _refuse_checkpoint(source: Path) -> None:
+    """A checkpoint is a model; the recipe is with the run that it belongs to."""
+    run = RunFolder(source.resolve().parent.parent)
+    if not RunFolder(source).is_run and source.resolve().parent == run.checkpoints_path and run.is_run:
+        raise ConfigError(
+            f"{source} is a checkpoint, which knows its model and not its recipe: give the run's folder, and "
+            f"the checkpoint as the model: {source.parent.parent} -m {source}"
+        )
 
 
 def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], options: Options) -> None:

@@ -15,17 +15,21 @@ from ludus.core.messages import Json
 
 
 class Config(BaseModel):
-    """A table of settings. Unknown keys and wrong types are errors."""
+    """A table of settings. Unknown keys, wrong types and numbers that are not finite are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,  # nothing is computed with them, and JSON cannot hold them
     )
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: str = "the recipe") -> Self:
         """A validated config, or a `ConfigError` that lists everything that is wrong with `raw`."""
         try:
-            return cls.model_validate(dict(raw), strict=False)
+            return cls.model_validate(dict(raw))
         except ValidationError as error:
             lines = explained(cls, error.errors())
             raise ConfigError("\n".join([f"{source} has {len(lines)} problem(s):", *lines])) from None

@@ -36,7 +36,10 @@ def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
     for problem in problems:
         where, text, given = _explain(model, dict(problem))
         lines.setdefault((where, given), []).append(text)
-    return [f"  {where}: {_joined(texts)}{given}" for (where, given), texts in lines.items()]
+    return [
+        f"  {where}: {_joined(texts)}{given}" if where else f"  {_joined(texts)}{given}"
+        for (where, given), texts in lines.items()
+    ]
 
 
 def _joined(texts: Sequence[str]) -> str:
@@ -54,6 +57,9 @@ def _explain(model: type[BaseModel], problem: Json) -> tuple[str, str, str]:
         path, tables = _follow(model, location[:-1])
         return _dotted([*path, location[-1]]), _unknown(str(location[-1]), tables), ""
     path, _ = _follow(model, location)
+    if kind == "value_error":  # one about the whole names its keys itself
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        return _dotted(path), message.replace("\n", "\n  "), ""
     where = _dotted(path) or "(the whole)"
     if kind == "missing":
         return where, "must be given", ""
@@ -68,9 +74,6 @@ def _explain(model: type[BaseModel], problem: Json) -> tuple[str, str, str]:
         tag = str(told["discriminator"]).strip("'")
         text = f"must be one of {', '.join(map(repr, known))}{hint}"
         return _dotted([*path, tag]), text, f" (given: {told['tag']!r:.80})"
-    if kind == "value_error":
-        message = str(problem["msg"]).removeprefix("Value error, ")
-        return where, message.replace("\n", "\n  "), ""
     return where, _wanted(kind, str(problem["msg"])), given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,21 +47,21 @@ class Sampling:
         # made for every action of every episode, so the usual case is one expression
         if (
             self.max_tokens >= 1
-            and self.temperature >= 0
+            and 0 <= self.temperature < math.inf
             and 0 < self.top_p <= 1
             and self.top_k >= 0
             and 0 <= self.min_p <= 1
-            and self.repetition_penalty > 0
+            and 0 < self.repetition_penalty < math.inf
             and all(self.stop)
         ):
             return
         checks = {
             "max_tokens": self.max_tokens >= 1,
-            "temperature": self.temperature >= 0,
+            "temperature": 0 <= self.temperature < math.inf,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
             "stop": all(self.stop),
         }
         for name, good in checks.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ def use_ludus_attention(model: nn.Module) -> None:
     """
     inner = unwrapped(model)
     decoder_of(model)
+    _check_rotation(model)
     if inner.config._attn_implementation == NAME:
         return
     before = inner.config._attn_implementation
@@ -93,6 +94,17 @@ def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
                 f"attention for the window {windows.get(layer)}: contexts longer than the window would be "
                 "read wrongly"
             )
+
+
+def _check_rotation(model: nn.Module) -> None:
+    """Some rotary embeddings go by the longest sequence of a batch: neighbours would change a result."""
+    given = getattr(text_config(model), "rope_parameters", None) or {}
+    tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]
+    if any(table.get("rope_type") == "longrope" for table in tables):
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} has rotary embeddings of the kind 'longrope', which "
+            "change with the longest sequence of a batch: results would depend on what is computed beside them"
+        )
 
 
 def _one_by_one(model: nn.Module) -> Tensor:

@@ -7,7 +7,13 @@ kernels; everywhere else it runs as the torch operations it stands for. `unavail
 from ludus.kernels.attention import paged_decode, paged_prefill
 from ludus.kernels.gating import silu_mul
 from ludus.kernels.linear import linear_float32
-from ludus.kernels.logprobs import logit_gradient, probabilities, summarise_logits, token_logprobs
+from ludus.kernels.logprobs import (
+    kept_gradient,
+    logit_gradient,
+    probabilities,
+    summarise_logits,
+    token_logprobs,
+)
 from ludus.kernels.norm import add_rms_norm, rms_norm
 from ludus.kernels.rotary import rotate, rotate_and_store
 from ludus.kernels.sampling import sample
@@ -15,6 +21,7 @@ from ludus.kernels.support import unavailable
 
 __all__ = [
     "add_rms_norm",
+    "kept_gradient",
     "linear_float32",
     "logit_gradient",
     "paged_decode",

@@ -32,11 +32,7 @@ def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Ten
 
 
 def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distribution of each row, given what `summarise_logits` found.
-
-    Rounded to half precision a probability keeps its relative error small, however unlikely the token; a
-    logit does not.
-    """
+    """The distribution of each row, given what `summarise_logits` found."""
     if unavailable(logits_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
@@ -45,45 +41,50 @@ def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, dtype: t
 
 
 def logit_gradient(
-    source_cV: Tensor,
+    logits_cV: Tensor,
     tokens_c: Tensor,
     temperature: float,
     summary: tuple[Tensor, Tensor],
     dlogprobs_c: Tensor,
     dentropies_c: Tensor,
     dtype: torch.dtype,
-    *,
-    are_probabilities: bool = False,
 ) -> Tensor:
-    """The gradient of logits [c, V], given `summarise_logits` of them and the gradients of both results.
-
-    The source is the logits, or the `probabilities` that they give.
-    """
+    """The gradient of the logits [c, V], given `summarise_logits` of them and the gradients of both results."""
     lse_c, entropies_c = summary
-    if unavailable(source_cV.device) is None:
+    if unavailable(logits_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
         return logprobs.gradient(
-            source_cV,
-            tokens_c,
-            temperature,
-            lse_c,
-            entropies_c,
-            dlogprobs_c,
-            dentropies_c,
-            dtype,
-            are_probabilities=are_probabilities,
+            logits_cV, tokens_c, temperature, lse_c, entropies_c, dlogprobs_c, dentropies_c, dtype
         )
-    if are_probabilities:
-        p_cV = source_cV.float()
-        logp_cV = p_cV.log()
-    else:
-        logp_cV = source_cV.float() / temperature - lse_c[:, None]
-        p_cV = logp_cV.exp()
+    logp_cV = logits_cV.float() / temperature - lse_c[:, None]
+    p_cV = logp_cV.exp()
     grad_cV = -dlogprobs_c[:, None] * p_cV
     grad_cV.scatter_add_(1, tokens_c[:, None], dlogprobs_c[:, None].to(grad_cV.dtype))
     spread_cV = torch.where(p_cV > 0, p_cV * (logp_cV + entropies_c[:, None]), 0.0)
     return ((grad_cV - dentropies_c[:, None] * spread_cV) / temperature).to(dtype)
+
+
+def kept_gradient(
+    p_cV: Tensor,
+    tokens_c: Tensor,
+    temperature: float,
+    logprobs_c: Tensor,
+    dlogprobs_c: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the logits that gave these `probabilities`, for a loss of log-probabilities alone.
+
+    Probabilities in half precision are off by a 500th of themselves, as their gradient is anyway; but not
+    what is left to 1, which for the token itself comes from its exact log-probability.
+    """
+    if unavailable(p_cV.device) is None:
+        from ludus.kernels.compiled import logprobs
+
+        return logprobs.kept_gradient(p_cV, tokens_c, temperature, logprobs_c, dlogprobs_c, dtype)
+    slope_cV = -p_cV.float()
+    slope_cV.scatter_(1, tokens_c[:, None], -torch.expm1(logprobs_c)[:, None])
+    return (dlogprobs_c[:, None] * slope_cV / temperature).to(dtype)
 
 
 class _TokenLogprobs(torch.autograd.Function):

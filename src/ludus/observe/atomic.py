@@ -88,6 +88,11 @@ def clean_leftovers(folder: Path) -> list[Path]:
     return leftovers
 
 
+def is_hidden_write(name: str) -> bool:
+    """Whether a file of this name is being written, or was left by a writer that was killed."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
 def _is_abandoned(entry: Path) -> bool:
     match = _LEFTOVER.fullmatch(entry.name)
     if match is None or entry.name in _active:

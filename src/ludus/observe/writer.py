@@ -6,14 +6,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
-from ludus.observe.atomic import atomic_write, clean_leftovers
+from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write
 from ludus.observe.checkpoints import (
     Checkpoint,
     new_checkpoint,
@@ -43,23 +43,42 @@ class RunWriter(RunFolder):
         writer = cls(path)
         if writer.path.exists() and not writer.path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
+        text = _recipe_text(recipe)
+        if writer.path.is_dir():
+            writer._refuse_content()  # before a lock is left in a folder that is somebody else's
         writer.path.mkdir(parents=True, exist_ok=True)
         with writer._locked():
-            if writer.is_run:
-                raise ConfigError(
-                    f"{path} already holds a run; go on with it by --resume, or choose another folder"
-                )
             clean_leftovers(writer.path)
-            if foreign := [entry.name for entry in writer.path.iterdir() if entry.name != _LOCK]:
-                raise ConfigError(
-                    f"{path} is not a run and not empty (it holds {foreign[0]!r}); choose another folder"
-                )
-            atomic_write(writer.path / RECIPE, _recipe_text(recipe))
+            writer._refuse_content()
+            try:
+                atomic_write(writer.path / RECIPE, text)
+            except BaseException:
+                writer._vanish()
+                raise
         return writer
+
+    def _vanish(self) -> None:
+        """Leave no folder in which there is nothing but our lock, which is still held."""
+        self._lock.file.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds something after all
+            self.path.rmdir()
+
+    def _refuse_content(self) -> None:
+        """A new run begins in an empty folder; leftovers of a write that was cut off do not count."""
+        if self.is_run:
+            raise ConfigError(
+                f"{self.path} already holds a run; go on with it by --resume, or choose another folder"
+            )
+        entries = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
+        if foreign := [name for name in entries if name != _LOCK and not is_hidden_write(name)]:
+            raise ConfigError(
+                f"{self.path} is not a run and not empty (it holds {foreign[0]!r}); choose another folder"
+            )
 
     @classmethod
     def create_numbered(cls, name: str, recipe: Mapping[str, Any], *, root: str | Path = "runs") -> Self:
         """Start a run in `<root>/<name>-001`, or the next number that is free."""
+        _recipe_text(recipe)  # what cannot be stored makes no folder
         Path(root).mkdir(parents=True, exist_ok=True)
         stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
         taken = [re.fullmatch(re.escape(stem) + r"-(\d+)", entry.name) for entry in Path(root).iterdir()]

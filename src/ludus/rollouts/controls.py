@@ -36,3 +36,7 @@ class ControlTexts:
     def broken(self, text: str) -> str:
         """`text` with a space inside each control text: changed, but for certain only text."""
         return " ".join(self.cut(text))
+
+    def opened(self, text: str, separator: str) -> str:
+        """`text` with `separator` after every character that a control text could begin with."""
+        return self._start.sub(lambda match: match[0] + separator, text)

@@ -17,9 +17,10 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+from ludus.sandbox.blame import Blame
 from ludus.sandbox.body import Body, first
 from ludus.sandbox.config import Limits
-from ludus.sandbox.errors import CannotFork, SandboxError, SessionLost
+from ludus.sandbox.errors import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.worker import Ending
 
 
@@ -33,6 +34,8 @@ class Stem:
         self._limits, self._places = limits, places
         self._below = below
         self._users = 0
+        self._is_let_go = False
+        self._blame = Blame(limits, body.process)
         self.is_lent = False
         """Whether a branch lives in its files: then they are as that branch makes them."""
         self._lock = asyncio.Lock()
@@ -46,7 +49,7 @@ class Stem:
         self.is_lent = self.is_lent or not copy
         async with self._lock:
             if not self._body.alive:
-                raise SessionLost("what was to be forked is gone")
+                raise self._gone()
             if self._places.locked():
                 raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
             ours, theirs = socket.socketpair()
@@ -69,7 +72,7 @@ class Stem:
         except (TimeoutError, SandboxError) as error:
             await body.end()
             if not self._body.alive:
-                raise SessionLost(f"what was to be forked is gone: {error}") from None
+                raise self._gone() from None
             reason = str(error) or "it did not answer in time"
             raise CannotFork(f"the fork did not come to life: {reason}") from None
         except BaseException:
@@ -92,6 +95,7 @@ class Stem:
         """One user less; without any, the stem is of no use."""
         self._users -= 1
         if not self._users:
+            self._is_let_go = True
             self._body.process.kill()
 
     async def gone(self) -> None:
@@ -122,7 +126,7 @@ class Stem:
         try:
             async with self._lock:
                 said, _ = await self._asked({"op": "ended", "pid": self._pids.get(branch, 0)}, fds=())
-        except (SandboxError, TimeoutError):
+        except (SandboxError, SessionEnded):
             return None
         finally:
             self.release()
@@ -144,11 +148,22 @@ class Stem:
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 await first(request.answered, self._body.process.ended)
-        except BaseException:
+        except BaseException as error:
             self._body.process.kill()  # a fork that nobody will adopt may be under way
+            if isinstance(error, TimeoutError):
+                await asyncio.shield(self._body.process.ended)
+                raise self._gone(hung=True) from None
             raise
         finally:
             self._body.settled()
         if not request.answered.done():
-            raise SessionLost("the session ended while it was forked")
+            raise self._gone()
         return request.answered.result()[0], request.fds
+
+    def _gone(self, *, hung: bool = False) -> SessionLost | SessionEnded:
+        """What to say about a stem that has ended: no code runs in it, but the code's signals still arrive."""
+        reason = self._blame.ours(self._body.process) or ("it was let go" if self._is_let_go else None)
+        if reason is not None:
+            return SessionLost(f"what was to be forked is gone: {reason}")
+        how = "did not let it answer in time, and it was ended" if hung else "has ended it"
+        return SessionEnded(f"the code in what was to be forked {how}", hung=hung)

@@ -68,12 +68,13 @@ class ControlGroup:
 def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> ControlGroup:
     """A group of our own under each hierarchy that lets us; an empty one where none does."""
     pid = os.getpid() if pid is None else pid
+    memory = _memory_bytes(root)
     wanted = {
-        "memory": {"memory.limit_in_bytes": _memory_bytes()},
+        "memory": {"memory.limit_in_bytes": memory},
         "pids": {"pids.max": _MOST_PIDS},
     }
     if (root / "cgroup.controllers").is_file():
-        places = {root: {"memory.max": _memory_bytes(), "pids.max": _MOST_PIDS}}
+        places = {root: {"memory.max": memory, "pids.max": _MOST_PIDS}}
     else:
         places = {root / name: limits for name, limits in wanted.items() if (root / name).is_dir()}
     folders: list[Path] = []
@@ -82,7 +83,7 @@ def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> C
         folder = parent / f"{_PREFIX}{pid}"
         if _is_made(folder, limits):
             folders.append(folder)
-    return ControlGroup(folders, _memory_bytes())
+    return ControlGroup(folders, memory)
 
 
 def _is_made(folder: Path, limits: dict[str, int]) -> bool:
@@ -106,5 +107,31 @@ def _sweep(parent: Path) -> None:
                 folder.rmdir()
 
 
-def _memory_bytes() -> int:
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MEMORY_SHARE)
+def _memory_bytes(root: Path) -> int:
+    """What the sandbox may take of this machine's memory, or of what our own container may have of it."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min([machine, *_own_limits(root)]) * _MEMORY_SHARE)
+
+
+def _own_limits(root: Path) -> list[int]:
+    """The limits on memory of the groups that we are in, in either version, as far as they can be seen."""
+    limits: list[int] = []
+    for folder in _own_folders(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max": no limit
+                limits.append(int((folder / name).read_text()))
+    return [limit for limit in limits if limit > 0]
+
+
+def _own_folders(root: Path) -> set[Path]:
+    """Our group and those around it. A container may be shown its own group as the root, or under its path."""
+    found = {root, root / "memory"}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            home = root / "memory" if controllers else root
+            own = home / path.lstrip("/")
+            found |= {own, *(parent for parent in own.parents if parent.is_relative_to(home))}
+    return found

@@ -32,4 +32,9 @@ class CannotFork(LudusError):
 
 
 class SessionEnded(LudusError):
-    """The code in a session ended it, between two requests: the model's doing, and its state is gone."""
+    """The code in a session ended it or hung it, between two requests: the model's doing; its state is gone."""
+
+    def __init__(self, message: str, *, hung: bool = False) -> None:
+        super().__init__(message)
+        self.hung = hung
+        """Whether it had stopped answering, and was ended for that."""

@@ -4,9 +4,7 @@ Who waits for whom. One execution at a time: a second caller waits for the first
 inside to say that it is done, for its process to end, for its deadline, or for an overflow of its output,
 whichever comes first; a deadline first interrupts, then kills.
 
-Whose doing an end is. The code's, with two exceptions: its worker has died; or it was killed while the kernel
-ended processes for the memory of the whole sandbox. Those are ours (`SessionLost`): whoever exceeds a limit of
-its own is ended for that, with a result that says so.
+Whose doing an end is, `blame` says. A session that stops answering was hung by the code that has run in it.
 """
 
 from __future__ import annotations
@@ -15,11 +13,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ludus.sandbox import given
+from ludus.sandbox.blame import FULL, Blame
 from ludus.sandbox.body import Body, Request, first
 from ludus.sandbox.branches import Stem
 from ludus.sandbox.capture import Capture
@@ -32,10 +31,6 @@ from ludus.sandbox.inside import frames
 
 _GRACE_SECONDS = 0.5
 _WATCH_AFTER_SECONDS = 0.1
-_FULL = (
-    "all sessions together used up the memory of the sandbox's control group, and the kernel ended this one; "
-    "allow fewer at a time (max_sessions) or less memory to each (limits.memory_mb)"
-)
 
 
 @dataclass(slots=True)
@@ -66,8 +61,11 @@ class Session(ClosedAtExit):
         self._closed = False
         self._abandoned = False
         """Whether an execution was cancelled under way, for which its process was ended."""
-        self._kills = body.process.worker.group.kills()
-        """How many the kernel had ended for the memory of all when the latest execution began."""
+        self._has_run = stem is not None
+        """Whether any code has run in it."""
+        self._hung = False
+        """Whether it stopped answering, for which its process was ended."""
+        self._blame = Blame(limits, body.process)
 
     @property
     def alive(self) -> bool:
@@ -78,7 +76,7 @@ class Session(ClosedAtExit):
     def was_ended_inside(self) -> bool:
         """Whether the code in it ended it, or hit a limit for it: the model's doing, not ours."""
         gone = not self._body.alive and not self._closed and not self._abandoned
-        return gone and self._body.process.problem is None and not self._was_sacrificed
+        return gone and self._blame.ours(self._body.process) is None
 
     async def python(
         self, code: str, *, stdin: str = "", wall_seconds: float | None = None
@@ -117,7 +115,10 @@ class Session(ClosedAtExit):
         return await self._file({"op": "read", "path": path, "most": max_bytes}, b"", max_bytes)
 
     async def fork(self) -> Session:
-        """A second live session with the same variables and files. `CannotFork` says what stands in the way."""
+        """A second live session with the same variables and files. `CannotFork` says what stands in the way.
+
+        `SessionEnded` when the code has ended this one, or does not let it answer; so does `snapshot`.
+        """
         return await undisturbed(self._fork())
 
     async def snapshot(self) -> Snapshot:
@@ -131,7 +132,7 @@ class Session(ClosedAtExit):
             if stem is not None and self._is_stem_state and (self._has_stem_files or not stem.is_lent):
                 twin = await stem.branch(copy=True)
             else:
-                twin = await self._split()
+                twin = await self._asked_itself(self._split())
             return Session(twin, self.limits, self._places, self._stem)
 
     async def _snapshot(self) -> Snapshot:
@@ -139,7 +140,8 @@ class Session(ClosedAtExit):
             self._check()
             if self._stem is None or not self._is_stem_state or self._stem.is_lent:
                 stem = self._as_stem()
-                self._go_on(await stem.branch(copy=True), stem, has_stem_files=False)
+                branch = await self._asked_itself(stem.branch(copy=True))
+                self._go_on(branch, stem, has_stem_files=False)
             assert self._stem is not None
             return Snapshot(self._stem, self.limits, self._places)
 
@@ -178,6 +180,14 @@ class Session(ClosedAtExit):
         assert isinstance(twin, Body)
         return twin
 
+    async def _asked_itself(self, branching: Awaitable[Body]) -> Body:
+        """What comes of asking our own process for a branch, remembering that it did not answer."""
+        try:
+            return await branching
+        except SessionEnded as ended:
+            self._hung = ended.hung
+            raise
+
     def _as_stem(self) -> Stem:
         return Stem(self._body, self.limits, self._places, self._stem)
 
@@ -196,8 +206,8 @@ class Session(ClosedAtExit):
             if self.was_ended_inside:
                 return await self._gone()
             self._check()
-            self._is_stem_state = False
-            self._kills = self._body.process.worker.group.kills()
+            self._is_stem_state, self._has_run = False, True
+            self._blame.begin(self._body.process)
             started = time.monotonic()
             running = _Running()
             standard_input = given.standard_input(stdin)
@@ -237,6 +247,8 @@ class Session(ClosedAtExit):
         ending = self._body.process.ended.result()
         if self._stem is not None:
             ending = await self._stem.ending(self._body)
+        if self._hung:
+            return Execution(Outcome.TIMEOUT, seconds=self.limits.wall_seconds, lost=True)
         return replace(unfinished(ending, None, self.limits), lost=True)
 
     async def _outcome(self, running: _Running, wall: float, *, polite: bool) -> Execution:
@@ -263,9 +275,9 @@ class Session(ClosedAtExit):
         if request.answered.done() and running.stopped is not Outcome.OUTPUT:
             header, _ = request.answered.result()
             said = execution_of(header, running.stopped)
-            if not looks_killed(said) or not self._is_group_full:
+            if not looks_killed(said) or not self._blame.is_group_full(process):
                 return said
-            process.problem = _FULL
+            process.problem = FULL
             process.kill()  # something in it was ended that should have gone on
             await asyncio.shield(process.ended)
         if process.problem is not None:
@@ -274,25 +286,10 @@ class Session(ClosedAtExit):
         if self._stem is not None:
             ending = await self._stem.ending(self._body)
         said = unfinished(ending, running.stopped, self.limits)
-        if looks_killed(said) and self._is_group_full:
-            raise SessionLost(f"a session was lost: {_FULL}")
+        if looks_killed(said) and self._blame.is_group_full(process):
+            process.problem = FULL
+            raise SessionLost(f"a session was lost: {FULL}")
         return said
-
-    @property
-    def _is_group_full(self) -> bool:
-        """Whether the kernel has just ended somebody for the memory of all. Not where we alone may fill it."""
-        group = self._body.process.worker.group
-        return group.kills() > self._kills and self.limits.memory_mb << 20 < group.memory_bytes
-
-    @property
-    def _was_sacrificed(self) -> bool:
-        """Whether it was ended between two requests, to make room for others."""
-        process = self._body.process
-        if not process.ended.done() or process.was_killed:
-            return False
-        return (
-            looks_killed(unfinished(process.ended.result(), None, self.limits)) and self._is_group_full
-        )
 
     def _deadline(self, running: _Running, polite: bool) -> None:
         assert running.request is not None
@@ -313,25 +310,21 @@ class Session(ClosedAtExit):
     async def _file(self, header: dict[str, Any], body: bytes, most_body: int) -> bytes:
         """A request about a file, which is answered from inside at once."""
         async with self._lock:
-            if self.was_ended_inside:
-                raise SessionEnded("the code in the session has ended it")
             self._check()
             self._is_stem_state = self._is_stem_state and header["op"] == "read"
             request = self._body.ask(header, body, most_body=most_body)
             try:
                 async with asyncio.timeout(self.limits.wall_seconds):
                     await first(request.answered, self._body.process.ended)
-            except BaseException as error:
+            except TimeoutError:
+                raise await self._silent() from None
+            except BaseException:
                 self._abandoned = True
                 self._body.process.kill()  # what it would answer later belongs to nobody
-                if isinstance(error, TimeoutError):
-                    raise SessionLost("a session did not answer in time and was ended") from None
                 raise
             finally:
                 self._body.settled()
             if not request.answered.done():
-                if self.was_ended_inside:
-                    raise SessionEnded("the code in the session has ended it")
                 self._check()
             said, content = request.answered.result()
         if said.get("done") != "ok":
@@ -340,15 +333,30 @@ class Session(ClosedAtExit):
             raise OSError(code, str(said.get("error"))[:500], header["path"])
         return content
 
+    async def _silent(self) -> SessionEnded | SessionLost:
+        """What to say about a session that does not answer, once it is ended."""
+        process = self._body.process
+        if not self._has_run:
+            process.problem = process.problem or "it did not answer in time and was ended"
+        self._hung = self._has_run
+        process.kill()
+        await asyncio.shield(process.ended)
+        return self._gone_for_good()
+
     def _check(self) -> None:
         if self._closed:
             raise SessionLost("the session is closed")
         if self._abandoned:
             raise SessionLost("the session was ended because an execution in it was cancelled")
         if not self._body.alive:
-            full = _FULL if self._was_sacrificed else None
-            reason = self._body.process.problem or full or "its process is gone"
-            raise SessionLost(f"the session has ended: {reason}")
+            raise self._gone_for_good()
+
+    def _gone_for_good(self) -> SessionEnded | SessionLost:
+        reason = self._blame.ours(self._body.process)
+        if reason is not None:
+            return SessionLost(f"the session has ended: {reason}")
+        how = "did not let it answer in time, and it was ended" if self._hung else "has ended it"
+        return SessionEnded(f"the code in the session {how}", hung=self._hung)
 
 
 class Snapshot(ClosedAtExit):
@@ -363,6 +371,9 @@ class Snapshot(ClosedAtExit):
         """A new session that goes on from that moment."""
         if self._closed:
             raise SessionLost("the snapshot is closed")
+        return await undisturbed(self._restore())
+
+    async def _restore(self) -> Session:
         return Session(await self._stem.branch(copy=True), self._limits, self._places, self._stem)
 
     async def close(self) -> None:

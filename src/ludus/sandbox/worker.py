@@ -74,6 +74,8 @@ class Process:
 
     def kill(self) -> None:
         """End it and all it started; `ended` tells when that is done."""
+        if self.ended.done():
+            return
         self.was_killed = True
         self.worker.tell({"op": "kill", "id": self.number})
 

@@ -48,7 +48,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> nn.Module:
     """The model with a new adapter, which changes nothing yet. `base` is what the model is loaded by."""
-    peft = _peft()
+    peft = require_peft()
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -83,7 +83,7 @@ def base_of(folder: Path) -> str:
 
 def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> nn.Module:
     """The base model with the adapter of a folder, ready to be trained further."""
-    peft = _peft()
+    peft = require_peft()
     settings = peft.LoraConfig.from_pretrained(str(folder))
     if config is not None:
         given = (config.rank, config.alpha, set(_targets(model, config)))
@@ -112,7 +112,7 @@ def save_adapter(folder: Path, model: nn.Module) -> None:
     """Write an adapter as peft reads it."""
     adapted: Any = model
     settings = adapted.peft_config["default"]
-    state = _peft().get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    state = require_peft().get_peft_model_state_dict(adapted, save_embedding_layers=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
     settings.inference_mode = (
@@ -247,7 +247,8 @@ def _checked(model: nn.Module) -> nn.Module:
     return model
 
 
-def _peft() -> Any:
+def require_peft() -> Any:
+    """The package; an error that names the extra where it is missing."""
     try:
         import peft
     except ImportError:

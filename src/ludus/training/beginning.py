@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
+from ludus.rewards import Scorer
+from ludus.training.curriculum import DIFFICULTY, STRICTNESS
 from ludus.training.models import device_of
-from ludus.training.parts import Parts, resolve_part
+from ludus.training.parts import Parts, resolve_named
 from ludus.training.preference import read_pairs
 from ludus.training.recipe import Recipe
-from ludus.training.set_building import refuse_stray_tasks
+from ludus.training.set_building import SetPlan, plans_of, refuse_stray_tasks
 from ludus.training.settings import (
     ImitationConfig,
     MeasurementConfig,
@@ -21,6 +23,7 @@ from ludus.training.settings import (
     RLConfig,
     StageConfig,
 )
+from ludus.training.task_sets import difficulty_of
 
 
 def check_parts(recipe: Recipe, parts: Parts) -> None:
@@ -33,8 +36,8 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
         )
     device_of(recipe.model)
     _check_tasks(recipe, parts)
-    for number, stage in enumerate(recipe.stages):
-        _check_stage(stage, f"stage.{number}" if recipe.stage else _TABLES[stage.kind], recipe, parts)
+    for where, stage in recipe.named_stages:
+        _check_stage(stage, where, recipe, parts)
     imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
     if parts.demonstrations is not None and not imitates:
         raise ConfigError(
@@ -50,10 +53,6 @@ def refuse_empty(raw: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name} = [] has no table: add [[{name}]] tables, or leave it out for {usual}"
             )
-
-
-_TABLES = {"sft": "warm_start", "rl": "rl"}
-"""What a stage is called in a recipe without [[stage]] tables."""
 
 
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:
@@ -78,20 +77,65 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
     if isinstance(stage, ImitationConfig):
         shown = parts.demonstrations
         if stage.demonstrations is not None and stage.demonstrations != recipe.first_demonstrations:
-            shown = resolve_part("demonstrations", stage.demonstrations, recipe)
+            shown = resolve_named(
+                f"{where}.demonstrations", "demonstrations", stage.demonstrations, recipe
+            )
         if shown is None or (not callable(shown) and not shown):
             raise ConfigError(
                 f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '
                 "or a file, or pass demonstrations="
             )
     given = stage.pairs if isinstance(stage, PreferenceConfig) else None
-    if given is not None and not read_pairs(Path(given)):
-        raise ConfigError(f"{given} has no pairs to learn from")
+    if given is not None and not _pairs(given, where):
+        raise ConfigError(f"{where}.pairs: {given} has no pairs to learn from")
+    if isinstance(stage, RLConfig) and stage.steps:
+        _check_curriculum(stage, where, recipe, parts)
     measured = parts.held_out or any(one.evaluation for one in recipe.task_sets)
     if isinstance(stage, MeasurementConfig) and not measured:
         raise ConfigError(
             f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
         )
+
+
+def _pairs(given: str, where: str) -> Sequence[Any]:
+    try:
+        return read_pairs(Path(given))
+    except ConfigError as error:
+        raise ConfigError(f"{where}.pairs: {error}") from None
+
+
+def _check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+    """What a curriculum moves must be there: rewards that can be strict, tasks that are easy enough."""
+    moved = {
+        one.setting: (f"{where}.curriculum.{number}", one.values)
+        for number, one in enumerate(stage.curriculum)
+    }
+    if not moved.keys() & {STRICTNESS, DIFFICULTY}:
+        return
+    plans = plans_of(recipe, parts)
+    scorers = (Scorer(plan.parts.rewards, plan.parts.group_rewards) for plan in plans)
+    if STRICTNESS in moved and not any(scorer.takes_strictness for scorer in scorers):
+        raise ConfigError(
+            f"{moved[STRICTNESS][0]} moves {STRICTNESS}, but no reward takes it: give one a keyword-only "
+            "parameter `strictness` with a default"
+        )
+    if DIFFICULTY in moved:
+        _check_difficulty(*moved[DIFFICULTY], plans)
+
+
+def _check_difficulty(place: str, values: Sequence[float], plans: Sequence[SetPlan]) -> None:
+    easiest = {plan.name: min(map(difficulty_of, plan.parts.tasks), default=None) for plan in plans}
+    if not any("difficulty" in task.metadata for plan in plans for task in plan.parts.tasks):
+        raise ConfigError(
+            f"{place} moves {DIFFICULTY}, but no task has a difficulty in its metadata: give it to the tasks, "
+            "or leave out the curriculum"
+        )
+    for name, least in easiest.items():
+        if least is not None and least > min(values):
+            raise ConfigError(
+                f"{place}: no task of the set {name!r} has a difficulty of at most {min(values):g}, to which "
+                f"the curriculum sets {DIFFICULTY}; the easiest one has {least:g}"
+            )
 
 
 def _plays(stage: StageConfig) -> bool:

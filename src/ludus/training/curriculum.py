@@ -13,19 +13,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ludus.core.config import Config
+from ludus.core.config_problems import explained
 from ludus.core.failures import ConfigError
-from ludus.observe.catalogue import definition_of
+from ludus.observe.catalogue import SPLITS, definition_of
+from ludus.rollouts.budgets import Budgets
+
+BUDGETS = "budgets."
+DIFFICULTY = "tasks.difficulty"
+STRICTNESS = "rewards.strictness"
 
 
 class AdaptiveConfig(Config):
     """A value that moves on when the model is ready for it."""
 
-    start: FiniteFloat
+    start: float
     """Where it begins."""
-    stop: FiniteFloat
+    stop: float
     """Where it ends; it can be below the start."""
     by: float = Field(gt=0)
     """How far it moves at a time."""
@@ -39,10 +45,13 @@ class AdaptiveConfig(Config):
     """Over how many steps the mean is taken; they are counted anew after each move."""
 
     @model_validator(mode="after")
-    def _one_bound(self) -> AdaptiveConfig:
+    def _can_move(self) -> AdaptiveConfig:
+        if self.start == self.stop:
+            raise ValueError(f"start and stop are both {self.start:g}, so the value would never move")
         if (self.above is None) == (self.below is None):
             raise ValueError("give exactly one of above and below")
-        if definition_of(self.metric) is None:
+        is_of_a_step = self.metric.partition("/")[0] not in SPLITS
+        if not is_of_a_step or definition_of(self.metric) is None:
             raise ValueError(
                 f"metric = {self.metric!r} is no metric of a step, so the value would never move "
                 "(docs/metrics.md has them all)"
@@ -61,7 +70,7 @@ class CurriculumConfig(Config):
         "rewards.strictness",
     ]
     """A budget, the difficulty of the hardest tasks to draw, or how strict rewards are."""
-    schedule: tuple[tuple[int, FiniteFloat], ...] = ()
+    schedule: tuple[tuple[int, float], ...] = ()
     """Pairs of (step, value): from that step of the stage on, the value holds."""
     adaptive: AdaptiveConfig | None = None
     """Or: when to move on."""
@@ -73,7 +82,30 @@ class CurriculumConfig(Config):
         steps = [step for step, _ in self.schedule]
         if self.schedule and (steps[0] != 0 or steps != sorted(set(steps))):
             raise ValueError("a schedule's steps start at 0 and rise")
+        if self.setting.startswith(BUDGETS):
+            self._check_budgets()
         return self
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Those of the schedule, or the two ends between which the setting moves."""
+        if self.adaptive is not None:
+            return (self.adaptive.start, self.adaptive.stop)
+        return tuple(value for _, value in self.schedule)
+
+    def _check_budgets(self) -> None:
+        """Each value must be one that the budget itself could have."""
+        name = self.setting.removeprefix(BUDGETS)
+        for value in self.values:
+            try:
+                Budgets.model_validate({name: value})
+            except ValidationError as error:
+                (line,) = explained(Budgets, error.errors())
+                raise ValueError(f"{BUDGETS}{line.strip()}") from None
+        if self.adaptive is not None and not self.adaptive.by.is_integer():
+            raise ValueError(
+                f"{self.setting} moves by whole numbers, not by {self.adaptive.by:g} (adaptive.by)"
+            )
 
 
 class Curriculum:

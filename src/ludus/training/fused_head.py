@@ -3,8 +3,8 @@
 The logits of one chunk of places are summed up into a log-probability and an entropy each, and dropped. The
 backward pass computes them again, turns them into their own gradient, and adds the chunk's share to the
 gradients of the hidden states and of the head. Forwards and backwards, what exists at once is one chunk. On
-a device with memory to spare, the probabilities of as many chunks as fit into a small share of it are kept,
-in the precision that their gradient has in any case, and need not be computed twice.
+a device with memory to spare, the probabilities of as many chunks as fit into a small share of it are kept, in
+half precision, and need not be computed twice; only a loss that asks for the entropies' gradient wants more.
 
 Logits are float32 whatever the weights are: rounded to bf16 they would be off by more than everything else
 together. So is the sum of the head's gradient over the chunks; it is rounded once, at the end.
@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludus.kernels import linear_float32, logit_gradient, probabilities, summarise_logits
+from ludus.kernels import (
+    kept_gradient,
+    linear_float32,
+    logit_gradient,
+    probabilities,
+    summarise_logits,
+)
 
 _LEAST, _MOST = 1 << 28, 1 << 30
 _SHARE, _KEPT_SHARE = 1 / 128, 1 / 64
@@ -103,36 +109,42 @@ class _LinearLogprobs(torch.autograd.Function):
                     logits_cV, temperature, lse_A[part], weight_VD.dtype
                 )
             del logits_cV  # before the next chunk's are made
-        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A)
+        logprobs_A = chosen_A / temperature - lse_A
+        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A, logprobs_A)
         ctx.temperature, ctx.rows = temperature, rows
-        return chosen_A / temperature - lse_A, entropies_A
+        ctx.set_materialize_grads(False)  # so that it can be seen whether the entropies matter
+        return logprobs_A, entropies_A
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, *grads: Tensor
+        ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden_AD, weight_VD, tokens_A, lse_A, entropies_A = ctx.saved_tensors
-        dlogprobs_A, dentropies_A = (grad.float().contiguous() for grad in grads)
+        hidden_AD, weight_VD, tokens_A, *found = ctx.saved_tensors
+        lse_A, entropies_A, logprobs_A = found
+        dlogprobs_A, dentropies_A = (
+            torch.zeros_like(lse_A) if grad is None else grad.float().contiguous() for grad in grads
+        )
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden_AD = torch.empty_like(hidden_AD) if wants_hidden else None
         dweight_VD: Tensor | None = None
         for part in _chunks(len(tokens_A), ctx.rows):
-            is_kept = part.start in ctx.kept
-            source_cV = (
-                ctx.kept.pop(part.start) if is_kept else linear_float32(hidden_AD[part], weight_VD)
-            )
-            dlogits_cV = logit_gradient(
-                source_cV,
-                tokens_A[part],
-                ctx.temperature,
-                (lse_A[part], entropies_A[part]),
-                dlogprobs_A[part],
-                dentropies_A[part],
-                weight_VD.dtype,
-                are_probabilities=is_kept,
-            )
-            del source_cV
+            given = tokens_A[part], ctx.temperature
+            p_cV = ctx.kept.pop(part.start, None)
+            if p_cV is not None and grads[1] is None:
+                dlogits_cV = kept_gradient(
+                    p_cV, *given, logprobs_A[part], dlogprobs_A[part], weight_VD.dtype
+                )
+            else:
+                dlogits_cV = logit_gradient(
+                    linear_float32(hidden_AD[part], weight_VD),
+                    *given,
+                    (lse_A[part], entropies_A[part]),
+                    dlogprobs_A[part],
+                    dentropies_A[part],
+                    weight_VD.dtype,
+                )
+            del p_cV
             if dhidden_AD is not None:
                 torch.mm(dlogits_cV, weight_VD, out=dhidden_AD[part])
             if wants_weight:

@@ -43,8 +43,8 @@ class GradientSum:
             parameter.grad = None
 
     def in_order(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters that got a gradient, and the sums in float32."""
-        return ((p, self._totals[p].float()) for p in self.parameters if p in self._totals)
+        """The parameters that got a gradient, and the sums in float32, which are given away one by one."""
+        return ((p, self._totals.pop(p).float()) for p in self.parameters if p in self._totals)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -154,13 +154,13 @@ class Descent:
             group["lr"] = self._rate()
         leaves: list[Tensor] = []
         totals: list[Tensor] = []
-        for parameter, total in self._gradient.in_order():
-            leaf = self._masters.of(parameter)
-            leaf.grad = total
-            leaves.append(leaf)
-            totals.append(total)
-        norm = nn.utils.get_total_norm(totals)
         try:
+            for parameter, total in self._gradient.in_order():
+                leaf = self._masters.of(parameter)
+                leaf.grad = total
+                leaves.append(leaf)
+                totals.append(total)
+            norm = nn.utils.get_total_norm(totals)
             self._step(leaves, norm)
         except torch.OutOfMemoryError as error:
             raise LudusError(

@@ -5,8 +5,9 @@ learning rates of fine-tuning nearly all of them are. So the optimizer owns a fl
 weight. After a step the masters are rounded into the module's own storage, in place: whoever knows its
 addresses, such as a captured graph, reads the new weights. Float32 parameters are their own masters.
 
-A master counts only as long as rounding it gives the weight. Where somebody else has changed the module, by
-loading other weights into it, say, its value is the truth and the master starts again from there.
+A master counts only as long as rounding it gives the weight. Where somebody else has changed the module in
+place, by loading other weights into it, say, its value is the truth and the master starts again from there.
+(Changes through `parameter.data`, which torch does not count, are not seen, and are undone by the next step.)
 """
 
 from __future__ import annotations

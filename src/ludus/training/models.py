@@ -14,8 +14,8 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter
-from ludus.training.pretrained import located, without_bars
+from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter, require_peft
+from ludus.training.pretrained import check_file, located, without_bars
 from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,24 @@ def device_of(config: ModelConfig) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device = {config.device!r} cannot be used here: {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device = {config.device!r}: models run on cpu and cuda devices")
     return device
+
+
+def check_source(config: ModelConfig) -> None:
+    """Refuse a model that cannot be loaded, as far as that can be told without loading it."""
+    device_of(config)
+    if config.lora is not None:
+        require_peft()
+    if config.name is None:
+        return
+    check_file(config.name)
+    folder = Path(config.name).expanduser()
+    if folder.is_dir() and not is_adapter(folder) and not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name = {config.name!r} is a folder without a config.json: not a model")
+    if not folder.exists() and config.name.startswith((".", "/", "~")):
+        raise ConfigError(f"model.name = {config.name!r}: there is no such folder")
 
 
 def _has_gpu() -> bool:

@@ -40,17 +40,30 @@ class Parts:
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
     named = {
-        "tasks": recipe.tasks.train,
-        "held_out": recipe.tasks.evaluation,
-        "tools": recipe.agent.tools,
-        "envs": recipe.agent.envs,
-        "rewards": recipe.rewards,
-        "group_rewards": recipe.group_rewards,
-        "agent": recipe.agent.loop,
-        "demonstrations": recipe.first_demonstrations,
+        "tasks": ("tasks.train", recipe.tasks.train),
+        "held_out": ("tasks.evaluation", recipe.tasks.evaluation),
+        "tools": ("agent.tools", recipe.agent.tools),
+        "envs": ("agent.envs", recipe.agent.envs),
+        "rewards": ("rewards", recipe.rewards),
+        "group_rewards": ("group_rewards", recipe.group_rewards),
+        "agent": ("agent.loop", recipe.agent.loop),
+        "demonstrations": ("demonstrations", recipe.first_demonstrations),
     }
-    given = {name: value for name, value in named.items() if value}
-    return Parts(**{name: resolve_part(name, value, recipe) for name, value in given.items()})
+    return Parts(
+        **{
+            name: resolve_named(where, name, value, recipe)
+            for name, (where, value) in named.items()
+            if value
+        }
+    )
+
+
+def resolve_named(where: str, name: str, value: Any, recipe: Recipe) -> Any:
+    """A part that a recipe names at `where`, which is said when there is something wrong with it."""
+    try:
+        return resolve_part(name, value, recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:

@@ -29,14 +29,10 @@ from ludus.observe.metrics import has_signal
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.runner import Rollout
 from ludus.training.broken import KINDS, is_masked, kinds_of
+from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
 from ludus.training.settings import RLConfig
 from ludus.training.shaping import resample, shape
-from ludus.training.task_sets import Dealt, Deck, TaskSet, seed_of_set
-
-BUDGETS = "budgets."
-DIFFICULTY = "tasks.difficulty"
-STRICTNESS = "rewards.strictness"
-PER_SET = ("success", "reward", "turns", "episodes")
+from ludus.training.task_sets import PER_SET, Dealt, Deck, TaskSet, seed_of_set
 
 
 @dataclass(frozen=True, slots=True)

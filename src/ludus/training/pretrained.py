@@ -29,6 +29,7 @@ from ludus.training.gguf_tokenizer import read_tokenizer
 log = logging.getLogger(__name__)
 
 LISTING = "converted.json"
+_MAGIC = b"GGUF"
 FORMAT = 1
 """Counted up when the conversion changes: what an older one made is not used any more."""
 
@@ -65,6 +66,15 @@ def located(name: str) -> str:
     return name
 
 
+def check_file(name: str) -> None:
+    """Refuse a short name or a GGUF file that `located` could not find or read; other names are left alone."""
+    packaged = SHORT_NAMES.get(name.lower())
+    if packaged is not None and not Path(name).is_dir():
+        _readable(_file_of(name, packaged))
+    elif name.lower().endswith(".gguf"):
+        _readable(Path(name).expanduser())
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: LUDUS_CACHE, or ludus in the user's cache folder."""
     own = os.environ.get("LUDUS_CACHE")
@@ -92,12 +102,19 @@ def _file_of(name: str, packaged: Packaged) -> Path:
     )
 
 
-def converted(file: Path) -> Path:
-    """The folder with this GGUF file's model in Hugging Face format, made now if there is none."""
+def _readable(file: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"there is no file {str(file)!r} with a model in it")
+    with file.open("rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise ConfigError(f"{str(file)!r} is not a GGUF file")
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "smollm2", f"reading {file.name}")
+
+
+def converted(file: Path) -> Path:
+    """The folder with this GGUF file's model in Hugging Face format, made now if there is none."""
+    _readable(file)
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache_folder() / "models" / f"{file.stem}-{digest[:16]}-{FORMAT}"

@@ -11,7 +11,8 @@ from ludus.engine import EngineConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
-from ludus.training.settings import ImitationConfig, MeasurementConfig, RLConfig, StageConfig
+from ludus.training.recipe_checks import check_recipe
+from ludus.training.settings import ImitationConfig, RLConfig, StageConfig
 from ludus.training.task_sets import TaskSetConfig
 
 
@@ -215,13 +216,7 @@ class Recipe(Config):
             raise ValueError(f"task_sets need different names, not {', '.join(names)}")
         if self.task_sets and self.tasks != TasksConfig():
             raise ValueError("[[task_sets]] tables replace [tasks]; give the one or the other")
-        for number, stage in enumerate(self.stage):
-            if isinstance(stage, MeasurementConfig) and not all(
-                1 <= k <= stage.attempts for k in stage.pass_at
-            ):
-                raise ValueError(
-                    f"stage.{number}.pass_at: pass@k needs k attempts, and there are {stage.attempts}"
-                )
+        check_recipe(self)
         return self
 
     @property
@@ -237,3 +232,12 @@ class Recipe(Config):
             return self.stage
         first = () if self.warm_start is None else (self.warm_start,)
         return (*first, self.rl) if self.rl.steps or not first else first
+
+    @property
+    def named_stages(self) -> list[tuple[str, StageConfig]]:
+        """The stages, each with what its table is called."""
+        usual = {"sft": "warm_start", "rl": "rl"}
+        return [
+            (f"stage.{number}" if self.stage else usual[stage.kind], stage)
+            for number, stage in enumerate(self.stages)
+        ]

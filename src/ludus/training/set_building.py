@@ -10,7 +10,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.rollouts.runner import Rollout
 from ludus.tools import shut
-from ludus.training.parts import Parts, resolve_part
+from ludus.training.parts import Parts, resolve_named
 from ludus.training.recipe import Recipe
 from ludus.training.task_sets import TaskSet, TaskSetConfig
 
@@ -95,7 +95,10 @@ def _plan(recipe: Recipe, config: TaskSetConfig, parts: Parts) -> SetPlan:
     own_recipe = recipe_of(recipe, config)
     named = {name: getattr(config, name) for name in ("tools", "envs", "rewards", "group_rewards")}
     named |= {"tasks": config.train, "held_out": config.evaluation}
-    changes = {name: resolve_part(name, value, own_recipe) for name, value in _given(named).items()}
+    changes = {
+        name: resolve_named(f"the task set {config.name!r}", name, value, own_recipe)
+        for name, value in _given(named).items()
+    }
     own = replace(parts, **{"held_out": [], **changes})
     return SetPlan(config.name, own_recipe, own, config)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
-from ludus.algos import Need, load_algorithm
 from ludus.core.config import Config
-from ludus.core.failures import ConfigError
-from ludus.training.curriculum import CurriculumConfig, check_settings
+from ludus.training.curriculum import CurriculumConfig
+from ludus.training.setting_checks import check_mining, check_reinforcement
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
@@ -23,13 +24,13 @@ class OptimizerConfig(Config):
     """Steps over which it rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the running moments."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
     """Longer gradients are scaled down to this."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """At most so many tokens in one forward and backward pass; gradients are summed over such passes."""
-    activation_memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    activation_memory: Literal["auto"] | Annotated[float, Field(gt=0, strict=True)] = "auto"
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
 
 
@@ -63,7 +64,7 @@ class CriticConfig(Config):
     """Its own optimizer settings."""
 
 
-Treatment = Literal["keep", "mask"] | FiniteFloat
+Treatment = Literal["keep", "mask"] | float
 
 
 class BrokenConfig(Config):
@@ -168,56 +169,8 @@ class RLConfig(Config):
 
     @model_validator(mode="after")
     def _can_learn(self) -> RLConfig:
-        if self.algorithm == "dr_grpo" and "length" not in self.aggregation_options:
-            raise ValueError(
-                "dr_grpo divides by a fixed length: set aggregation_options = { length = N }, for instance "
-                "to the tokens that an episode says at most"
-            )
-        try:
-            check_settings(self.curriculum)
-            algorithm = load_algorithm(**self.algorithm_settings)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
-        self._check_needs(algorithm.needs)
-        self._check_divergence()
-        if self.updates > self.tasks:
-            raise ValueError(
-                f"updates = {self.updates} cannot split the {self.tasks} group(s) of a step (tasks)"
-            )
-        if self.keep_attempts is not None and self.keep_attempts >= self.attempts:
-            raise ValueError("keep_attempts must be below attempts, of which it keeps some")
+        check_reinforcement(self)
         return self
-
-    def _check_needs(self, needs: frozenset[Need]) -> None:
-        if not self.advantage_mask and Need.CRITIC not in needs:
-            raise ValueError(
-                f"advantage_mask = false is about the recursion of a critic's advantages; {self.algorithm} "
-                "has none (ppo has)"
-            )
-        if self.critic is not None and Need.CRITIC not in needs:
-            raise ValueError(
-                f"there are settings for a critic, and {self.algorithm} asks for none: leave out critic, or "
-                "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
-            )
-        compares = Need.SIBLINGS in needs or self.refill is not None
-        if compares and self.attempts == 1 and self.steps:
-            raise ValueError(
-                f"{self.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
-                'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
-            )
-
-    def _check_divergence(self) -> None:
-        if self.kl == 0 and (self.kl_in, self.kl_estimator) != ("loss", "k3"):
-            raise ValueError(
-                "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "
-                "it out: set kl, for instance to 0.01"
-            )
-        if self.kl > 0 and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
-            raise ValueError(
-                'kl_estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
-                'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
-                'kl_in = "reward", where "k1" is right'
-            )
 
     @property
     def algorithm_settings(self) -> dict[str, Any]:
@@ -251,6 +204,11 @@ class PreferenceConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     """Optimizer settings."""
 
+    @model_validator(mode="after")
+    def _has_effect(self) -> PreferenceConfig:
+        check_mining(self)
+        return self
+
 
 class RejectionConfig(Config):
     """Rejection sampling; with several rounds AgentEvol's: explore, filter, imitate, repeat."""
@@ -277,6 +235,15 @@ class RejectionConfig(Config):
     """The run stops with an error when a larger share of a round's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
     """Optimizer settings."""
+
+    @model_validator(mode="after")
+    def _keeps_some(self) -> RejectionConfig:
+        if self.keep > self.attempts:
+            raise ValueError(
+                f"keep = {self.keep} episodes of a task cannot be kept, where attempts = {self.attempts} "
+                "are played"
+            )
+        return self
 
 
 class MeasurementConfig(Config):

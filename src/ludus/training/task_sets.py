@@ -21,6 +21,9 @@ from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.runner import Rollout
 from ludus.training.batches import next_sets, walk
 
+PER_SET = ("success", "reward", "turns", "episodes")
+"""What a step tells of each task set, where there are several: sets/NAME/success, ..."""
+
 
 class TaskSetConfig(Config):
     """One of several task sets. What it leaves out is as the recipe says."""

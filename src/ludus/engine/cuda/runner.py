@@ -155,7 +155,11 @@ def fingerprint(model: nn.Module) -> object:
     """Whatever a captured graph relies on: where parameters and buffers lie, and the state of adapters."""
     addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     adapters = [
-        (bool(getattr(module, "disable_adapters", False)), str(module.active_adapters))
+        (
+            bool(getattr(module, "disable_adapters", False)),
+            str(module.active_adapters),
+            str(getattr(module, "scaling", None)),
+        )
         for module in model.modules()
         if hasattr(module, "active_adapters") and hasattr(module, "base_layer")
     ]

@@ -133,7 +133,7 @@ def attend(
         lse = torch.empty(rows, heads, parts, dtype=torch.float32, device=query.device)
     else:
         part = lse = out
-    wide = next_power_of_2(size)
+    wide = max(16, next_power_of_2(size))  # matrix units want 16 at least
     tile = max(16, min(128, _TILE_ELEMENTS // wide))
     _attend[(rows, kv_heads, parts)](
         query, keys, values, tables, lengths, out, part, lse,

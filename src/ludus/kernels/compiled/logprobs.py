@@ -38,23 +38,32 @@ def _exponents(LOGITS, STRIDE, LSE, OUT, size, inverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    SOURCE, STRIDE, TOKENS, LSE, ENTROPY, DLOGPROB, DENTROPY, OUT, size, inverse,
-    HAS_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    LOGITS, STRIDE, TOKENS, LSE, ENTROPY, DLOGPROB, DENTROPY, OUT, size, inverse, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    if HAS_P:
-        p = tl.load(SOURCE + row * STRIDE + at, mask=inside, other=0.0).to(tl.float32)
-        logp = tl.log(tl.where(p > 0, p, 1.0))
-    else:
-        x = tl.load(SOURCE + row * STRIDE + at, mask=inside, other=float("-inf")).to(tl.float32)
-        logp = x * inverse - tl.load(LSE + row)
-        p = tl.exp(logp)
+    x = tl.load(LOGITS + row * STRIDE + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+    logp = x - tl.load(LSE + row)
+    p = tl.exp(logp)
     dlogprob, dentropy = tl.load(DLOGPROB + row), tl.load(DENTROPY + row)
     hit = (at == tl.load(TOKENS + row)).to(tl.float32)
     spread = p * tl.where(p > 0, logp + tl.load(ENTROPY + row), 0.0)
     grad = (dlogprob * (hit - p) - dentropy * spread) * inverse
+    tl.store(OUT + row * size + at, grad.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _kept_gradient(P, TOKENS, LOGPROB, DLOGPROB, OUT, size, inverse, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    p = tl.load(P + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    logprob = tl.load(LOGPROB + row)
+    # 1 - p of the token itself, from its exact logarithm: a rounded p near 1 would leave nothing of it
+    rest = tl.where(logprob > -1e-3, -logprob * (1.0 + 0.5 * logprob), 1.0 - tl.exp(logprob))
+    slope = tl.where(at == tl.load(TOKENS + row), rest, -p)
+    grad = tl.load(DLOGPROB + row) * slope * inverse
     tl.store(OUT + row * size + at, grad.to(OUT.dtype.element_ty), mask=inside)
 
 
@@ -90,7 +99,7 @@ def probabilities(logits: Tensor, temperature: float, lse: Tensor, dtype: torch.
 
 
 def gradient(
-    source: Tensor,
+    logits: Tensor,
     tokens: Tensor,
     temperature: float,
     lse: Tensor,
@@ -98,14 +107,24 @@ def gradient(
     dlogprob: Tensor,
     dentropy: Tensor,
     dtype: torch.dtype,
-    *,
-    are_probabilities: bool,
 ) -> Tensor:
-    """The gradient of the logits, from the logits or from the probabilities that they give."""
-    rows, size = source.shape
-    out = torch.empty(rows, size, dtype=dtype, device=source.device)
+    """The gradient of the logits."""
+    rows, size = logits.shape
+    out = torch.empty(rows, size, dtype=dtype, device=logits.device)
     _gradient[(rows, triton.cdiv(size, _BLOCK))](
-        source, source.stride(0), tokens, lse, entropy, dlogprob, dentropy, out, size, 1 / temperature,
-        HAS_P=are_probabilities, BLOCK=_BLOCK, num_warps=8,
+        logits, logits.stride(0), tokens, lse, entropy, dlogprob, dentropy, out, size, 1 / temperature,
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
+    return out
+
+
+def kept_gradient(
+    p: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the logits that gave these probabilities, for a loss of log-probabilities alone."""
+    rows, size = p.shape
+    out = torch.empty(rows, size, dtype=dtype, device=p.device)
+    _kept_gradient[(rows, triton.cdiv(size, _BLOCK))](
+        p, tokens, logprob, dlogprob, out, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
+    )
     return out

@@ -14,8 +14,8 @@ from torch import Tensor
 from ludus.kernels.compiled.decode import squeezed
 from ludus.kernels.support import next_power_of_2
 
-_ROWS = 64
-_TILE = 64
+_TILES = {2: 64, 4: 32}
+"""Pairs and tokens in a tile, by the bytes of an element: what fits into the smaller GPUs' shared memory."""
 
 
 @triton.jit
@@ -93,11 +93,12 @@ def attend(
     _, heads, size = query.shape
     kv_heads, page_size = keys.shape[1], keys.shape[2]
     out = torch.empty_like(query)
-    grid = (triton.cdiv(longest * (heads // kv_heads), _ROWS), kv_heads, len(lengths))
+    tile = _TILES[query.element_size()]
+    grid = (triton.cdiv(longest * (heads // kv_heads), tile), kv_heads, len(lengths))
     _attend[grid](
         query, keys, values, tables, starts, lengths, out,
         scaling, softcap or 1.0, window or 0, tables.stride(0), heads, kv_heads, page_size, size,
-        ROWS=_ROWS, SIZE=next_power_of_2(size), TILE=_TILE,
+        ROWS=tile, SIZE=max(16, next_power_of_2(size)), TILE=tile,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

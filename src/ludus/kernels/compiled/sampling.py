@@ -71,7 +71,9 @@ def _draw(
     token = tl.where(temperature > 0, drawn, greedy)
     token = tl.minimum(tl.maximum(token, 0), size - 1)
     chosen = tl.load(LOGITS + row * STRIDE + token).to(tl.float32)
-    is_sound = (total > 0) & (highest > float("-inf")) & (total < float("inf"))
+    # A NaN leaves no mass and no maximum, but its block's sum is one.
+    spoiled = tl.sum((real & (sums != sums)).to(tl.int32), 0)
+    is_sound = (spoiled == 0) & (total > 0) & (highest > float("-inf")) & (total < float("inf"))
     logprob = tl.where(is_sound, chosen - top, 0.0) / divisor - tl.log(
         tl.where(is_sound, total, 1.0).to(tl.float32)
     )

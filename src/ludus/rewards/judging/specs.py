@@ -1,7 +1,7 @@
 """What a task says about its tests.
 
-    "def test_a(): ..."                              source, see `inside.cases`
-    ["assert f(1) == 2", "assert f(2) == 3"]         sources, each one test
+    "def test_a(): ..."                              source, see `inside.seen`
+    ["assert f(1) == 2", "def test_b(): ..."]        sources, each with tests or to prepare those after it
     [{"stdin": "1 2", "stdout": "3"}]                programs that read and write ("input"/"output" as well)
     [{"args": [1, 2], "kwargs": {}, "expected": 3}]  calls of `function`
     {"function": "f", "cases": [...]}                the same with what the cases share
@@ -43,7 +43,7 @@ class CallCase:
 
 @dataclass(frozen=True, slots=True)
 class SourceTests:
-    """Tests that are Python. With `one_each`, every source is one test."""
+    """Tests that are Python. With `one_each`, the statements of a source are one test together."""
 
     sources: tuple[str, ...]
     entry: str | None = None

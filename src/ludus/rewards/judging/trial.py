@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.rewards.judging.comparing import same_value
-from ludus.rewards.judging.inside.cases import count
 from ludus.rewards.judging.inside.names import BrokenTests
 from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
+from ludus.rewards.judging.inside.seen import look
 from ludus.rewards.judging.place import Clock
 from ludus.rewards.judging.specs import CallCase, SourceTests
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, Session
@@ -26,7 +26,7 @@ from ludus.sandbox.bundling import bundle, call
 
 _INSIDE = "ludus.rewards.judging.inside"
 _PLAIN, _JUDGED, _JUDGE = f"{_INSIDE}.plain", f"{_INSIDE}.judged", f"{_INSIDE}.judge"
-_JUDGE_NEEDS = ("names", "proxies", "cases")
+_JUDGE_NEEDS = ("names", "proxies", "seen", "cases", "stand_in")
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
 _MOST_ANSWER = 1_000_000
 """Bytes of what the solution may answer at once; the judge may ask with a few of such answers."""
@@ -166,10 +166,9 @@ async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTe
 def count_tests(tests: SourceTests) -> int:
     """How many there are, as far as the source says. `ValueError` when the tests are broken."""
     try:
-        counts = [count(source, tests.entry) for source in tests.sources]
+        return sum(one.count for one in look(tests.sources, tests.entry, tests.one_each))
     except BrokenTests as error:
         raise ValueError(f"the tests are broken: {error}") from error
-    return len(counts) if tests.one_each else sum(counts)
 
 
 async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]:

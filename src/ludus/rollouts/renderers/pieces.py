@@ -17,6 +17,8 @@ class Piece:
 
     text: str
     trusted: bool = False
+    identifier: bool = False
+    """The id of a call: it may be exchanged for another, but not for a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ class Entry:
     name: str | None = None
     tool_call_id: str | None = None
 
+    def all_pieces(self) -> list[Piece]:
+        """What a template is given for this message: its content, and the names that come with it."""
+        named = [] if self.name is None else [Piece(self.name)]
+        identified = [] if self.tool_call_id is None else [Piece(self.tool_call_id, identifier=True)]
+        return [*self.pieces, *named, *identified]
+
 
 def entries(messages: Sequence[Message], format: ActionFormat, abilities: Abilities) -> list[Entry]:
     """What the template is given for `messages`, in the roles that it knows."""
@@ -35,17 +43,23 @@ def entries(messages: Sequence[Message], format: ActionFormat, abilities: Abilit
     return _merged(made) if abilities.alternates else made
 
 
-def described(made: Sequence[Entry], description: str, abilities: Abilities) -> list[Entry]:
-    """The same conversation with `description` in the system prompt, or before the first message."""
+def described(
+    made: Sequence[Entry], description: str, format: ActionFormat, abilities: Abilities
+) -> list[Entry]:
+    """The same conversation with `description` in the system prompt, or before the first message.
+
+    It names tools that others made: only the format's own marks are special in it.
+    """
     if not description:
         return list(made)
-    text = Piece(description, trusted=True)
+    frame = [text.strip() for text in format.result_frame if text.strip()]
+    text = marked(description, (*THINK, *format.marks, *frame))
     home: Role = "system" if abilities.system else "user"
     if not made or made[0].role != home:
-        return [Entry(home, (text,)), *made]
+        return [Entry(home, text), *made]
     gap = Piece("\n\n", trusted=True)
     first = made[0].pieces
-    joined = (*first, gap, text) if home == "system" else (text, gap, *first)
+    joined = (*first, gap, *text) if home == "system" else (*text, gap, *first)
     return [replace(made[0], pieces=joined), *made[1:]]
 
 

@@ -16,8 +16,9 @@ from ludus.core.trajectory import SegmentKind, TokenSequence
 from ludus.rollouts.formats.base import THINK, ActionFormat
 from ludus.rollouts.renderers.cache import RenderCache
 from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described, entries, marked
+from ludus.rollouts.renderers.placeholders import unused_word
 from ludus.rollouts.renderers.probes import TOOL, is_rewritten, probe
-from ludus.rollouts.renderers.template import SafeTemplate, unused_word
+from ludus.rollouts.renderers.template import SafeTemplate
 
 History = Literal["strict", "keep", "split"]
 
@@ -64,6 +65,7 @@ class Renderer:
         format = self.format.bind(tools)
         if format is self.format:
             return self
+        self._refuse_special_tags(format)
         made = copy.copy(self)
         made.format = format
         made._cache = RenderCache()
@@ -86,7 +88,7 @@ class Renderer:
 
         def render() -> list[int]:
             conversation, native = self._conversation(messages, tools)
-            return self._template.encode(self._template.render(conversation, native, True))
+            return self._template.tokens(conversation, native, True)
 
         return self._cache.tokens("prompt", made, tools, render)
 
@@ -109,16 +111,9 @@ class Renderer:
 
     def _rest_of_turn(self, new: Sequence[Entry], native: Sequence[ToolSpec]) -> list[int]:
         """What the template writes after something that the assistant said, when `new` follows."""
-        word = unused_word(piece.text for entry in new for piece in entry.pieces)
+        word = unused_word(piece.text for entry in new for piece in entry.all_pieces())
         stub = [Entry("user", (Piece("?", True),)), Entry("assistant", (Piece(word, True),))]
-        rendered = self._template.render([*stub, *new], native, True)
-        before, found, _ = rendered.text.partition(word)
-        if not found:
-            raise ConfigError(
-                "the chat template leaves out what the assistant said, so nothing can be appended to "
-                "it; give the tokenizer another chat_template"
-            )
-        return self._template.encode(rendered.after(len(before + found)))
+        return self._template.tokens([*stub, *new], native, True, after=word)
 
     def next_context(
         self,
@@ -184,10 +179,20 @@ class Renderer:
     ) -> tuple[list[Entry], list[ToolSpec]]:
         """What the template is given: entries, and the tools that it describes itself."""
         made = entries(messages, self.format, self.abilities)
-        return described(made, self.describe(tools) or "", self.abilities), self._native(tools)
+        return described(made, self.describe(tools) or "", self.format, self.abilities), (
+            list(tools) if self.abilities.native_tools else []
+        )
 
-    def _native(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
-        return self._template.harmless_tools(tools) if self.abilities.native_tools else []
+    def _refuse_special_tags(self, format: ActionFormat) -> None:
+        """Marks are special tokens where the tokenizer has them: no tool's author may choose which."""
+        chosen = [mark for mark in format.marks if mark not in self.format.marks]
+        special = [mark for mark in chosen if self._template.is_special(mark)]
+        if special:
+            raise ConfigError(
+                f"a tool's name would make {special[0]!r} a tag of the format {format.name!r}, but that is "
+                "a special token of this tokenizer; rename the tool, give the format its tags, or choose "
+                "another format"
+            )
 
     def _unsaid(self, action: Sequence[int], rest: list[int]) -> list[int]:
         """`rest` without the end of turn that the action already ends with."""

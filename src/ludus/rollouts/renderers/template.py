@@ -1,44 +1,38 @@
-"""A chat template's text, and its tokens, with content kept from writing special tokens.
+"""A chat template's text as tokens, with content kept from writing special tokens.
 
 The template is rendered twice: once as it is, and once with a placeholder for everything that somebody
-else wrote. Putting the content back in the placeholders' stead must give the first text again; then it
-is known which characters are content. Text is encoded in one go, as the model's makers did, unless some
-content would become a special token: that content alone is encoded by itself, as plain text.
+else wrote, names included. Putting the content back in the placeholders' stead must give the first text
+again; then it is known which characters are content. Text is encoded in one go, as the model's makers
+did, unless some content would become a special token: that content alone is encoded by itself, as plain
+text. Trimming does no harm to this: placeholders keep the white space around them.
 
-A template that changes content (escapes it, say) has no such places. There, control texts in content
-are broken up by a space before they are rendered. Trimming is no such change: placeholders keep the
-white space around them.
+A template that changes content (escapes it, deletes words from it) has no such places. There, control
+texts in content are broken up before they are rendered, and the result is taken only if its special
+tokens are those of the text with placeholders, one by one and in order: a template may join again what
+was broken up. If so, content is broken up harder; if nothing helps, the template is refused.
+
+What the authors of tools wrote is checked in the same way, once for each list of tools.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
+import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.protocols import Tokenizer
 from ludus.core.tooling import ToolSpec
 from ludus.rollouts.controls import ControlTexts
+from ludus.rollouts.renderers.breaking import Breaker, Way
 from ludus.rollouts.renderers.pieces import Entry, Piece
+from ludus.rollouts.renderers.placeholders import Placeholders, Rendered, Span, Switches, anonymous
 
-Span = tuple[int, int]
+Writer = Callable[[Piece], str]
 
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation's text, and which parts of it are content that nobody vouches for."""
-
-    text: str
-    content: tuple[Span, ...]
-
-    def after(self, position: int) -> Rendered:
-        """What stands from `position` on."""
-        spans = ((max(a, position) - position, b - position) for a, b in self.content if b > position)
-        return Rendered(self.text[position:], tuple(spans))
+MOST_TOOL_LISTS = 256
 
 
 class SafeTemplate:
@@ -48,23 +42,35 @@ class SafeTemplate:
         self.tokenizer = tokenizer
         self._controls = ControlTexts(tokenizer.controls)
         self._ids = frozenset(tokenizer.controls.values())
+        self._breaker = Breaker(tokenizer)
+        self._checked: OrderedDict[Hashable, list[ToolSpec]] = OrderedDict()
 
     def text(self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The template's text as it is, for comparing and for people."""
         return self._apply(conversation, lambda piece: piece.text, tools, generation)
 
-    def render(
-        self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool
-    ) -> Rendered:
-        """The text and where content stands in it; content that is not found again is made harmless."""
-        plain = self.text(conversation, tools, generation)
-        pieces = [piece for entry in conversation for piece in entry.pieces]
-        marks = _Placeholders(pieces, plain)
-        marked = self._apply(conversation, marks.write, tools, generation)
+    def tokens(
+        self,
+        conversation: Sequence[Entry],
+        tools: Sequence[ToolSpec],
+        generation: bool,
+        after: str = "",
+    ) -> list[int]:
+        """The conversation, or what stands in it after a word of ours, with none but our special tokens."""
+        pieces = [piece for entry in conversation for piece in entry.all_pieces()]
+        safe = self._safe_tools(conversation, tools, generation)
+        plain = self.text(conversation, safe, generation)
+        marks = Placeholders([plain, *(piece.text for piece in pieces)])
+        marked = self._apply(conversation, marks.write, safe, generation)
         restored = marks.restore(marked)
         if restored.text == plain:
-            return restored
-        return Rendered(self._apply(conversation, self._harmless, tools, generation), ())
+            return self.encode(restored.after(_end(plain, after)))
+
+        def render(write: Writer) -> str:
+            text = self._apply(conversation, write, safe, generation)
+            return text[_end(text, after) :]
+
+        return self._changed(pieces, marked[_end(marked, after) :], render)
 
     def encode(self, rendered: Rendered) -> list[int]:
         """Tokens of a rendered text, in which only the template's own special tokens are special."""
@@ -86,51 +92,83 @@ class SafeTemplate:
 
     def harmless_tools(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
         """The same tools; what their authors wrote holds no control texts."""
-        return [
-            ToolSpec(
-                self._harmless_text(tool.name),
-                self._harmless_text(tool.description),
-                self._harmless_json(tool.parameters),
-            )
-            for tool in tools
-        ]
+        return [self._breaker.tool(tool, self._breaker.harmless) for tool in tools]
+
+    def is_special(self, text: str) -> bool:
+        """Whether a special token comes of `text`."""
+        return bool(self._special(self.tokenizer.encode(text)))
+
+    def _changed(
+        self, pieces: Sequence[Piece], marked: str, render: Callable[[Writer], str]
+    ) -> list[int]:
+        """Tokens where the template changes content: `marked` says which special ones are its own."""
+        own = [self._special(self.tokenizer.encode(marked))]
+        switches = Switches(pieces)
+        if switches.found:
+            own.append(self._special(self.tokenizer.encode(render(switches.write))))
+        for way in self._breaker.ways():
+            tokens = self.tokenizer.encode(render(self._writer(way)))
+            if self._special(tokens) in own:
+                return tokens
+        raise ConfigError(
+            "the chat template rewrites content in such a way that special tokens come of it or get "
+            "lost, however the content is broken up; give the tokenizer a chat_template that writes "
+            "content as it is"
+        )
+
+    def _safe_tools(
+        self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool
+    ) -> list[ToolSpec]:
+        """The tools as the template may be given them, found out once for a list and a run of roles.
+
+        Safe with threads: a race costs a second check.
+        """
+        if not tools:
+            return []
+        listed = json.dumps([tool.as_openai() for tool in tools])
+        key = (tuple(entry.role for entry in conversation), listed, generation)
+        safe = self._checked.pop(key, None)
+        if safe is None:
+            safe = self._check_tools(conversation, tools, generation)
+        self._checked[key] = safe
+        if len(self._checked) > MOST_TOOL_LISTS:
+            self._checked.popitem(last=False)
+        return safe
+
+    def _check_tools(
+        self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool
+    ) -> list[ToolSpec]:
+        pieces = [piece for entry in conversation for piece in entry.all_pieces()]
+
+        def special(shown: Sequence[ToolSpec]) -> list[int]:
+            marks = Placeholders(piece.text for piece in pieces)
+            text = self._apply(conversation, marks.write, shown, generation)
+            return self._special(self.tokenizer.encode(text))
+
+        own = special(anonymous(tools))
+        for way in self._breaker.ways():
+            safe = [self._breaker.tool(tool, way) for tool in tools]
+            if special(safe) == own:
+                return safe
+        names = ", ".join(repr(tool.name) for tool in tools)
+        raise ConfigError(
+            f"the chat template makes special tokens of what the tools {names} are called, or of what "
+            "their descriptions say; rename the tool whose name stands inside a special token"
+        )
 
     def _apply(
         self,
         conversation: Sequence[Entry],
-        write: Callable[[Piece], str],
+        write: Writer,
         tools: Sequence[ToolSpec],
         generation: bool,
     ) -> str:
-        chat = [self._chat(entry, write) for entry in conversation]
+        chat = [_chat(entry, write) for entry in conversation]
         functions = [tool.as_openai() for tool in tools] or None
         return self.tokenizer.apply_chat_template(chat, functions, generation)
 
-    def _chat(self, entry: Entry, write: Callable[[Piece], str]) -> Json:
-        """The dictionary a template takes. Names come from a model, so they are made harmless too."""
-        chat: Json = {"role": entry.role, "content": "".join(write(piece) for piece in entry.pieces)}
-        if entry.name is not None:
-            chat["name"] = self._harmless_text(entry.name)
-        if entry.tool_call_id is not None:
-            chat["tool_call_id"] = self._harmless_text(entry.tool_call_id)
-        return chat
-
-    def _harmless(self, piece: Piece) -> str:
-        return piece.text if piece.trusted else self._harmless_text(piece.text)
-
-    def _harmless_text(self, text: str) -> str:
-        """`text` that cannot become special, in the eyes of any normaliser: spaced out if need be."""
-        broken = self._controls.broken(text)
-        return broken if self._ids.isdisjoint(self.tokenizer.encode(broken)) else " ".join(broken)
-
-    def _harmless_json(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._harmless_text(value)
-        if isinstance(value, dict):
-            return {self._harmless_json(k): self._harmless_json(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._harmless_json(item) for item in value]
-        return value
+    def _writer(self, way: Way) -> Writer:
+        return lambda piece: self._breaker.piece(piece, way)
 
     def _encode_apart(self, text: str, apart: Sequence[Span]) -> list[int]:
         tokens: list[int] = []
@@ -141,52 +179,33 @@ class SafeTemplate:
             position = stop
         return tokens + (self.tokenizer.encode(text[position:]) if position < len(text) else [])
 
-    def _special(self, tokens: Iterable[int]) -> int:
-        return sum(token in self._ids for token in tokens)
+    def _special(self, tokens: Iterable[int]) -> list[int]:
+        return [token for token in tokens if token in self._ids]
 
-    def _own_special(self, rendered: Rendered) -> int:
+    def _own_special(self, rendered: Rendered) -> list[int]:
         edges = [0, *(edge for span in rendered.content for edge in span), len(rendered.text)]
         own = [rendered.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-        return sum(self._special(self.tokenizer.encode(text)) for text in own)
+        return [token for text in own for token in self._special(self.tokenizer.encode(text))]
 
 
-class _Placeholders:
-    """Unique words that stand for content while a template is rendered."""
-
-    def __init__(self, pieces: Sequence[Piece], plain: str) -> None:
-        self._word = unused_word([plain, *(piece.text for piece in pieces)])
-        self._contents: list[str] = []
-
-    def write(self, piece: Piece) -> str:
-        """A placeholder between the content's own outer white space; empty content stays empty."""
-        core = piece.text.strip()
-        if piece.trusted or not core:
-            return piece.text
-        start = piece.text.index(core)
-        self._contents.append(core)
-        word = f"{self._word}{len(self._contents) - 1}z"
-        return piece.text[:start] + word + piece.text[start + len(core) :]
-
-    def restore(self, marked: str) -> Rendered:
-        parts: list[str] = []
-        spans: list[Span] = []
-        length = 0
-        for index, part in enumerate(re.split(f"{self._word}([0-9]+)z", marked)):
-            is_content = index % 2 == 1
-            text = self._contents[int(part)] if is_content else part
-            if is_content:
-                spans.append((length, length + len(text)))
-            parts.append(text)
-            length += len(text)
-        return Rendered("".join(parts), tuple(spans))
+def _chat(entry: Entry, write: Writer) -> Json:
+    """The dictionary a template takes. Names may come from a model or a server: they are content too."""
+    written = [write(piece) for piece in entry.all_pieces()]
+    count = len(entry.pieces)
+    chat: Json = {"role": entry.role, "content": "".join(written[:count])}
+    keys = [key for key in ("name", "tool_call_id") if getattr(entry, key) is not None]
+    return chat | dict(zip(keys, written[count:], strict=True))
 
 
-def unused_word(texts: Iterable[str]) -> str:
-    """A word that occurs in none of these texts: nobody can write down his own text's hash."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode("utf-8", errors="surrogatepass"))
-    return f"zq{digest.hexdigest()[:24]}x"
+def _end(text: str, word: str) -> int:
+    """Where the first `word` in `text` ends."""
+    position = text.find(word)
+    if position < 0:
+        raise ConfigError(
+            "the chat template leaves out what the assistant said, so nothing can be appended to "
+            "it; give the tokenizer another chat_template"
+        )
+    return position + len(word)
 
 
 def _touched(spans: Sequence[Span], occurrences: Sequence[Span]) -> list[Span]:

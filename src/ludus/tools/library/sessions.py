@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from ludus.core.config import Config
-from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext
-from ludus.sandbox import Execution, SandboxConfig, Session, shared_sandbox
+from ludus.sandbox import Execution, SandboxConfig, Session, SessionEnded, shared_sandbox
 
 GONE = "[A new session was started: the earlier variables, processes and files are gone.]"
 
@@ -80,6 +80,9 @@ class EpisodeSessions:
             place = Place(held.session, note)
             try:
                 yield place
+            except SessionEnded as ended:
+                fault = Fault.TOOL_TIMEOUT if ended.hung else Fault.TOOL_RAISED
+                raise ToolFault(f"{ended}: its variables and files are gone", fault) from ended
             finally:
                 if place.lost or not held.session.alive:
                     session, held.session, held.lost = held.session, None, True

@@ -63,7 +63,9 @@ class SQLiteStore:
 
     async def get(self, key: str) -> bytes | None:
         row = await self._run(
-            lambda db: db.execute("SELECT data FROM records WHERE key = ?", (key,)).fetchone()
+            lambda db: db.execute(
+                "SELECT CAST(data AS BLOB) FROM records WHERE key = ?", (key,)
+            ).fetchone()
         )
         return None if row is None else bytes(row[0])
 

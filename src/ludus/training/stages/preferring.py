@@ -41,6 +41,8 @@ class Preference(Stage):
         )
         self._player = _miner(workshop, config, self.seed) if config.pairs is None else None
         self._given: list[Pair] = []
+        self._found_any = False
+        """Whether any step so far has mined a pair."""
         self._reference: nn.Module | None = None
 
     async def begin(self) -> None:
@@ -69,21 +71,36 @@ class Preference(Stage):
             groups = played.groups
             pairs = pairs_of(groups, self._config.margin)
             metrics = rollout_metrics(groups)
+            self._note_found(number, pairs)
         await self.workshop.engine.pause()
         metrics["pairs"] = len(pairs)
         with self.change():
             metrics |= prefer(self._learner, pairs, self._reference, self._config.beta)
         return Step({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
+    def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
+        """A step without pairs leaves the weights as they are; all of them are a mistake."""
+        self._found_any |= bool(pairs)
+        if number + 1 == self.steps and not self._found_any:
+            apart = f" by {self._config.margin:g} at least" if self._config.margin else ""
+            raise ConfigError(
+                f"in {self.steps} step(s), no two attempts at a task differed in reward{apart}, so there was "
+                "no pair to learn from: lower the margin, raise attempts or tasks, or use rewards that tell "
+                "episodes apart"
+            )
+
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
         if self._player is not None:
-            (folder / _STATE).write_text(json.dumps(self._player.state_dict()), encoding="utf-8")
+            state = {"player": self._player.state_dict(), "found_any": self._found_any}
+            (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         load_learner(folder, self._learner)
         if self._player is not None:
-            self._player.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+            state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+            self._player.load_state_dict(state["player"])
+            self._found_any = state["found_any"]
 
 
 def _miner(workshop: Workshop, config: PreferenceConfig, seed: int) -> Player:

@@ -9,6 +9,7 @@ each queue holds at most one item.
 from __future__ import annotations
 
 import io
+import itertools
 import queue
 import sys
 import threading
@@ -20,13 +21,14 @@ from ludus.rewards.judging.inside.cases import (
     TESTS_FILE,
     Namespace,
     collect,
-    count,
     define_rest,
-    pytest_stand_in,
+    run_statements,
 )
 from ludus.rewards.judging.inside.names import BrokenTests, free_names, modules_used, own_names
 from ludus.rewards.judging.inside.plain import read, write
 from ludus.rewards.judging.inside.proxies import Link, Stopped
+from ludus.rewards.judging.inside.seen import Seen, look
+from ludus.rewards.judging.inside.stand_in import pytest_stand_in
 
 MARK = "\x1eludus-event:"
 _MOST_TEXT = 500
@@ -40,7 +42,7 @@ def begin(text: str) -> None:
     """Start the tests, and print the first thing they want.
 
     The text is JSON: the tests' `sources`, the solution's `module` name and the `names` it defines, its
-    `entry` point if the tests need one, and whether `one_each` of the sources is one test.
+    `entry` point if the tests need one, and whether the statements of each source are `one_each`.
     """
     global _link
     _link = Link(_ask)
@@ -74,23 +76,21 @@ def _report(name: str, problem: str | None) -> None:
 
 
 def _guarded(plan: dict[str, Any]) -> None:
-    sources, module = plan["sources"], plan["module"]
+    module = plan["module"]
     end: dict[str, Any] = {"end": True}
     try:
-        expected = (
-            len(sources) if plan["one_each"] else sum(count(one, plan["entry"]) for one in sources)
-        )
-        _out.put({"expected": expected})
+        seen = look(plan["sources"], plan["entry"], plan["one_each"])
+        _out.put({"expected": sum(one.count for one in seen)})
         _in.get()
         _define_modules(module)
         if plan["one_each"]:
-            _run_one_each(plan)
+            _run_one_each(plan, seen)
         else:
-            _run_all(plan)
+            _run_all(plan, seen)
     except BrokenTests as error:
         end["broken"] = str(error)[:_MOST_TEXT]
     except ModuleNotFoundError as error:
-        end["problem" if error.name == module else "broken"] = _text(error)
+        end["broken" if _is_missing(error, module) else "problem"] = _text(error)
     except BaseException as error:  # noqa: BLE001 - what a statement between the tests raised
         at_fault = isinstance(error, Stopped) or _is_from_tests(error)
         end["problem" if at_fault else "broken"] = _text(error)
@@ -135,42 +135,74 @@ def _from_solution(name: str) -> Any:
         raise _link.stop(f"it no longer has the name {name}") from None
 
 
-def _run_all(plan: dict[str, Any]) -> None:
-    for source in plan["sources"]:
+def _run_all(plan: dict[str, Any], seen: list[Seen]) -> None:
+    for source, one in zip(plan["sources"], seen, strict=True):
         namespace = _namespace(source, plan, {}, set())
-        for name, run in collect(source, namespace, plan["entry"]):
-            _report(name, _problem(run))
+        for name, run in collect(one, namespace):
+            _report(name, _problem(run, plan["module"]))
 
 
-def _run_one_each(plan: dict[str, Any]) -> None:
+def _run_one_each(plan: dict[str, Any], seen: list[Seen]) -> None:
     """Each source in a namespace of its own, with what earlier ones defined."""
     kept: Namespace = {}
     earlier: set[str] = set()
-    owned = [own_names(source) for source in plan["sources"]]
-    for number, (source, own) in enumerate(zip(plan["sources"], owned, strict=True)):
+    for number, (source, one) in enumerate(zip(plan["sources"], seen, strict=True)):
+        own = own_names(source)
         _link.stopped = None
         try:
             namespace = _namespace(source, plan, kept, earlier)
         except Stopped as stopped:
-            _report(f"test {number}", _text(stopped))
+            if not one.count:
+                raise  # what was to be prepared is missing to all that follows
+            _report_all(one.count, f"test {number}", _text(stopped))
             earlier |= own
             continue
-        code = compile(source, TESTS_FILE, "exec")
-        problem = _problem(lambda code=code, seen=namespace: exec(code, seen))  # type: ignore[misc]
-        _report(f"test {number}", problem)
-        if problem is not None:
+        if not one.count:
+            run_statements(one.tree, namespace)
+        elif not _run_source(number, one, namespace, plan["module"]):
             define_rest(source, namespace)
         kept |= {name: namespace[name] for name in own if name in namespace}
         earlier |= own
 
 
-def _problem(run: Callable[[], object]) -> str | None:
+def _run_source(number: int, one: Seen, namespace: Namespace, module: str) -> bool:
+    """The tests of one source, and whether all have passed; all have failed when what is around them does."""
+    problems: list[str | None] = []
+    cases = collect(one, namespace, one_each=True)
+    while True:
+        case: list[tuple[str, Callable[[], object]]] = []
+        around = _problem(lambda case=case: case.extend(itertools.islice(cases, 1)), module)  # type: ignore[misc]
+        if around is not None:
+            _report_all(one.count - len(problems), f"test {number}", around)
+            return False
+        if not case:
+            return not any(problems)
+        name, run = case[0]
+        problems.append(_problem(run, module))
+        _report(f"test {number}, {name}", problems[-1])
+
+
+def _report_all(count: int, name: str, problem: str) -> None:
+    for _ in range(max(1, count)):
+        _report(name, problem)
+
+
+def _problem(run: Callable[[], object], module: str) -> str | None:
     _link.stopped = None
     try:
         run()
+    except ModuleNotFoundError as error:
+        if _is_missing(error, module):
+            raise
+        return _text(error)
     except BaseException as error:  # noqa: BLE001 - a failed test, whatever it was
         return _text(error)
     return _link.stopped
+
+
+def _is_missing(error: ModuleNotFoundError, module: str) -> bool:
+    """Whether the tests need a module that is not here. What the solution raised comes without a name."""
+    return error.name is not None and error.name.partition(".")[0] != module
 
 
 def _text(error: BaseException) -> str:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ludus.rewards.judging.inside.plain import ERRORS, Decoder, Encoder, read, write
+from ludus.rewards.judging.inside.plain import ERRORS, Decoder, Encoder, TooLarge, read, write
 
 MARK = "\x1eludus-answer:"
 _MOST_TEXT = 1_000
@@ -48,6 +48,8 @@ def serve(text: str) -> None:
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Nowhere()), write_through=True, errors="replace")
     try:
         answer = _answer(read(text))
+    except TooLarge as error:  # ours, about what it returned: no error that a test could expect of it
+        answer = {"stopped": str(error)}
     except BaseException as error:  # noqa: BLE001 - whatever the solution raised is the judge's to see
         answer = {"raised": _raised(error)}
     finally:

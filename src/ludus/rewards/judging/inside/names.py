@@ -12,6 +12,7 @@ import builtins
 import importlib
 import sys
 from collections.abc import Iterator, Set
+from functools import lru_cache
 from types import ModuleType
 
 _KNOWN = {
@@ -27,12 +28,15 @@ class BrokenTests(Exception):
     """The tests themselves are wrong; no solution is at fault."""
 
 
+@lru_cache(maxsize=100)
 def parsed(source: str) -> ast.Module:
     """The source as a tree; `BrokenTests` when it does not compile."""
     try:
-        return ast.parse(source)
+        tree = ast.parse(source)
+        compile(tree, "tests.py", "exec")  # a `return` outside a function is found only here
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BrokenTests(f"the tests do not compile: {error}") from None
+    return tree
 
 
 def own_names(source: str) -> set[str]:

@@ -1,0 +1,145 @@
+"""Words that stand for what somebody else wrote while a template is rendered."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ludus.core.tooling import ToolSpec
+from ludus.rollouts.renderers.pieces import Piece
+
+Span = tuple[int, int]
+
+SHORTEST_IDENTIFIER = 9
+_SWITCH = re.compile(r"/(?:no_think|nothink|think|system_override)")
+"""Words by which users are known to choose how a template thinks. A closed list: content merely selects."""
+SCHEMA_WORDS = frozenset(
+    {
+        *("type", "object", "array", "string", "number", "integer", "boolean", "null", "nullable"),
+        *("properties", "additionalProperties", "required", "items", "description", "title", "format"),
+        *("enum", "const", "default", "anyOf", "oneOf", "allOf"),
+    }
+)
+"""What templates look for in a tool's parameters; anything else there is the author's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text, and which parts of it are content that nobody vouches for."""
+
+    text: str
+    content: tuple[Span, ...]
+
+    def after(self, position: int) -> Rendered:
+        """What stands from `position` on."""
+        spans = ((max(a, position) - position, b - position) for a, b in self.content if b > position)
+        return Rendered(self.text[position:], tuple(spans))
+
+
+class Placeholders:
+    """Unique words for content; afterwards they tell where the content stands."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._word = unused_word(texts)
+        self._contents: dict[str, str] = {}
+        self._identifiers: list[str] = []
+
+    def write(self, piece: Piece) -> str:
+        """A placeholder between the content's own outer white space; empty content stays empty."""
+        core = piece.text.strip()
+        if piece.trusted or not core:
+            return piece.text
+        word = f"{self._word}{len(self._contents)}z"
+        if piece.identifier:
+            word, core = same_length(word, len(piece.text)), piece.text
+            self._identifiers.append(word)
+        self._contents[word] = core
+        return _within_space(piece.text, core, word)
+
+    def restore(self, marked: str) -> Rendered:
+        """The text with the content in its places."""
+        parts: list[str] = []
+        spans: list[Span] = []
+        length = 0
+        words = "|".join([f"{self._word}[0-9]+z", *self._identifiers])
+        for index, part in enumerate(re.split(f"({words})", marked)):
+            text = self._contents.get(part, part) if index % 2 == 1 else part
+            if index % 2 == 1:
+                spans.append((length, length + len(text)))
+            parts.append(text)
+            length += len(text)
+        return Rendered("".join(parts), tuple(spans))
+
+
+class Switches:
+    """Placeholders that keep words such as `/no_think`, by which content may choose how a template thinks."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._word = unused_word(piece.text for piece in pieces)
+        self.found = any(self._of(piece) for piece in pieces)
+
+    def write(self, piece: Piece) -> str:
+        core = piece.text.strip()
+        if piece.trusted or not core:
+            return piece.text
+        if piece.identifier:
+            return same_length(self._word + piece.text, len(piece.text))
+        # Between two placeholders: no template that merely writes around content can complete them.
+        return _within_space(piece.text, core, " ".join([self._word, *self._of(piece), self._word]))
+
+    @staticmethod
+    def _of(piece: Piece) -> list[str]:
+        return [] if piece.trusted or piece.identifier else _SWITCH.findall(piece.text)
+
+
+def anonymous(tools: Sequence[ToolSpec]) -> list[ToolSpec]:
+    """The same tools with words of no meaning in place of all that their authors chose."""
+    words: dict[str, str] = {}
+
+    def word(text: str) -> str:
+        return words.setdefault(text, f"zqtool{len(words)}z") if text.strip() else text
+
+    def value(given: Any) -> Any:
+        if isinstance(given, str):
+            return given if given in SCHEMA_WORDS else word(given)
+        if isinstance(given, dict):
+            return {value(key): value(item) for key, item in given.items()}
+        if isinstance(given, (list, tuple)):
+            return [value(item) for item in given]
+        return given
+
+    return [
+        replace(
+            tool,
+            name=word(tool.name),
+            description=word(tool.description),
+            parameters=value(tool.parameters),
+        )
+        for tool in tools
+    ]
+
+
+def unused_word(texts: Iterable[str]) -> str:
+    """A word that occurs in none of these texts: nobody can write down his own text's hash."""
+    return f"zq{_digest(*texts)[:24]}x"
+
+
+def same_length(text: str, length: int) -> str:
+    """A meaningless word as long as an identifier: some templates insist on nine letters and digits."""
+    digits = _digest(text) * (length // 64 + 1)
+    return f"zq{digits}"[: max(length, SHORTEST_IDENTIFIER)]
+
+
+def _digest(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _within_space(text: str, core: str, word: str) -> str:
+    start = text.index(core)
+    return text[:start] + word + text[start + len(core) :]

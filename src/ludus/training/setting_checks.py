@@ -1,0 +1,102 @@
+"""Settings of a stage that contradict each other, or would have no effect: refused when they are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ludus.algos import Need, load_algorithm
+from ludus.core.failures import ConfigError
+from ludus.training.curriculum import check_settings
+
+if TYPE_CHECKING:
+    from ludus.training.settings import PreferenceConfig, RLConfig
+
+_MINING = ("tasks", "attempts", "margin", "max_failures")
+"""What a stage of preferences is told about playing."""
+
+
+def check_reinforcement(config: RLConfig) -> None:
+    """Raise a `ValueError` for what could not learn."""
+    by_length = config.aggregation in (None, "length")
+    if config.algorithm == "dr_grpo" and by_length and "length" not in config.aggregation_options:
+        raise ValueError(
+            "dr_grpo divides by a fixed length: set aggregation_options = { length = N }, for instance "
+            "to the tokens that an episode says at most"
+        )
+    try:
+        check_settings(config.curriculum)
+        algorithm = load_algorithm(**config.algorithm_settings)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
+    _check_needs(config, algorithm.needs)
+    _check_attempts(config, algorithm.needs)
+    _check_divergence(config)
+    if config.updates > config.tasks:
+        raise ValueError(
+            f"updates = {config.updates} cannot split the {config.tasks} group(s) of a step (tasks)"
+        )
+
+
+def check_mining(config: PreferenceConfig) -> None:
+    """Raise a `ValueError` for settings of playing beside given pairs, and the other way round."""
+    idle = _MINING if config.pairs is not None else ("batch",)
+    defaults = type(config).model_fields
+    changed = [name for name in idle if getattr(config, name) != defaults[name].default]
+    if changed and config.pairs is not None:
+        raise ValueError(
+            f"{' and '.join(changed)} would have no effect: with pairs from a file, nothing is played; leave "
+            "them out, or leave out pairs to mine them"
+        )
+    if changed:
+        raise ValueError(
+            "batch would have no effect: it is about pairs from a file, and how many are mined in a step is "
+            "decided by tasks; set that, or pairs"
+        )
+
+
+def _check_needs(config: RLConfig, needs: frozenset[Need]) -> None:
+    if not config.advantage_mask and Need.CRITIC not in needs:
+        raise ValueError(
+            f"advantage_mask = false is about the recursion of a critic's advantages; {config.algorithm} "
+            "has none (ppo has)"
+        )
+    critic = config.critic
+    if critic is not None and Need.CRITIC not in needs:
+        raise ValueError(
+            f"there are settings for a critic, and {config.algorithm} asks for none: leave out critic, or "
+            "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
+        )
+    if critic is not None and 0 < config.steps <= critic.warmup_steps:
+        raise ValueError(
+            f"critic.warmup_steps = {critic.warmup_steps} leaves none of {config.steps} step(s) for the "
+            "policy to learn in: lower it, or raise steps"
+        )
+
+
+def _check_attempts(config: RLConfig, needs: frozenset[Need]) -> None:
+    if config.attempts == 1 and config.steps and Need.SIBLINGS in needs:
+        raise ValueError(
+            f"{config.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
+            'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
+        )
+    if config.attempts == 1 and config.steps and config.refill is not None:
+        raise ValueError(
+            "refill replaces groups whose rewards are all equal, and with attempts = 1 every group is so: "
+            "use at least 2 attempts, or leave out refill"
+        )
+    if config.keep_attempts is not None and config.keep_attempts >= config.attempts:
+        raise ValueError("keep_attempts must be below attempts, of which it keeps some")
+
+
+def _check_divergence(config: RLConfig) -> None:
+    if config.kl == 0 and (config.kl_in, config.kl_estimator) != ("loss", "k3"):
+        raise ValueError(
+            "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "
+            "it out: set kl, for instance to 0.01"
+        )
+    if config.kl > 0 and (config.kl_in, config.kl_estimator) == ("loss", "k1"):
+        raise ValueError(
+            'kl_estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
+            'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
+            'kl_in = "reward", where "k1" is right'
+        )
