@@ -12,8 +12,10 @@ help:  ## What can be made
 quickstart: $(VENV)/.installed  ## Install, and train a small agent on the CPU (about 5 minutes)
 	$(BIN)/ludus train recipes/safe.toml $(ARGS)
 
-test: $(VENV)/.installed-dev lint  ## Lint, type check and the fast tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed-dev  ## Lint, type check (beside the tests, on another core) and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest; tests=$$?; wait $$types && exit $$tests
 
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers
 	$(BIN)/python -m pytest -m slow --timeout 1800

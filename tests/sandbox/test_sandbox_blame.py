@@ -214,6 +214,25 @@ async def test_quiet_sessions_are_left_alone() -> None:
             await asyncio.sleep(0.25)
 
 
+async def test_a_worker_that_dies_after_it_was_chosen_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Sandbox(SandboxConfig(workers=1)) as box:
+        choose, chosen = box._young_place, iter([True])
+
+        async def choose_and_kill() -> Worker:
+            worker = await choose()
+            if next(chosen, False):
+                os.kill(worker.pid, 9)
+                while worker.is_alive:  # noqa: ASYNC110 - nobody tells us
+                    await asyncio.sleep(0.01)
+            return worker
+
+        monkeypatch.setattr(box, "_young_place", choose_and_kill)
+        async with asyncio.timeout(30):
+            assert (await box.python("1 + 1")).value == "2"
+
+
 async def test_a_worker_that_dies_while_others_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -202,7 +202,12 @@ class Worker:
 
     def _new_process(self) -> Process:
         process = Process(self, next(self._numbers))
-        self._processes[process.number] = process
+        if (
+            self._link is None
+        ):  # it died after it was chosen: nobody would ever tell how the process ended
+            _lose(process)
+        else:
+            self._processes[process.number] = process
         return process
 
     def _on_frame(self, header: dict[str, Any], body: bytes, fds: list[int]) -> None:
@@ -251,8 +256,7 @@ class Worker:
             self._ready.set_exception(SandboxError("the warm interpreter ended while it started"))
         processes, self._processes = list(self._processes.values()), {}
         for process in processes:
-            process.problem = "the warm interpreter it was forked from ended"
-            _resolve(process, Ending(None))
+            _lose(process)
         if was_alive:
             self._on_death(self)
 
@@ -268,6 +272,12 @@ async def _exited(pid: int) -> None:
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def _lose(process: Process) -> None:
+    """Its worker is gone, and it with it."""
+    process.problem = "the warm interpreter it was forked from ended"
+    _resolve(process, Ending(None))
 
 
 def _resolve(process: Process, ending: Ending) -> None:
