@@ -90,7 +90,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_evaluation_that_was_stopped_goes_on(
     project: Path, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -646,6 +646,7 @@ async def test_more_answers_than_sessions_wait_for_each_other() -> None:
 
 
 @on_sandbox
+@pytest.mark.slow
 async def test_waiting_for_room_is_bounded_and_never_a_zero() -> None:
     config = SandboxConfig(workers=1, max_sessions=2)
     box = shared_sandbox(config)

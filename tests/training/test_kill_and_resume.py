@@ -128,6 +128,7 @@ def _reached(run: Path) -> tuple[int, int]:
     return progress["step"], progress["stage"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_the_same_run(tmp_path: Path) -> None:
     """Three kills in one run."""
     killer, draw = Killer("forkserver", SHORT), random.Random(1)
