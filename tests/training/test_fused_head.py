@@ -110,7 +110,8 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert other.grad is not None
 
 
-def test_no_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many places go through the head at once; the list grows as they do."""
     sizes: list[int] = []
     exact = fused_head.linear_float32
 
@@ -119,6 +120,11 @@ def test_no_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> N
         return exact(x, weight)
 
     monkeypatch.setattr(fused_head, "linear_float32", noted)
+    return sizes
+
+
+def test_no_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = sizes_of_products(monkeypatch)
     hidden, weight = torch.randn(10, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
     logprobs_A, _ = linear_logprobs(hidden, weight, torch.zeros(10, dtype=torch.long), 1.0, 4)
     assert sizes == [4, 4, 2]
@@ -127,14 +133,7 @@ def test_no_more_logits_than_a_chunk_exist(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kept_logits_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    exact = fused_head.linear_float32
-
-    def noted(x: Tensor, weight: Tensor) -> Tensor:
-        sizes.append(len(x))
-        return exact(x, weight)
-
-    monkeypatch.setattr(fused_head, "linear_float32", noted)
+    sizes = sizes_of_products(monkeypatch)
     hidden, weight = torch.randn(10, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
     tokens = torch.zeros(10, dtype=torch.long)
     logprobs_A, _ = linear_logprobs(hidden, weight, tokens, 1.0, rows=4, kept=9)
