@@ -49,15 +49,17 @@ def trained(model: PreTrainedModel, sequences: list[list[int]], prompt: int) -> 
     return logprobs_of(model, rows, scored, 1.0, 16384)[scored].tolist()
 
 
-def reference(name: str, sequences: list[list[int]], prompt: int, device: str) -> list[float]:
-    """The same weights in float32, through the model's own forward pass, a few rows at a time."""
-    model = random_model(name, device, torch.float32)
+def stock(
+    name: str, sequences: list[list[int]], prompt: int, device: str, dtype: torch.dtype
+) -> list[float]:
+    """The same weights through the Hugging Face model's own forward pass, a row at a time."""
+    model = random_model(name, device, dtype)
     values: list[float] = []
     with torch.inference_mode():
         for tokens in sequences:
             ids = torch.tensor([tokens], device=device)
             logits = model(ids, logits_to_keep=len(tokens) - prompt + 1).logits[0, :-1]
-            chosen = logits.log_softmax(-1).gather(1, ids[0, prompt:, None])[:, 0]
+            chosen = logits.float().log_softmax(-1).gather(1, ids[0, prompt:, None])[:, 0]
             values += chosen.tolist()
     return values
 
@@ -74,13 +76,15 @@ async def check(name: str, model: PreTrainedModel, device: str) -> list[dict[str
     sequences = [context + answer.tokens for context, answer in zip(contexts, answers, strict=True)]
     trainer = trained(model, sequences, prompt)
     await engine.close()
-    exact = reference(name, sequences, prompt, device)
+    exact = stock(name, sequences, prompt, device, torch.float32)
+    rounded = stock(name, sequences, prompt, device, torch.bfloat16)
     rows: list[dict[str, Any]] = [
         {"shape": name, "compared": what, "tokens": len(left), **_differences(left, right)}
         for what, left, right in (
             ("engine and trainer, bf16", given, trainer),
             ("engine bf16 and float32", given, exact),
             ("trainer bf16 and float32", trainer, exact),
+            ("stock bf16 and float32", rounded, exact),
         )
     ]
     rows.append(_neighbours(name, alone, answers))

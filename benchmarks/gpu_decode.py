@@ -2,15 +2,15 @@
 
     python benchmarks/gpu_decode.py [--shapes qwen2.5-0.5b qwen2.5-1.5b] [--cases 1x512 64x512 256x512 ...]
                                     [--new 192] [--quick] [--peers | --no-peers] [--check] [--profile]
-                                    [--limit 150] [--out FILE]
+                                    [--limit 400] [--out FILE]
 
 Random weights in bf16, a vocabulary of 151,936 tokens, temperature 1, log-probabilities of every token. A case
-is batch x context: so many requests, each with a prompt of its own of so many tokens, go through
-`Engine.generate` at once. *steady* is the rate between 30% and 80% of all tokens, when every prompt has been
-read and nobody has finished; *overall* counts from the first request to the last answer, prompts included. The
-floor is the time to read all weights and all keys and values once at the bandwidth of a large copy. Stock
-`generate` and the continuous batching of transformers run the same model and prompts with few tokens, because
-they are slow.
+is batch x context: so many requests, each with a prompt of its own, go through `Engine.generate` at once.
+*steady* is the rate between 30% and 80% of all tokens, when every prompt has been read and nobody has finished;
+prompts are so long that contexts have the case's length on average in that window. *overall* counts from the
+first request to the last answer, prompts included. The floor is the time to read all weights and all keys and
+values once at the bandwidth of a large copy. Stock `generate` and the continuous batching of transformers run
+the same model and contexts with few tokens, because they are slow.
 
 `--check` measures what the numbers are worth: log-probabilities of the engine against the trainer's and against
 a float32 reference, greedy tokens against stock `generate` in float32, and requests alone against the same ones
@@ -81,9 +81,9 @@ async def measure(model: PreTrainedModel, batch: int, context: int, new: int) ->
     """Steady and overall rates of one case, after a short run that captures what it needs."""
     engine = engine_for(model, batch, context + new)
     try:
-        contexts = prompts(model, batch, context)
+        contexts = prompts(model, batch, context - round(sum(WINDOW) / 2 * new))
         long, short = (
-            prompts(model, 1, max(1, context + new - 48), seed=2),
+            prompts(model, 1, context, seed=2),
             prompts(model, batch, 16, seed=3),
         )
         await generate(engine, [*long, *short[1:]], 48)
@@ -167,10 +167,9 @@ def attempt(what: str, function: Any, *arguments: Any) -> float | str:
 def case(
     name: str, model: PreTrainedModel, batch: int, context: int, given: argparse.Namespace
 ) -> dict[str, Any]:
-    new = max(64, given.new // 2) if context > 4096 or given.quick else given.new
+    new = min(context // 2, max(64, given.new // 2) if given.quick else given.new)
     ours = asyncio.run(measure(model, batch, context, new))
-    mean = context + sum(WINDOW) / 2 * new
-    floor = (weight_bytes(model) + batch * mean * kv_bytes(model)) / given.bandwidth
+    floor = (weight_bytes(model) + batch * context * kv_bytes(model)) / given.bandwidth
     return {
         "shape": name, "batch": batch, "context": context, "steady tokens/s": ours["steady"],
         "overall tokens/s": ours["overall"], "ms a step": ours["step_ms"],
@@ -193,9 +192,9 @@ def peers(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
                 continue
             contexts = prompts(model, row["batch"], row["context"])
             row["stock generate"] = attempt("generate", stock_rate, model, contexts, given.device)
-            if row["batch"] == 256 and time.perf_counter() < given.until:
-                found = attempt("batching", batching_rate, model, contexts, given.device)
-                row["continuous batching"] = found
+            row["continuous batching"] = attempt(
+                "batching", batching_rate, model, contexts, given.device
+            )
         del model
 
 
@@ -251,7 +250,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="measure correctness as well")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
     parser.add_argument(
-        "--limit", type=float, default=150, help="seconds after which nothing new begins"
+        "--limit", type=float, default=400, help="seconds after which nothing new begins"
     )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

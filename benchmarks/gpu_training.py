@@ -240,7 +240,7 @@ def ludus_step(model: Qwen2ForCausalLM, batch: Batch, case: Case) -> Callable[[]
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         old_A = logprobs_A.detach()  # random weights: the first update's ratios are 1
-        return algorithm.loss(Sampled(logprobs_A, old_A, pack.advantages_A, pack.rows, old_A))
+        return algorithm.loss(Sampled(logprobs_A, old_A, pack.advantages_A, pack.row_A, old_A))
 
     def step() -> None:
         columns = Columns.of(batch.rows, advantages_T, weights_T)

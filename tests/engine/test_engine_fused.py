@@ -122,9 +122,7 @@ def test_it_reads_and_writes_pages(name):
             length = torch.tensor([stop], dtype=torch.int32)
             if stop - start > 1:
                 starts = torch.tensor([0, stop - start], dtype=torch.int32)
-                context = PrefillContext(
-                    Store(), slots[start:stop], tables, starts, length, longest=stop - start
-                )
+                context = PrefillContext(Store(), slots[start:stop], tables, starts, length)
             else:
                 context = DecodeContext(Store(), slots[start:stop], tables, length)
             positions = torch.arange(start, stop)

@@ -18,14 +18,15 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Sampling
 from ludus.engine import use_ludus_attention
 from ludus.engine.cuda import choice, prefill
-from ludus.engine.cuda.graphs import Shape, StepGraphs
+from ludus.engine.cuda.decode import rows_for
+from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
 from ludus.engine.cuda.pages import FixedStore, PageShape
 from ludus.engine.cuda.reserved import KeptMemory
 from ludus.engine.cuda.runner import StaticRunner, fingerprint
-from ludus.engine.cuda.staging import Mirror, sent
 from ludus.engine.requests import Request
 from ludus.engine.runner import Runner
 from ludus.engine.scheduler import Chunk
+from ludus.engine.staging import Mirror, sent
 from ludus.engine.stats import EngineStats
 from ludus.engine.worker import Worker
 
@@ -71,11 +72,9 @@ def test_static_steps_serve_every_kind_of_attention(family: str) -> None:
     assert [a.tokens for a in answers] == [stock_greedy(model, c, 8) for c in contexts]
 
 
-def _graphs(rows: int = 300) -> tuple[StepGraphs, list[Shape]]:
+def _graphs() -> tuple[StepGraphs, list[Shape]]:
     """Graphs of a device that captures, and what they were asked to capture."""
-    graphs = StepGraphs(
-        lambda shape: None, lambda: None, rows=rows, page_size=16, device=CPU, stats=EngineStats()
-    )
+    graphs = StepGraphs(CPU, EngineStats())
     captured: list[Shape] = []
 
     def capture(shape: Shape) -> None:
@@ -89,18 +88,19 @@ def _graphs(rows: int = 300) -> tuple[StepGraphs, list[Shape]]:
 
 def test_a_size_is_captured_once_it_has_been_needed_for_a_while() -> None:
     graphs, captured = _graphs()
-    wanted = Shape(192, 64, False)
-    assert [graphs.choose(150, 30, False) for _ in range(3)] == [wanted] * 3
+    wanted, smaller = Shape("decode", 192, 192, 64), Shape("decode", 8, 8, 64)
+    assert [graphs.choose(wanted) for _ in range(3)] == [wanted] * 3
     assert captured == []
-    assert graphs.choose(150, 30, False) == wanted
+    assert graphs.choose(wanted) == wanted
     assert captured == [wanted]
     # Smaller batches make do with what there is, until they have come often enough.
-    small = [graphs.choose(5, 3, False) for _ in range(40)]
+    small = [graphs.choose(smaller) for _ in range(40)]
     assert small[0] == wanted
-    assert small[-1] == Shape(8, 64, False)
-    assert captured == [wanted, Shape(8, 64, False)]
-    # What ends with logits is another graph.
-    assert graphs.choose(5, 3, True) == Shape(8, 64, True)
+    assert small[-1] == smaller
+    assert captured == [wanted, smaller]
+    # Another kind of step is another graph.
+    other = smaller._replace(kind="prefill")
+    assert graphs.choose(other) == other
 
 
 class Replayed:
@@ -118,33 +118,29 @@ def test_what_cannot_be_captured_is_called_and_the_reason_is_told(
 ) -> None:
     ran: list[Shape] = []
     stats, graph = EngineStats(), Replayed()
-    graphs = StepGraphs(
-        lambda shape: ran.append(shape), lambda: None, rows=8, page_size=16, device=CPU, stats=stats
-    )
+    graphs = StepGraphs(CPU, stats)
+    graphs.serve("decode", ran.append, lambda: None)
+    some, fewer = Shape("decode", 4, 4, 64), Shape("decode", 1, 1, 64)
     graphs._captures = True
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(graphs, "_captured", lambda shape: (graph, None))
     for _ in range(6):
-        graphs.run(graphs.choose(3, 1, False))
+        graphs.run(graphs.choose(some))
     assert (len(ran), graph.count) == (4, 3)  # three tries, a trial, three replays
     assert (stats.graph_captures, stats.graph_replays) == (1, 3)
     monkeypatch.setattr(graphs, "_captured", _raise(RuntimeError("a synchronisation")))
     for _ in range(40):
-        graphs.run(graphs.choose(1, 1, False))
+        graphs.run(graphs.choose(fewer))
     assert caplog.text.count("a synchronisation") == 1
-    assert graphs.choose(3, 1, False) == Shape(4, 64, False)
-    graphs.run(Shape(4, 64, False))
-    assert ran[-1] == Shape(4, 64, False)
+    assert graphs.choose(some) == some
+    graphs.run(some)
+    assert ran[-1] == some
 
 
-@given(st.integers(1, 300), st.integers(1, 5000), st.booleans())
-def test_a_shape_has_room_for_its_step(rows: int, width: int, keeps_logits: bool) -> None:
-    graphs, _ = _graphs()
-    for _ in range(5):
-        shape = graphs.choose(rows, width, keeps_logits)
-        assert rows <= shape.rows <= 300
-        assert width <= shape.width
-        assert shape.keeps_logits == keeps_logits
+@given(st.integers(1, 300), st.integers(300, 600), st.integers(1, 5000), st.integers(1, 64))
+def test_a_shape_has_room_for_its_step(rows: int, most: int, width: int, page_size: int) -> None:
+    assert rows <= rows_for(rows, most) <= most
+    assert width <= wide_enough(width, page_size) <= max(4 * width, 1024)
 
 
 def test_arrays_arrive_as_they_were_sent() -> None:
@@ -242,17 +238,18 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    forward = prefill.PrefillStep._forward
+    hidden = prefill.PrefillStep._hidden
     sizes: list[int] = []
 
-    def scarce(self: Any, chunks: list[Chunk], *others: Any) -> Any:
-        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+    def scarce(self: Any, inputs: dict[str, Tensor], tables: Tensor) -> Any:
+        tokens = len(inputs["ids"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
         sizes.append(tokens)
-        return forward(self, chunks, *others)
+        return hidden(self, inputs, tables)
 
-    monkeypatch.setattr(prefill.PrefillStep, "_forward", scarce)
+    monkeypatch.setattr(prefill.PrefillStep, "_hidden", scarce)
+    monkeypatch.setattr(prefill, "_SIZES", ((4, 1),))  # nothing is short enough
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = _worker(model, tokens_per_step=100)
@@ -271,6 +268,29 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 40)
     (failed,) = _greedy(_worker(model, tokens_per_step=100), [prompts([30])[0]], 2)
     assert isinstance(failed, EngineError)
+
+
+@pytest.mark.parametrize("sizes", [((4, 1),), ((8, 2), (32, 3)), prefill._SIZES])
+def test_short_passes_over_static_buffers_give_what_long_ones_give(
+    sizes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of several sessions come and go while others decode, some of them with the same beginning."""
+    monkeypatch.setattr(prefill, "_SIZES", sizes)
+    ran: list[Shape] = []
+    run = StepGraphs.run
+    monkeypatch.setattr(StepGraphs, "run", lambda self, shape: (ran.append(shape), run(self, shape))[1])
+    model = make()
+    worker = _worker(model, tokens_per_step=24, max_running=5)
+    shared = prompts([9])[0]
+    contexts = [[*shared, 5], [*shared, 6, 7], *prompts([30, 3, 1, 14], seed=5)]
+    for _ in range(2):
+        answers = [answer.tokens for answer in _greedy(worker, contexts, 7)]
+        assert answers == [stock_greedy(model, context, 7) for context in contexts]
+        turns = zip(contexts, answers, prompts([4, 11, 2, 19, 1, 1], seed=6), strict=True)
+        contexts = [context + answer + heard for context, answer, heard in turns]
+    short = {(shape.tokens, shape.rows) for shape in ran if shape.kind == "prefill"}
+    assert short <= {(tokens, min(rows, 5)) for tokens, rows in sizes}
+    assert short
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1))
@@ -336,7 +356,7 @@ def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:
     _greedy(worker, [[1, 2, 3]], 2)
     before = fingerprint(model)
     cleared: list[None] = []
-    graphs = worker._runner._decode.graphs  # type: ignore[attr-defined]
+    graphs = worker._runner._graphs  # type: ignore[attr-defined]
     graphs.clear = lambda: cleared.append(None)
     torch.optim.AdamW(model.parameters()).step()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})

@@ -151,7 +151,7 @@ def test_prefill_reads_its_own_pages_causally(case, window, softcap):
     query = randn(sum(counts), heads, size)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    rule = {"scaling": size**-0.5, "window": window, "softcap": softcap, "longest": max(counts)}
+    rule = {"scaling": size**-0.5, "window": window, "softcap": softcap}
     inputs = (query, keys, values, tables, starts, lengths)
     given = prefill_kernels.attend(*inputs, **rule)
     plain = attention.paged_prefill(*(t.cpu() for t in inputs), **rule)

@@ -10,11 +10,13 @@ import torch
 from small_steps import imitation, learner_of, packs, rows_of_lengths, small_model, weights_of
 from torch import Tensor
 
+from ludus.algos import Sampled, load_algorithm
 from ludus.engine import use_ludus_attention
 from ludus.engine.recompute import recomputed_layers
 from ludus.training.fused_head import linear_logprobs
 from ludus.training.logprobs import action_logprobs
 from ludus.training.memory_budget import measure
+from ludus.training.packing import Pack
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -90,8 +92,11 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     learner.step(packs(rows), imitation)
     waits: list[str] = []
 
-    def watched(logprobs_A: Tensor, entropy_A: Tensor, pack: object) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs_A, {}
+    algorithm = load_algorithm(name="grpo")
+
+    def watched(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        given = (pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A)
+        return algorithm.loss(Sampled(logprobs_A, *given))
 
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -107,13 +112,13 @@ def test_real_want_of_memory_is_met_with_smaller_passes(caplog: pytest.LogCaptur
     """A limit that the whole batch exceeds: the step is made in pieces, and equals the whole one."""
     shape = {**SHAPE, "num_hidden_layers": 8, "intermediate_size": 4096, "max_position_embeddings": 4096}
     rows = rows_of_lengths([1500] * 16)
-    whole = learner_of(small_model(torch.bfloat16, **shape).to(CUDA))
+    whole = learner_of(small_model(torch.bfloat16, **shape).to(CUDA), micro_batch_tokens=1 << 15)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     expected = whole.step(packs(rows, 1 << 15), imitation)
     needed = torch.cuda.max_memory_allocated() - before
     del whole
-    learner = learner_of(small_model(torch.bfloat16, **shape).to(CUDA))
+    learner = learner_of(small_model(torch.bfloat16, **shape).to(CUDA), micro_batch_tokens=1 << 15)
     gc.collect()  # what the first learner has left would be room for this one
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_allocated() + needed * 6 // 10

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ludus.engine.dense import Rule, attend, causal_mask
+from ludus.engine.staging import sent
 from ludus.engine.varlen import Bounds, kernel_for
 
 Ints = npt.NDArray[np.int64]
@@ -142,10 +143,7 @@ class PackedContext:
 
     def _there(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         """On the device; from pinned memory, because any other copy waits for the GPU to catch up."""
-        here = torch.from_numpy(values)
-        if self.device.type != "cuda":
-            return here.to(self.device)
-        return here.pin_memory().to(self.device, non_blocking=True)
+        return sent([values], self.device)[0]
 
     def _mask(self, width: int, rule: Rule) -> Tensor | None:
         if rule.window is None or rule.window >= width:

@@ -50,14 +50,14 @@ def paged_prefill(
     starts_R1: Tensor,
     lengths_R: Tensor,
     *,
-    longest: int,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Weighted values [T, Hq, D] of several new tokens a row, each seeing its context up to itself.
 
-    Row r's new tokens lie from starts_R1[r] to starts_R1[r + 1] (int32); `longest` is the most that any has.
+    Row r's new tokens lie from starts_R1[r] to starts_R1[r + 1] (int32), where a row may have none. What lies
+    behind the last row's belongs to nobody, and gets something that means nothing.
     """
     if unavailable(query_THD.device) is None:
         from ludus.kernels.compiled import prefill
@@ -69,7 +69,6 @@ def paged_prefill(
             tables_RP,
             starts_R1,
             lengths_R,
-            longest=longest,
             scaling=scaling,
             window=window,
             softcap=softcap,

@@ -23,7 +23,7 @@ from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
 from ludus.training.learner import Descent
-from ludus.training.packing import Laid, laid, moved
+from ludus.training.packing import Laid, laid, moved, picked
 from ludus.training.passes import Passes
 from ludus.training.rows import Row, row_mask
 from ludus.training.settings import CriticConfig
@@ -127,16 +127,16 @@ class Critic:
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
 
         def evaluate(packed: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            place_A = lesson.asked_T[packed.own_T].nonzero().squeeze(1)
-            own_A = packed.own_T[place_A]
+            place_A = picked(lesson.asked_T, packed.own_T).nonzero().squeeze(1)
+            own_A = picked(packed.own_T, place_A)
             values_A = self._after(packed)[moved(place_A, device) - 1]
             loss_A, metrics = value_loss(
                 values_A,
-                moved(lesson.old_T[own_A], device),
-                moved(lesson.returns_T[own_A], device),
+                moved(picked(lesson.old_T, own_A), device),
+                moved(picked(lesson.returns_T, own_A), device),
                 bound=self.config.clip,
             )
-            return loss_A, moved(weights_T[own_A], device), metrics
+            return loss_A, moved(picked(weights_T, own_A), device), metrics
 
         budget = self.descent.tokens_of_a_pass(len(rows[i].tokens) for i in part)
         return self.descent.descend(laid(rows, part, budget), evaluate)

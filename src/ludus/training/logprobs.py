@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,7 @@ from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mod
 from ludus.engine.head import plain_head
 from ludus.kernels import token_logprobs
 from ludus.training.fused_head import chunk_rows, linear_logprobs
-from ludus.training.packing import Laid, Pack, laid
+from ludus.training.packing import Laid, Pack, laid, moved, picked
 from ludus.training.passes import Passes
 from ludus.training.rows import Row
 
@@ -40,18 +41,17 @@ def logprobs_of(
     found: list[tuple[Tensor, Tensor]] = []
 
     def score(part: Laid) -> None:
-        mask_T = scored_T[part.own_T]
+        place_A = picked(scored_T, part.own_T).nonzero().squeeze(1)
         there = part.to(device)
-        place_A = mask_T.nonzero().squeeze(1).to(device, non_blocking=True)
-        found_A, _ = _logprobs(model, part.lengths, there.tokens_T, place_A, temperature)
-        found.append((part.own_T[mask_T], found_A))
+        found_A, _ = _logprobs(model, part.lengths, there.tokens_T, moved(place_A, device), temperature)
+        found.append((picked(part.own_T, place_A), found_A))
 
     with torch.no_grad(), sampling_mode(model):
         Passes(budget).over(laid(rows, wanted, budget), score)
-    result_T = torch.zeros(len(scored_T))
+    result_T = np.zeros(len(scored_T), dtype=np.float32)
     for own_A, found_A in found:  # read when all has been asked for, so that the device never waits
-        result_T[own_A] = found_A.cpu()
-    return result_T
+        result_T[own_A.numpy()] = found_A.cpu().numpy()
+    return torch.from_numpy(result_T)
 
 
 def _logprobs(

@@ -1,13 +1,15 @@
 """Rows to an estimator's batch, and to packed micro-batches. No padding: rows lie end to end.
 
-What lies over all rows, in the order they are given, has T in its name.
+What lies over all rows, in the order they are given, has T in its name. Places are looked up by numpy: torch
+would wake a thread for each of the host's cores, and on a busy host one of them comes milliseconds late, which
+the GPU spends idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ludus.algos import Credit
 from ludus.core.trajectory import Trajectory
+from ludus.engine.staging import sent
 from ludus.training.rows import Row, State, engine_logprobs, flags, owners
 
 
@@ -122,9 +125,19 @@ class Laid:
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device. To a GPU it goes from pinned memory: any other copy waits until the GPU has caught up."""
-    if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return _all_moved([tensor], device)[0]
+
+
+def _all_moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The same for several, in one copy."""
+    if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [tensor.to(device) for tensor in tensors]
+    return sent([tensor.numpy() for tensor in tensors], device)
+
+
+def picked(values_T: Tensor, place_A: Tensor) -> Tensor:
+    """values_T[place_A], on the host."""
+    return torch.from_numpy(values_T.numpy()[place_A.numpy()])
 
 
 def middle(lengths: Sequence[int]) -> tuple[int, int]:
@@ -151,7 +164,9 @@ def laid(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Iterator[L
         yield Laid(
             lengths=[len(rows[i].tokens) for i in chosen],
             tokens_T=_tensor([t for i in chosen for t in rows[i].tokens]),
-            own_T=torch.cat([torch.arange(starts[i], starts[i + 1]) for i in chosen]),
+            own_T=torch.from_numpy(
+                np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
+            ),
         )
 
 
@@ -172,10 +187,13 @@ class Pack:
     """As the engine reported them when it sampled."""
     advantages_A: Tensor
     weights_A: Tensor
+    row_A: Tensor
+    """The row in which each trained token lies."""
 
     def to(self, device: torch.device) -> Pack:
-        tensors: dict[str, Any] = {name: moved(tensor, device) for name, tensor in self._tensors()}
-        return replace(self, **tensors)
+        names, tensors = zip(*self._tensors(), strict=True)
+        there: dict[str, Any] = dict(zip(names, _all_moved(tensors, device), strict=True))
+        return replace(self, **there)
 
     def halves(self) -> tuple[Pack, Pack]:
         """Two packs of whole rows, of about as many tokens each."""
@@ -185,6 +203,7 @@ class Pack:
         first: dict[str, Any] = {name: tensor[:trained] for name, tensor in along_A.items()}
         second: dict[str, Any] = {name: tensor[trained:] for name, tensor in along_A.items()}
         second["action_A"] = second["action_A"] - place
+        second["row_A"] = second["row_A"] - row
         return (
             replace(self, lengths=self.lengths[:row], tokens_T=self.tokens_T[:place], **first),
             replace(self, lengths=self.lengths[row:], tokens_T=self.tokens_T[place:], **second),
@@ -197,12 +216,6 @@ class Pack:
     def actions(self) -> Tensor:
         """The trained tokens themselves."""
         return self.tokens_T[self.action_A]
-
-    @property
-    def rows(self) -> Tensor:
-        """The row in which each trained token lies."""
-        row_T = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
-        return moved(row_T, self.tokens_T.device)[self.action_A]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +241,21 @@ def packs_of(
 ) -> Iterator[Pack]:
     """These rows (all when left out) as packs; a row without a trained token is left out."""
     lengths = [len(row.tokens) for row in rows]
-    trains = [bool(piece.any()) for piece in torch.split(columns.trained_T, lengths)]
+    ends = list(accumulate(lengths, initial=0))
+    trains = [bool(columns.trained_T.numpy()[start:stop].any()) for start, stop in pairwise(ends)]
     wanted = range(len(rows)) if numbers is None else numbers
     for part in laid(rows, [i for i in wanted if trains[i]], budget):
-        mask_T = columns.trained_T[part.own_T]
-        own_A = part.own_T[mask_T]
+        mask_T = picked(columns.trained_T, part.own_T)
+        action_A = mask_T.nonzero().squeeze(1)
+        own_A = picked(part.own_T, action_A)
+        row_T = torch.from_numpy(np.repeat(np.arange(len(part.lengths)), part.lengths))
         yield Pack(
             lengths=part.lengths,
             tokens_T=part.tokens_T,
-            action_A=mask_T.nonzero().squeeze(1),
-            old_logprobs_A=columns.old_T[own_A],
-            behaviour_A=columns.behaviour_T[own_A],
-            advantages_A=columns.advantages_T[own_A],
-            weights_A=columns.weights_T[own_A],
+            action_A=action_A,
+            old_logprobs_A=picked(columns.old_T, own_A),
+            behaviour_A=picked(columns.behaviour_T, own_A),
+            advantages_A=picked(columns.advantages_T, own_A),
+            weights_A=picked(columns.weights_T, own_A),
+            row_A=picked(row_T, action_A),
         )

@@ -163,7 +163,7 @@ def _update(
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         sampled = Sampled(
-            logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.rows, pack.behaviour_A
+            logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A
         )
         loss_A, metrics = algorithm.loss(sampled)
         metrics |= _comparison(logprobs_A.detach(), pack)

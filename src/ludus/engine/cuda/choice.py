@@ -116,7 +116,7 @@ def _agrees(model: nn.Module, shape: PageShape, page_size: int) -> bool:
     tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
     counts = torch.tensor([0, prompt, _PROBE], dtype=torch.int32, device=device)
     with torch.no_grad(), sampling_mode(model):
-        prefill = PrefillContext(store, places[:prompt], tables, counts[:2], counts[1:2], prompt)
+        prefill = PrefillContext(store, places[:prompt], tables, counts[:2], counts[1:2])
         first = hidden_states(model, tokens[:prompt], places[:prompt], prefill)
         decode = DecodeContext(store, places[prompt:], tables, counts[2:])
         second = hidden_states(model, tokens[prompt:], places[prompt:], decode)

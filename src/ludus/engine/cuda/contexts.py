@@ -83,13 +83,11 @@ class PrefillContext(_PagedContext):
         tables_RP: Tensor,
         starts_R1: Tensor,
         lengths_R: Tensor,
-        longest: int,
     ) -> None:
         super().__init__(store, slots_T)
         self._tables_RP = tables_RP
         self._starts_R1 = starts_R1
         self._lengths_R = lengths_R
-        self._longest = longest
 
     def _read(self, query_THD: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         return paged_prefill(
@@ -99,7 +97,6 @@ class PrefillContext(_PagedContext):
             self._tables_RP,
             self._starts_R1,
             self._lengths_R,
-            longest=self._longest,
             scaling=rule.scaling,
             window=rule.window,
             softcap=rule.softcap,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine.cuda.contexts import DecodeContext
-from ludus.engine.cuda.graphs import Shape, StepGraphs
+from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
 from ludus.engine.cuda.pages import FixedStore
-from ludus.engine.cuda.staging import Array, Mirror
 from ludus.engine.forward import hidden_states
 from ludus.engine.head import head_logits
-from ludus.engine.stats import EngineStats
+from ludus.engine.staging import Array, Mirror
 from ludus.kernels import sample
 
 Ints = npt.NDArray[np.int64]
@@ -36,6 +35,10 @@ _INPUTS = {
     "lengths": np.int32,
     "temperatures": np.float32,
 }
+_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows that graphs are captured for; more than the largest go in multiples of 256."""
+_DRAWING, _KEEPING = "decode", "decode, keeping logits"
+
 _RESULTS = {"tokens": np.int64, "logprobs": np.float32, "sound": np.bool_}
 
 
@@ -71,20 +74,14 @@ class DecodeStep:
         store: FixedStore,
         state: RowState,
         copies: int,
-        stats: EngineStats,
+        graphs: StepGraphs,
     ) -> None:
         device = state.tables.device
-        self._model, self._store, self._state = model, store, state
+        self._model, self._store, self._state, self._graphs = model, store, state, graphs
         self._inputs = Mirror(_INPUTS, state.idle, device, copies)
         self.results = Mirror(_RESULTS, 2 * state.idle, device, copies)
-        self.graphs = StepGraphs(
-            self._compute,
-            self._rest,
-            rows=state.idle,
-            page_size=store.page_size,
-            device=device,
-            stats=stats,
-        )
+        for kind in (_DRAWING, _KEEPING):
+            graphs.serve(kind, self._compute, self._rest)
 
     def launch(
         self,
@@ -103,8 +100,10 @@ class DecodeStep:
         size = self._store.page_size
         width = int(positions.max()) // size + 1
         if self._state.widen(width):
-            self.graphs.clear()
-        shape = self.graphs.choose(len(rows), width, keeps_logits)
+            self._graphs.clear()
+        most = rows_for(len(rows), self._state.idle)
+        kind = _KEEPING if keeps_logits else _DRAWING
+        shape = self._graphs.choose(Shape(kind, most, most, wide_enough(width, size)))
         host, count = self._inputs.hosts[copy], len(rows)
         self._idle(host, count)
         host["rows"][:count] = rows
@@ -115,7 +114,7 @@ class DecodeStep:
         host["pages"][:count] = pages
         host["temperatures"][:count], host["shares"][:count] = draws
         self._inputs.send(copy)
-        logits = self.graphs.run(shape)
+        logits = self._graphs.run(shape)
         return None if logits is None else logits[:count]
 
     def keep(self, place: int, rows: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -144,7 +143,7 @@ class DecodeStep:
         ids = state.last_tokens.index_select(0, rows)
         hidden = hidden_states(self._model, ids, inputs["positions"], context)
         logits = head_logits(self._model, hidden)
-        if shape.keeps_logits:
+        if shape.kind == _KEEPING:
             return logits
         self.keep(0, rows, sample(logits, inputs["temperatures"], inputs["shares"]))
         return None
@@ -163,3 +162,9 @@ class DecodeStep:
         host["pages"][first:] = self._store.count
         host["temperatures"][first:] = 1
         host["shares"][first:] = 0
+
+
+def rows_for(rows: int, most: int) -> int:
+    """One of a few sizes that has room for so many rows, of which there are never more than `most`."""
+    fitting = [size for size in _SIZES if size >= rows]
+    return min(fitting[0] if fitting else -(-rows // 256) * 256, most)

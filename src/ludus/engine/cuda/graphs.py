@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs, one for each of a few batch sizes and context widths.
+"""Steps as captured graphs, for a few sizes of each kind of step.
 
 A captured graph replays hundreds of kernels in one launch, over addresses that never change. Capturing takes
 as long as dozens of steps, so a size is captured when it has been needed for a while; until then a larger graph
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from ludus.engine.stats import EngineStats
 
 _log = logging.getLogger(__name__)
 
-_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FIRST_WIDTH = 1024
 """Context widths, in tokens, grow from here by factors of four."""
 _PATIENCE = 32
@@ -33,48 +33,50 @@ _TRIES = 3
 class Shape(NamedTuple):
     """What a graph was captured for."""
 
+    kind: str
+    """Of step: only graphs of the same kind can stand in for each other."""
+    tokens: int
     rows: int
     width: int
     """Pages of the widest context."""
-    keeps_logits: bool
-    """Whether it ends with the logits, for rows that are sampled outside."""
 
 
 Run = Callable[[Shape], Tensor | None]
 
 
+def wide_enough(width: int, page_size: int) -> int:
+    """One of a few widths, in pages, that has room for so many."""
+    tokens = _FIRST_WIDTH
+    while tokens < width * page_size:
+        tokens *= 4
+    return -(-tokens // page_size)
+
+
 class StepGraphs:
-    """Chooses a shape for each step and runs it: replayed where graphs can be captured, else called.
+    """Chooses a shape for each step and runs it: replayed where graphs can be captured, else called."""
 
-    `run` computes the step of a shape over static buffers, and gives the logits where they are kept; `rest`
-    makes all rows of these buffers idle, so that a trial run changes nothing.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        rest: Callable[[], None],
-        *,
-        rows: int,
-        page_size: int,
-        device: torch.device,
-        stats: EngineStats,
-    ) -> None:
-        self._run, self._rest = run, rest
-        self._rows, self._page_size = rows, page_size
-        self._stats = stats
+    def __init__(self, device: torch.device, stats: EngineStats) -> None:
+        self._device, self._stats = device, stats
         self._captures = device.type == "cuda"
+        self._steps: dict[str, tuple[Run, Callable[[], None]]] = {}
         self._pool: Any = None
         self._stream: Any = None
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._wanted: Counter[Shape] = Counter()
 
-    def choose(self, rows: int, width: int, keeps_logits: bool) -> Shape:
-        """The shape that a step of so many rows and pages should run with; captured if it can be.
+    def serve(self, kind: str, run: Run, rest: Callable[[], None]) -> None:
+        """Take on a kind of step.
+
+        `run` computes the step of a shape over static buffers, and gives what is to be read outside of the
+        graph; `rest` makes all rows of these buffers idle, so that a trial run changes nothing.
+        """
+        self._steps[kind] = (run, rest)
+
+    def choose(self, wanted: Shape) -> Shape:
+        """The shape that a step should run with; captured if it can be.
 
         To be called before the step's inputs are sent: capturing uses the same buffers.
         """
-        wanted = Shape(self._rows_for(rows), self._width_for(width), keeps_logits)
         if not self._captures or wanted in self._graphs:
             return wanted
         self._wanted[wanted] += 1
@@ -85,14 +87,14 @@ class StepGraphs:
         return wanted
 
     def run(self, shape: Shape) -> Tensor | None:
-        """The step, over the inputs that have been sent; its logits where they are kept."""
+        """The step, over the inputs that have been sent."""
         captured = self._graphs.get(shape)
         if captured is None:
-            return self._run(shape)
-        graph, logits = captured
+            return self._steps[shape.kind][0](shape)
+        graph, result = captured
         graph.replay()
         self._stats.graph_replays += 1
-        return logits
+        return result
 
     def clear(self) -> None:
         """Forget all graphs: an address they know has changed."""
@@ -102,22 +104,13 @@ class StepGraphs:
         self._wanted.clear()
         self._pool = None
 
-    def _rows_for(self, rows: int) -> int:
-        fitting = [size for size in _SIZES if size >= rows]
-        return min(fitting[0] if fitting else -(-rows // 256) * 256, self._rows)
-
-    def _width_for(self, width: int) -> int:
-        tokens = _FIRST_WIDTH
-        while tokens < width * self._page_size:
-            tokens *= 4
-        return -(-tokens // self._page_size)
-
     def _larger(self, wanted: Shape) -> Shape | None:
         """The smallest captured shape that can do the work of `wanted`."""
         fitting = [
             shape
             for shape in self._graphs
-            if shape.keeps_logits == wanted.keeps_logits
+            if shape.kind == wanted.kind
+            and shape.tokens >= wanted.tokens
             and shape.rows >= wanted.rows
             and shape.width >= wanted.width
         ]
@@ -125,9 +118,10 @@ class StepGraphs:
 
     def _capture(self, shape: Shape) -> None:
         started = time.perf_counter()
+        run, rest = self._steps[shape.kind]
         torch.cuda.synchronize()  # nothing is on its way through the buffers
-        self._rest()
-        self._run(shape)  # kernels are compiled and chosen here, outside of the capture
+        rest()
+        run(shape)  # kernels are compiled and chosen here, outside of the capture
         torch.cuda.synchronize()
         try:
             self._graphs[shape] = self._captured(shape)
@@ -138,7 +132,7 @@ class StepGraphs:
             self._captures = False
             self.clear()
             _log.warning(
-                "the model's decode step cannot be captured as a CUDA graph (%s: %s): steps are launched one "
+                "the model's steps cannot be captured as CUDA graphs (%s: %s): they are launched one "
                 "kernel at a time, which is slow for small models",
                 type(error).__name__,
                 error,
@@ -157,8 +151,27 @@ class StepGraphs:
             # Only this thread's calls must be fit for a capture: others may use the GPU meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                logits = self._run(shape)
-            finally:
+                result = self._steps[shape.kind][0](shape)
+            except BaseException:
+                with suppress(RuntimeError):  # it says that the capture has failed, as we know
+                    graph.capture_end()
+                self._abandon()
+                raise
+            try:
                 graph.capture_end()
+            except RuntimeError:
+                self._abandon()
+                raise
         torch.cuda.current_stream().wait_stream(stream)
-        return graph, logits
+        return graph, result
+
+    def _abandon(self) -> None:
+        """After a failed capture, which torch does not tidy up.
+
+        It would go on to believe that one is under way: every use of the device's random numbers would fail
+        for good, and memory that was shared between streams would never be used again.
+        """
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        with suppress(AttributeError, RuntimeError):  # it has been ended, or has another name
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)

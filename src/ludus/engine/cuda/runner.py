@@ -1,9 +1,10 @@
 """Steps that are launched now and received later.
 
-A step has two parts on one stream: first its prompts in one forward pass, then its decoding rows as one
-captured graph. In this order a request that shares the prompt of another one in the same step reads what that
-one has just written. Nothing here waits for the device, except where a request draws from a truncated
-distribution: its tokens are drawn by plain torch operations, and the step is received at once.
+A step has two parts on one stream: first its prompts and new turns in one forward pass, then its decoding rows
+in another, both as captured graphs unless they are long. In this order a request that shares the prompt of
+another one in the same step reads what that one has just written. Nothing here waits for the device, except
+where a request draws from a truncated distribution: its tokens are drawn by plain torch operations, and the
+step is received at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ludus.engine.cuda.decode import DecodeStep, RowState
 from ludus.engine.cuda.draws import RowDraws
+from ludus.engine.cuda.graphs import StepGraphs
 from ludus.engine.cuda.pages import FixedStore
 from ludus.engine.cuda.prefill import PrefillStep
 from ludus.engine.memory import device_of
@@ -50,8 +52,11 @@ class StaticRunner:
         self._copy = 0
         state = RowState(rows, width, self._device)
         self._draws = RowDraws(rows)
-        self._decode = DecodeStep(model, store, state, self._copies, stats)
-        self._prefill = PrefillStep(model, store, state, self._decode, self._draws)
+        self._graphs = StepGraphs(self._device, stats)
+        self._decode = DecodeStep(model, store, state, self._copies, self._graphs)
+        self._prefill = PrefillStep(
+            model, store, state, self._decode, self._draws, self._graphs, self._copies
+        )
         self._known: object = None
 
     def launch(self, chunks: Sequence[Chunk], tables: Ints, pages: int) -> InFlight:
@@ -61,7 +66,7 @@ class StaticRunner:
         others = [chunk for chunk in chunks if not chunk.is_decode]
         with self._on_device():
             clock = Clock(self._device)
-            scores = self._prefill.launch(others, tables) if others else []
+            scores = self._prefill.launch(copy, others, tables) if others else []
             is_urgent = self._launch_decode(copy, decoding, tables) if decoding else False
             first = [chunk for chunk in others if chunk.samples]
             is_urgent = is_urgent or any(chunk.request.sampling.is_truncated for chunk in first)
@@ -76,11 +81,12 @@ class StaticRunner:
         """Graphs know where weights and pages lie, and which adapters are on."""
         known = (self._store.count, fingerprint(self._model))
         if known != self._known:
-            self._decode.graphs.clear()
+            self._graphs.clear()
             self._known = known
+        self._prefill.forget_limit()
 
     def close(self) -> None:
-        self._decode.graphs.clear()
+        self._graphs.clear()
 
     def _launch_decode(self, copy: int, chunks: list[Chunk], tables: Ints) -> bool:
         """Begin the decoding part; whether its tokens have been drawn here and now."""

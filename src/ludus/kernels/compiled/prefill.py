@@ -1,7 +1,9 @@
 """Causal attention of several new tokens a row over its pages, the new ones included.
 
 A program takes a tile of (new token, query head) pairs that share one head of keys, so that a short turn on
-a long context reads the context once for all heads of a group.
+a long context reads the context once for all heads of a group. How many programs there are follows from the
+number of tokens and rows alone, not from how the tokens are spread over the rows, so that one captured launch
+serves any spread: each program looks up whose tile it has.
 """
 
 from __future__ import annotations
@@ -19,16 +21,32 @@ _TILES = {2: 64, 4: 32}
 
 
 @triton.jit
+def _row_of(STARTS, tile, rows, group, ROWS: tl.constexpr):
+    """The row that a tile belongs to: row r's first is starts[r] * group // ROWS + r, by bisection."""
+    low = 0
+    high = rows
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if tl.load(STARTS + middle) * group // ROWS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def _attend(
     Q, KEYS, VALUES, TABLES, STARTS, LENGTHS, OUT, scaling, softcap, window, table_width,
-    heads, kv_heads, page_size, size,
+    rows, heads, kv_heads, page_size, size,
     ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    number, kv_head = tl.program_id(0), tl.program_id(1)
+    group = heads // kv_heads
+    row = _row_of(STARTS, number, rows, group, ROWS)
     begin = tl.load(STARTS + row)
     count = tl.load(STARTS + row + 1) - begin
-    group = heads // kv_heads
+    tile = number - begin * group // ROWS - row
     if tile * ROWS >= count * group:
         return
     length = tl.load(LENGTHS + row)
@@ -50,7 +68,9 @@ def _attend(
     for start in range(nearest, furthest, TILE):
         position = start + tl.arange(0, TILE)
         inside = position < furthest
-        page = tl.load(TABLES + row * table_width + position // page_size, mask=inside, other=0)
+        page = tl.load(
+            TABLES + row.to(tl.int64) * table_width + position // page_size, mask=inside, other=0
+        )
         place = (page.to(tl.int64) * kv_heads + kv_head) * page_size + position % page_size
         address = place[:, None] * size + at[None, :]
         mask = inside[:, None] & narrow
@@ -84,20 +104,19 @@ def attend(
     starts: Tensor,
     lengths: Tensor,
     *,
-    longest: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """[T, Hq, D]; row r's new tokens are starts[r] to starts[r + 1], the last of lengths[r] in its pages."""
-    _, heads, size = query.shape
+    tokens, heads, size = query.shape
     kv_heads, page_size = keys.shape[1], keys.shape[2]
     out = torch.empty_like(query)
     tile = _TILES[query.element_size()]
-    grid = (triton.cdiv(longest * (heads // kv_heads), tile), kv_heads, len(lengths))
+    grid = (tokens * (heads // kv_heads) // tile + len(lengths), kv_heads)
     _attend[grid](
         query, keys, values, tables, starts, lengths, out,
-        scaling, softcap or 1.0, window or 0, tables.stride(0), heads, kv_heads, page_size, size,
+        scaling, softcap or 1.0, window or 0, tables.stride(0), len(lengths), heads, kv_heads, page_size, size,
         ROWS=tile, SIZE=max(16, next_power_of_2(size)), TILE=tile,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
