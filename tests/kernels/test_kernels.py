@@ -220,7 +220,7 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     given = logits.gather(1, tokens[:, None])[:, 0] / temperature - lse
     close(given.double(), chosen.detach())
     close(found.double(), entropy.detach())
-    p = logprob_kernels.probabilities(logits, temperature, lse, torch.float32)
+    p = logprob_kernels.probabilities(logits, temperature, lse, torch.empty_like(logits))
     close(p.double(), logp.exp().detach())
     gradient = logprob_kernels.gradient(
         logits, tokens, temperature, lse, found, weights, others, torch.float32
@@ -228,12 +228,13 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     close(gradient.double(), source.grad, 1e-4)
     (alone,) = torch.autograd.grad((source / temperature).log_softmax(1).gather(1, tokens[:, None])[:, 0]
                                    @ weights.double(), source)  # fmt: skip
-    kept = logprob_kernels.kept_gradient(p, tokens, temperature, given, weights, torch.float32)
-    close(kept.double(), alone, 1e-4)
     plain = logprobs.kept_gradient(
-        p.cpu(), tokens.cpu(), temperature, given.cpu(), weights.cpu(), torch.float32
+        p.cpu().clone(), tokens.cpu(), temperature, given.cpu(), weights.cpu()
     )
     close(plain.double(), alone.cpu(), 1e-4)
+    kept = logprob_kernels.kept_gradient(p, tokens, temperature, given, weights)
+    close(kept.double(), alone, 1e-4)
+    assert kept is p
 
     twin = logits.cpu().requires_grad_()
     chosen_twin, entropy_twin = logprobs.token_logprobs(twin, tokens.cpu(), temperature)

@@ -31,13 +31,13 @@ def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Ten
     return top_c + log_mass_c, log_mass_c - mean_c
 
 
-def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distribution of each row, given what `summarise_logits` found."""
+def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, out_cV: Tensor) -> Tensor:
+    """The distribution of each row, given what `summarise_logits` found, in `out_cV`, which is contiguous."""
     if unavailable(logits_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.probabilities(logits_cV, temperature, lse_c, dtype)
-    return (logits_cV.float() / temperature - lse_c[:, None]).exp().to(dtype)
+        return logprobs.probabilities(logits_cV, temperature, lse_c, out_cV)
+    return out_cV.copy_((logits_cV.float() / temperature - lse_c[:, None]).exp())
 
 
 def logit_gradient(
@@ -66,25 +66,21 @@ def logit_gradient(
 
 
 def kept_gradient(
-    p_cV: Tensor,
-    tokens_c: Tensor,
-    temperature: float,
-    logprobs_c: Tensor,
-    dlogprobs_c: Tensor,
-    dtype: torch.dtype,
+    p_cV: Tensor, tokens_c: Tensor, temperature: float, logprobs_c: Tensor, dlogprobs_c: Tensor
 ) -> Tensor:
     """The gradient of the logits that gave these `probabilities`, for a loss of log-probabilities alone.
 
-    Probabilities in half precision are off by a 500th of themselves, as their gradient is anyway; but not
-    what is left to 1, which for the token itself comes from its exact log-probability.
+    It takes their place in memory. Probabilities in half precision are off by a 500th of themselves, as their
+    gradient is anyway; but not what is left to 1, which for the token itself comes from its exact
+    log-probability.
     """
     if unavailable(p_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.kept_gradient(p_cV, tokens_c, temperature, logprobs_c, dlogprobs_c, dtype)
+        return logprobs.kept_gradient(p_cV, tokens_c, temperature, logprobs_c, dlogprobs_c)
     slope_cV = -p_cV.float()
     slope_cV.scatter_(1, tokens_c[:, None], -torch.expm1(logprobs_c)[:, None])
-    return (dlogprobs_c[:, None] * slope_cV / temperature).to(dtype)
+    return p_cV.copy_(dlogprobs_c[:, None] * slope_cV / temperature)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -3,8 +3,9 @@
 The logits of one chunk of places are summed up into a log-probability and an entropy each, and dropped. The
 backward pass computes them again, turns them into their own gradient, and adds the chunk's share to the
 gradients of the hidden states and of the head. Forwards and backwards, what exists at once is one chunk. On
-a device with memory to spare, the probabilities of as many chunks as fit into a small share of it are kept, in
-half precision, and need not be computed twice; only a loss that asks for the entropies' gradient wants more.
+a device with memory to spare, the probabilities of the first places, as many as fit into a small share of it,
+are kept in half precision: they need not be computed twice, and become their gradient all at once. Only a loss
+that asks for the entropies' gradient wants more.
 
 Logits are float32 whatever the weights are: rounded to bf16 they would be off by more than everything else
 together. So is the sum of the head's gradient over the chunks; it is rounded once, at the end.
@@ -27,7 +28,9 @@ from ludus.kernels import (
 )
 
 _LEAST, _MOST = 1 << 28, 1 << 30
-_SHARE, _KEPT_SHARE = 1 / 128, 1 / 64
+_SHARE = 1 / 128
+_KEPT_LEAST, _KEPT_MOST = 1 / 72, 1 / 24
+_PLENTY = 3 / 4
 _HOST = 1 << 28
 
 
@@ -46,17 +49,21 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
 
 
 def kept_bytes(device: torch.device) -> int:
-    """What probabilities that are kept for the backward pass may take; nothing on a host."""
+    """What probabilities that are kept for the backward pass may take; nothing on a host.
+
+    A small share of the device's memory, and a larger one as long as most of it is free.
+    """
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).total_memory * _KEPT_SHARE)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(min(_KEPT_MOST * total, max(_KEPT_LEAST * total, free - _PLENTY * total)))
 
 
 def kept_places(weight_VD: Tensor) -> int:
     """For how many places they are kept; for none in float32, where they would be no smaller than logits."""
     if weight_VD.dtype == torch.float32:
         return 0
-    return kept_bytes(weight_VD.device) // (2 * len(weight_VD))
+    return kept_bytes(weight_VD.device) // (2 * len(weight_VD)) // 128 * 128
 
 
 def linear_logprobs(
@@ -99,16 +106,17 @@ class _LinearLogprobs(torch.autograd.Function):
         chosen_A, lse_A, entropies_A = (
             torch.empty(len(tokens_A), dtype=torch.float32, device=hidden_AD.device) for _ in range(3)
         )
-        ctx.kept = {}
-        for part in _chunks(len(tokens_A), rows):
+        kept = min(kept, len(tokens_A)) if any(ctx.needs_input_grad) else 0
+        p_KV = hidden_AD.new_empty(kept, len(weight_VD), dtype=weight_VD.dtype) if kept else None
+        for part in _chunks(0, len(tokens_A), rows):
             logits_cV = linear_float32(hidden_AD[part], weight_VD)
             lse_A[part], entropies_A[part] = summarise_logits(logits_cV, temperature)
             chosen_A[part] = logits_cV.gather(1, tokens_A[part, None])[:, 0]
-            if part.stop <= kept and any(ctx.needs_input_grad):
-                ctx.kept[part.start] = probabilities(
-                    logits_cV, temperature, lse_A[part], weight_VD.dtype
-                )
+            if p_KV is not None and part.start < kept:
+                own_cV = p_KV[part]
+                probabilities(logits_cV[: len(own_cV)], temperature, lse_A[part][: len(own_cV)], own_cV)
             del logits_cV  # before the next chunk's are made
+        ctx.p_KV = p_KV
         logprobs_A = chosen_A / temperature - lse_A
         ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A, logprobs_A)
         ctx.temperature, ctx.rows = temperature, rows
@@ -128,28 +136,26 @@ class _LinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden_AD = torch.empty_like(hidden_AD) if wants_hidden else None
         dweight_VD: Tensor | None = None
-        for part in _chunks(len(tokens_A), ctx.rows):
-            given = tokens_A[part], ctx.temperature
-            p_cV = ctx.kept.pop(part.start, None)
-            if p_cV is not None and grads[1] is None:
-                dlogits_cV = kept_gradient(
-                    p_cV, *given, logprobs_A[part], dlogprobs_A[part], weight_VD.dtype
-                )
-            else:
-                dlogits_cV = logit_gradient(
-                    linear_float32(hidden_AD[part], weight_VD),
-                    *given,
-                    (lse_A[part], entropies_A[part]),
-                    dlogprobs_A[part],
-                    dentropies_A[part],
-                    weight_VD.dtype,
-                )
-            del p_cV
+
+        def add(part: slice, dlogits_cV: Tensor) -> None:
+            nonlocal dweight_VD
             if dhidden_AD is not None:
                 torch.mm(dlogits_cV, weight_VD, out=dhidden_AD[part])
             if wants_weight:
                 dweight_VD = add_product(dweight_VD, dlogits_cV, hidden_AD[part])
-            del dlogits_cV
+
+        p_KV, ctx.p_KV = ctx.p_KV, None
+        first = 0
+        if p_KV is not None and grads[1] is None:
+            first, own = len(p_KV), slice(0, len(p_KV))
+            known = tokens_A[own], ctx.temperature, logprobs_A[own], dlogprobs_A[own]
+            add(own, kept_gradient(p_KV, *known))
+        del p_KV
+        for part in _chunks(first, len(tokens_A), ctx.rows):
+            summary = lse_A[part], entropies_A[part]
+            slopes = dlogprobs_A[part], dentropies_A[part]
+            given = tokens_A[part], ctx.temperature, summary, *slopes, weight_VD.dtype
+            add(part, logit_gradient(linear_float32(hidden_AD[part], weight_VD), *given))
         if dweight_VD is not None:
             dweight_VD = dweight_VD.to(weight_VD.dtype)
         return dhidden_AD, dweight_VD, None, None, None, None
@@ -169,5 +175,5 @@ def add_product(total_VD: Tensor | None, dlogits_cV: Tensor, hidden_cD: Tensor) 
     return total_VD
 
 
-def _chunks(count: int, rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+def _chunks(first: int, count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, count)) for start in range(first, count, rows))

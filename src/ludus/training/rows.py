@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -83,18 +84,20 @@ def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State
             state = ()
 
 
+def end_to_end(lists: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Tensor:
+    """Lists of numbers as one tensor, by way of numpy, which reads a list several times faster than torch."""
+    pieces = [np.array(numbers, dtype=dtype) for numbers in lists]
+    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype))
+
+
 def flags(masks: Iterable[Sequence[bool]]) -> Tensor:
     """Masks of rows, end to end."""
-    pieces = [
-        np.array(mask, dtype=np.bool_) for mask in masks
-    ]  # many times faster than a tensor of a list
-    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.bool_))
+    return end_to_end(masks, np.bool_)
 
 
 def engine_logprobs(rows: Sequence[Row]) -> Tensor:
     """What the engine reported for each token; 0 where it said nothing."""
-    pieces = [np.array(row.logprobs, dtype=np.float32) for row in rows]
-    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.float32))
+    return end_to_end([row.logprobs for row in rows], np.float32)
 
 
 def row_mask(rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:
@@ -105,4 +108,6 @@ def row_mask(rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:
 
 def owners(rows: Sequence[Row]) -> Tensor:
     """The trajectory that each token belongs to."""
-    return torch.tensor([row.trajectory for row in rows for _ in row.tokens], dtype=torch.long)
+    counts = [len(row.tokens) for row in rows]
+    numbers = np.array([row.trajectory for row in rows], dtype=np.int64)
+    return torch.from_numpy(np.repeat(numbers, counts))

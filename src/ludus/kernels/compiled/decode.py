@@ -33,6 +33,19 @@ def squeezed(score, softcap):
 
 
 @triton.jit
+def absorbed(score, value, top, total, acc):
+    """(maximum, sum of weights, weighted values) of a softmax to base 2, after one more tile."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    # A row that has seen nothing yet: its maximum is minus infinity, and must not make a NaN.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def _attend(
     Q, KEYS, VALUES, TABLES, LENGTHS, OUT, PART, LSE, scaling, softcap, window, table_width,
     heads, kv_heads, page_size, size, least,
@@ -69,12 +82,7 @@ def _attend(
             score = squeezed(score, softcap)
         score = tl.where(inside[None, :], score * 1.4426950408889634, float("-inf"))
         value = tl.load(VALUES + address, mask=mask, other=0.0)
-        higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        top = higher
+        top, total, acc = absorbed(score, value, top, total, acc)
     safe = tl.where(total > 0, total, 1.0)
     acc = acc / safe[:, None]
     if PARTS == 1:

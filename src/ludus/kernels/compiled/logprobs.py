@@ -88,10 +88,9 @@ def summarise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return highest[:, 0] + log_mass, log_mass - mean / mass
 
 
-def probabilities(logits: Tensor, temperature: float, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distribution of each row, given what `summarise` found."""
+def probabilities(logits: Tensor, temperature: float, lse: Tensor, out: Tensor) -> Tensor:
+    """The distribution of each row, given what `summarise` found, in `out` of the same shape."""
     rows, size = logits.shape
-    out = torch.empty(rows, size, dtype=dtype, device=logits.device)
     _exponents[(rows, triton.cdiv(size, _BLOCK))](
         logits, logits.stride(0), lse, out, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
     )
@@ -119,12 +118,11 @@ def gradient(
 
 
 def kept_gradient(
-    p: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor, dtype: torch.dtype
+    p: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor
 ) -> Tensor:
-    """The gradient of the logits that gave these probabilities, for a loss of log-probabilities alone."""
+    """The gradient of the logits that gave these probabilities, in their place."""
     rows, size = p.shape
-    out = torch.empty(rows, size, dtype=dtype, device=p.device)
     _kept_gradient[(rows, triton.cdiv(size, _BLOCK))](
-        p, tokens, logprob, dlogprob, out, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
+        p, tokens, logprob, dlogprob, p, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
     )
-    return out
+    return p

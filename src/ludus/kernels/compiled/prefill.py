@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludus.kernels.compiled.decode import squeezed
+from ludus.kernels.compiled.decode import absorbed, squeezed
 from ludus.kernels.support import next_power_of_2
 
 _TILES = {2: 64, 4: 32}
@@ -83,14 +83,7 @@ def _attend(
             seen &= position[None, :] > own[:, None] - window
         score = tl.where(seen, score * 1.4426950408889634, float("-inf"))
         value = tl.load(VALUES + address, mask=mask, other=0.0)
-        higher = tl.maximum(top, tl.max(score, 1))
-        # A pair that has seen nothing yet: its maximum is minus infinity, and must not make a NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        top = higher
+        top, total, acc = absorbed(score, value, top, total, acc)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out = OUT + spot[:, None] * size + at[None, :]
     tl.store(out, acc.to(OUT.dtype.element_ty), mask=real[:, None] & narrow)
