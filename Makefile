@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Sandboxes, servers and the command line: run one after another, so that no two meet in a port or a user's limits.
+ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
+	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
+
 .PHONY: quickstart test test-slow test-gpu lint format bench clean help
 
 help:  ## What can be made
@@ -12,10 +16,15 @@ help:  ## What can be made
 quickstart: $(VENV)/.installed  ## Install, and train a small agent on the CPU (about 5 minutes)
 	$(BIN)/ludus train recipes/safe.toml $(ARGS)
 
-test: $(VENV)/.installed-dev  ## Lint, type check (beside the tests, on another core) and the fast tests
+test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two halves beside each other
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest; tests=$$?; wait $$types && exit $$tests
+	@trap 'kill $$types $$others 2>/dev/null' INT TERM; \
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME)) >$(VENV)/others.log 2>&1 & others=$$!; \
+	$(BIN)/python -m pytest $(ONE_AT_A_TIME); first=$$?; \
+	wait $$others; second=$$?; cat $(VENV)/others.log; \
+	wait $$types && exit $$((first ? first : second))
 
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers
 	$(BIN)/python -m pytest -m slow --timeout 1800

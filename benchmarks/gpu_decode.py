@@ -142,16 +142,21 @@ def stock_rate(model: PreTrainedModel, contexts: list[list[int]], device: str, n
 def batching_rate(
     model: PreTrainedModel, contexts: list[list[int]], device: str, new: int = 10
 ) -> float:
-    """Tokens a second of transformers' continuous batching, prompts included."""
-    config = GenerationConfig(
-        max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=2, pad_token_id=0
-    )
-    model.generate_batch(inputs=[c[:8] for c in contexts[:2]], generation_config=config)
-    synchronize(device)
-    started = time.perf_counter()
-    outputs = model.generate_batch(inputs=contexts, generation_config=config)
-    seconds = time.perf_counter() - started
-    return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
+    """The same of transformers' continuous batching."""
+
+    def run(inputs: list[list[int]], count: int) -> tuple[float, int]:
+        config = GenerationConfig(
+            max_new_tokens=count, do_sample=True, top_k=0, eos_token_id=2, pad_token_id=0
+        )
+        synchronize(device)
+        started = time.perf_counter()
+        outputs = model.generate_batch(inputs=inputs, generation_config=config)
+        tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        return time.perf_counter() - started, tokens
+
+    run([context[:8] for context in contexts[:2]], 2)
+    (short, few), (long, many) = run(contexts, 2), run(contexts, 2 + new)
+    return (many - few) / (long - short)
 
 
 def attempt(what: str, function: Any, *arguments: Any) -> float | str:

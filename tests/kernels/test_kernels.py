@@ -9,7 +9,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ludus.kernels import attention, gating, logprobs, norm, rotary, sampling  # noqa: E402
+from ludus.kernels import adamw, attention, gating, logprobs, norm, rotary, sampling  # noqa: E402
+from ludus.kernels.compiled import adamw as adamw_kernels  # noqa: E402
 from ludus.kernels.compiled import decode  # noqa: E402
 from ludus.kernels.compiled import gating as gating_kernels  # noqa: E402
 from ludus.kernels.compiled import logprobs as logprob_kernels  # noqa: E402
@@ -240,3 +241,56 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     chosen_twin, entropy_twin = logprobs.token_logprobs(twin, tokens.cpu(), temperature)
     (chosen_twin * weights.cpu()).sum().add((entropy_twin * others.cpu()).sum()).backward()
     close(twin.grad.double(), source.grad.cpu(), 1e-4)
+
+
+@pytest.mark.parametrize("is_twin", [False, True])
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
+def test_adamw_is_that_of_torch(kinds, betas, is_twin):
+    device = "cpu" if is_twin else DEVICE
+    shapes = [(3,), (70, 33), (adamw_kernels._CHUNK + 5,), (1,)]
+    masters = [randn(*shape, seed=i).to(device) for i, shape in enumerate(shapes)]
+    weights = [master.to(kinds[1]) for master in masters]
+    exact = [master.double().requires_grad_() for master in masters]
+    decays = [0.1, 0.0, 0.3, 0.0]
+    groups = [{"params": [one], "weight_decay": decay} for one, decay in zip(exact, decays, strict=True)]
+    reference = torch.optim.AdamW(groups, lr=3e-3, betas=betas, eps=1e-6)
+    means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+    steps = [torch.zeros((), device=device) for _ in masters]
+    for number in range(4):
+        slopes = [randn(*shape, seed=10 * number + i) for i, shape in enumerate(shapes)]
+        slopes = [slope.to(device, kinds[0]) for slope in slopes]
+        for one, slope in zip(exact, slopes, strict=True):
+            one.grad = slope.double() / 2.5
+        reference.step()
+        for sound in (0, 1):  # a step that is not sound does nothing
+            torch._foreach_add_(steps, float(sound))
+            numbers = (
+                torch.tensor(decays, device=device),
+                torch.tensor(2.5, device=device),
+                torch.tensor(sound, dtype=torch.int32, device=device),
+            )
+            if is_twin:
+                state = adamw.AdamwState(masters, means, squares, steps)
+                rule = adamw.AdamwRule(3e-3, betas, 1e-6)
+                given = {"scale": numbers[1], "sound": numbers[2]}
+                adamw.adamw_plainly(state, slopes, weights, numbers[0], rule, **given)
+            else:
+                lists = (masters, means, squares, slopes, weights, steps)
+                adamw_kernels.step(lists, *numbers, rate=3e-3, betas=betas, eps=1e-6)
+    for master, weight, one in zip(masters, weights, exact, strict=True):
+        close(master.double(), one.detach(), 1e-5)
+        if is_twin or DEVICE == "cuda" or kinds[1] == torch.float32:
+            assert torch.equal(weight, master.to(kinds[1]))
+        else:  # the interpreter cuts digits off where a device rounds
+            assert torch.allclose(weight.float(), master, rtol=2**-7)
+
+
+def test_a_kernel_for_adamw_that_is_wrong_is_found_out(monkeypatch):
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(adamw, "unavailable", lambda device: None)
+    assert adamw.adamw_unavailable.__wrapped__(device) is None
+    monkeypatch.setattr(adamw_kernels, "step", lambda *_, **__: None)
+    assert "other weights" in adamw.adamw_unavailable.__wrapped__(device)
+    monkeypatch.delattr(adamw_kernels, "step")
+    assert "AttributeError" in adamw.adamw_unavailable.__wrapped__(device)

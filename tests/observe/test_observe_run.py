@@ -160,9 +160,8 @@ import os, sys, time
 from ludus.observe import RunWriter
 run = RunWriter.create(sys.argv[1], {})
 run.log(1, {"reward": 1.0})
-child = os.fork()
-if child:
-    print(child, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
 time.sleep(60)
 """
 

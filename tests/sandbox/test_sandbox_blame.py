@@ -21,6 +21,7 @@ from ludus.sandbox import (
     Sandbox,
     SandboxConfig,
     SandboxError,
+    Session,
     SessionEnded,
     SessionLost,
     cgroups,
@@ -191,9 +192,10 @@ async def test_the_kernel_counts_whom_it_ends(monkeypatch: pytest.MonkeyPatch) -
             await session.close()
 
 
-async def test_a_session_that_spins_while_nothing_runs_is_ended() -> None:
+async def test_a_session_that_spins_while_nothing_runs_is_ended_and_a_quiet_one_is_not() -> None:
     limits = Limits(cpu_seconds=1.0)
-    async with Sandbox(SandboxConfig(workers=1)) as box, await box.session(limits=limits) as session:
+
+    async def spins(session: Session) -> None:
         await session.python(
             "import threading\ndef spin():\n    while True: pass\n"
             "threading.Thread(target=spin, daemon=True).start()"
@@ -205,13 +207,17 @@ async def test_a_session_that_spins_while_nothing_runs_is_ended() -> None:
         said = await session.python("1")
         assert said.lost and said.outcome is Outcome.CPU
 
-
-async def test_quiet_sessions_are_left_alone() -> None:
-    limits = Limits(cpu_seconds=1.0)
-    async with Sandbox(SandboxConfig(workers=1)) as box, await box.session(limits=limits) as session:
+    async def is_quiet(session: Session) -> None:
         for _ in range(12):
             assert (await session.python("sum(range(10**5))")).ok
             await asyncio.sleep(0.25)
+
+    async with (
+        Sandbox(SandboxConfig(workers=1)) as box,
+        await box.session(limits=limits) as one,
+        await box.session(limits=limits) as other,
+    ):
+        await asyncio.gather(spins(one), is_quiet(other))
 
 
 async def test_a_worker_that_dies_after_it_was_chosen_keeps_nobody_waiting(

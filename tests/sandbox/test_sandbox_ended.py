@@ -57,33 +57,44 @@ async def box() -> AsyncIterator[Sandbox]:
         yield box
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
 @on_sandbox
-async def test_code_that_hangs_its_session_has_ended_it(box: Sandbox, use: Use) -> None:
-    async with await box.session(limits=LIMITS) as session:
-        await session.python(HANG)
-        await asyncio.sleep(0.4)
-        with pytest.raises(SessionEnded) as ended:
-            await use(session)
-        assert ended.value.hung
-        assert session.was_ended_inside and not session.alive
-        said = await session.python("1")
-        assert said.lost and said.outcome is Outcome.TIMEOUT
-        with pytest.raises(SessionEnded):
-            await session.read("x")
+async def test_code_that_hangs_its_session_has_ended_it(box: Sandbox) -> None:
+    async def hung(use: Use) -> None:
+        async with await box.session(limits=LIMITS) as session:
+            await session.python(HANG)
+            await asyncio.sleep(0.4)
+            with pytest.raises(SessionEnded) as ended:
+                await use(session)
+            assert ended.value.hung
+            assert session.was_ended_inside and not session.alive
+            said = await session.python("1")
+            assert said.lost and said.outcome is Outcome.TIMEOUT
+            with pytest.raises(SessionEnded):
+                await session.read("x")
+
+    await in_every_way(hung)
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("code", [EXIT, LATER, FORGED], ids=["exits", "exits later", "forges frames"])
 @on_sandbox
-async def test_code_that_ended_its_session_is_told_so_by_all(box: Sandbox, use: Use, code: str) -> None:
-    async with await box.session(limits=LIMITS) as session:
-        await session.python(code)
-        await asyncio.sleep(0.3)
-        with pytest.raises((SessionEnded, CannotFork)):
-            await use(session)
-        with pytest.raises(SessionEnded):
-            await use(session)
+async def test_code_that_ended_its_session_is_told_so_by_all(box: Sandbox, code: str) -> None:
+    async def told(use: Use) -> None:
+        async with await box.session(limits=LIMITS) as session:
+            await session.python(code)
+            await asyncio.sleep(0.3)
+            with pytest.raises((SessionEnded, CannotFork)):
+                await use(session)
+            with pytest.raises(SessionEnded):
+                await use(session)
+
+    await in_every_way(told)
+
+
+async def in_every_way(check: Callable[[Use], Awaitable[None]]) -> None:
+    """Check each use in a session of its own, all at once, since most of each is waiting."""
+    found = await asyncio.gather(*(check(use) for use in USES.values()), return_exceptions=True)
+    failed = {name: error for name, error in zip(USES, found, strict=True) if error is not None}
+    assert not failed
 
 
 @on_sandbox

@@ -1,66 +1,15 @@
-"""A whole run in miniature: a tool, a reward, tasks, a model of a few thousand weights."""
+"""The run in miniature as fixtures, and no picture where nobody looks at one."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+from training_helpers import TINY, Chatty, add, even, tasks
 
-import ludus
 from ludus.training import Parts, Recipe
-
-
-@ludus.tool
-async def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-@ludus.reward
-async def even(trajectory: ludus.Trajectory) -> float:
-    """The share of tokens with an even number: something that even a random model differs in."""
-    said = [token for action in trajectory.actions for token in action.tokens]
-    return sum(token % 2 == 0 for token in said) / len(said)
-
-
-def expert(task: ludus.Task) -> Generator[ludus.ToolCall | str, str, None]:
-    """Add, then say what came out."""
-    heard = yield ludus.ToolCall("add", {"a": task.metadata["a"], "b": task.metadata["b"]})
-    yield heard
-
-
-def tasks(count: int, first: int = 0) -> list[ludus.Task]:
-    return [
-        ludus.Task.of(f"{n} plus {n + 1}?", target=str(2 * n + 1), id=str(n), a=n, b=n + 1)
-        for n in range(first, first + count)
-    ]
-
-
-class Chatty(ludus.Agent):
-    """Says three things, whatever they are, and hears something after each: several turns for sure."""
-
-    async def run(self, episode: ludus.Episode) -> None:
-        for _ in range(3):
-            turn = await episode.generate()
-            episode.observe(await episode.call(turn.calls))
-            episode.observe("and then?")
-
-
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "threads": 1,
-    "model": {"scratch": {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "vocabulary": 400}},
-    "budgets": {"max_turns": 3, "max_turn_tokens": 40, "max_tokens": 1024},
-    "engine": {"cache_tokens": 8192, "max_running": 16, "tokens_per_step": 512},
-    "rl": {"steps": 3, "tasks": 2, "attempts": 3, "optimizer": {"learning_rate": 1e-3}},
-    "run": {"checkpoint_every": 1, "keep_checkpoints": 50},
-}
 
 
 @pytest.fixture
@@ -73,3 +22,20 @@ def parts() -> Parts:
     return Parts(
         tasks=tasks(6), held_out=tasks(2, first=50), tools=[add], rewards=[even], agent=Chatty()
     )
+
+
+@pytest.fixture
+def real_curves() -> None:
+    """For tests that look at the pictures."""
+
+
+@pytest.fixture(autouse=True)
+def _curves_without_pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run draws its curve, but matplotlib's pixels take a quarter of a small run's time."""
+
+    def save(figure: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"a curve")
+
+    if "real_curves" not in request.fixturenames:
+        with contextlib.suppress(ImportError):  # the machine may have none, and then nothing draws
+            monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)

@@ -19,7 +19,7 @@ class Talker(ludus.Agent):
 
     async def run(self, episode: ludus.Episode) -> None:
         while True:
-            turn = await episode.generate(max_tokens=8)
+            turn = await episode.generate(max_tokens=5)
             episode.observe(await episode.call(turn.calls))
             episode.observe("and then?")
 

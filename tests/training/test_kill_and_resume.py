@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from stage_runs import Talker, assert_same_runs
+from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
-from conftest import TINY, add, even, expert, tasks
 from ludus.observe import RunFolder
 
 HANG = 120.0

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stage_runs import assert_same_tensors, episodes, numbers
+from training_helpers import TINY, Chatty, add, even, expert, tasks
 
 import ludus
-from conftest import TINY, Chatty, add, even, expert, tasks
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training.adapters import adapter_reference, save_adapter

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
-from conftest import TINY, Chatty, add, even, tasks
 from ludus.engine import PackedContext, hidden_states, use_ludus_attention
 from ludus.training.adapters import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model

@@ -179,32 +179,34 @@ def test_masters_beside_other_weights_are_dropped_where_they_disagree() -> None:
         assert torch.equal(one, expected)
 
 
-def fuse(learner: Learner) -> None:
-    """The optimizer as it is on a GPU, which torch also has for CPUs."""
+def fuse(learner: Learner, kind: str) -> None:
+    """The optimizer as it is on a GPU: torch's, which it also has for CPUs, or the one kernel's twin."""
     for group in learner.optimizer.param_groups:
         group["fused"] = True
     learner.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    learner.optimizer._has_kernel = kind == "at once"
 
 
+@pytest.mark.parametrize("kind", ["fused", "at once"])
 @pytest.mark.parametrize("limit", [1e9, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_step_is_the_plain_step(dtype: torch.dtype, limit: float) -> None:
+def test_the_fused_step_is_the_plain_step(dtype: torch.dtype, limit: float, kind: str) -> None:
     plain, fused = small_model(dtype), small_model(dtype)
     expected = trained(learner_of(plain, max_gradient_norm=limit), 5)
     learner = learner_of(fused, max_gradient_norm=limit)
-    fuse(learner)
+    fuse(learner, kind)
     assert trained(learner, 5) == pytest.approx(expected, rel=1e-3)
     for one, other in zip(weights_of(plain), weights_of(fused), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-2)
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "fused", "at once"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, is_fused: bool) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, kind: str) -> None:
     model = small_model(dtype)
     learner = learner_of(model)
-    if is_fused:
-        fuse(learner)
+    if kind != "plain":
+        fuse(learner, kind)
     trained(learner, 1)
     start, before = weights_of(model), copy.deepcopy(learner.state_dict())
 

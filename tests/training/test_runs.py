@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
-from conftest import TINY, add, even, expert, tasks
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.observe import RunFolder, undefined
@@ -34,7 +34,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_a_run_is_a_folder(tmp_path: Path) -> None:
+def test_a_run_is_a_folder(tmp_path: Path, real_curves: None) -> None:
     result = ludus.train(**settings(tmp_path / "run"), **code(), demonstrations=expert,
                          warm_start={"steps": 2, "batch": 2})  # fmt: skip
     run = RunFolder(tmp_path / "run")
@@ -116,7 +116,7 @@ def test_conversations_can_be_imitated(tmp_path: Path) -> None:
     losses = [row["sft/loss"] for row in result.metrics if "sft/loss" in row]
     assert losses[-1] < 0.1 < losses[0]
     played = ludus.rollout(model=str(result.model), tasks=[{"prompt": "1 plus 2?"}], tools=[add],
-                           rewards=[even], budgets=TINY["budgets"],
+                           rewards=[even], budgets={**TINY["budgets"], "max_turn_tokens": 40},
                            sampling=Sampling(temperature=0))  # fmt: skip
     trajectory = played[0].trajectories[0]
     assert [call.name for call in trajectory.calls] == ["add"] and trajectory.answer == "3"

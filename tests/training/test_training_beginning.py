@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_helpers import TINY, even, expert, tasks
 
 import ludus
-from conftest import TINY, even, expert, tasks
 from ludus.core.failures import ConfigError
 from ludus.training.beginning import check_parts
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training_helpers import TINY
 
 import ludus
-from conftest import TINY
 from ludus.core.failures import Boundary, ConfigError, Failure, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, StopReason, Trajectory
@@ -298,7 +298,7 @@ def study() -> Study:
     return Study(tuple(measured), Statistics(by="level", resamples=100), against="second")
 
 
-def test_reports_hold_every_number(tmp_path: Path, study: Study) -> None:
+def test_reports_hold_every_number(tmp_path: Path, study: Study, real_curves: None) -> None:
     paths = write_report(tmp_path, study)
     assert [path.name for path in paths] == ["report.md", "report.json", "plot.png"]
     assert paths[2].read_bytes().startswith(b"\x89PNG")

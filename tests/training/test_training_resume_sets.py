@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from stage_runs import Talker, assert_same_runs
+from training_helpers import TINY, add, even, tasks
 
 import ludus
-from conftest import TINY, add, even, tasks
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stage_runs import Talker, assert_same_runs, numbers
+from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
-from conftest import TINY, add, even, expert, tasks
 from ludus.core.failures import ConfigError, LudusError
 from ludus.observe import RunFolder, undefined
 from ludus.training import Parts, Recipe, Result, train_async

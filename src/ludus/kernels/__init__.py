@@ -1,9 +1,11 @@
 """Fused operations for sampling and training, as Triton kernels with plain-torch twins.
 
-Each function is one of a model's operations over flat tokens. On a GPU with Triton it runs as one or two
-kernels; everywhere else it runs as the torch operations it stands for. `unavailable` says which it will be.
+Each function is one of a model's operations over flat tokens, or its optimizer's step. On a GPU with Triton it
+runs as one or two kernels; everywhere else it runs as the torch operations it stands for. `unavailable` says
+which it will be.
 """
 
+from ludus.kernels.adamw import AdamwRule, AdamwState, adamw_step, adamw_unavailable
 from ludus.kernels.attention import paged_decode, paged_prefill
 from ludus.kernels.gating import silu_mul
 from ludus.kernels.linear import linear_float32
@@ -20,6 +22,10 @@ from ludus.kernels.sampling import sample
 from ludus.kernels.support import unavailable
 
 __all__ = [
+    "AdamwRule",
+    "AdamwState",
+    "adamw_step",
+    "adamw_unavailable",
     "add_rms_norm",
     "kept_gradient",
     "linear_float32",

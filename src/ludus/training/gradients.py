@@ -43,8 +43,11 @@ class GradientSum:
             parameter.grad = None
 
     def in_order(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters that got a gradient, and the sums in float32, which are given away one by one."""
-        return ((p, self._totals.pop(p).float()) for p in self.parameters if p in self._totals)
+        """The parameters that got a gradient, and the sums, which are given away one by one.
+
+        The gradient of a single micro-batch is as it was found; of several, it is their sum in float32.
+        """
+        return ((p, self._totals.pop(p)) for p in self.parameters if p in self._totals)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

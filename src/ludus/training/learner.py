@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
+from ludus.training.adamw import MasterAdamW
 from ludus.training.gradients import GradientSum
 from ludus.training.logprobs import action_logprobs
-from ludus.training.master_weights import MasterWeights
 from ludus.training.memory_budget import MemoryBudget
 from ludus.training.packing import Pack
 from ludus.training.passes import Micro, Passes, is_out_of_memory
@@ -93,14 +93,10 @@ class Descent:
         self.total_steps = total_steps
         self.steps_done = 0
         self.device = next(model.parameters()).device
-        self._masters = MasterWeights(_trainable(model))
+        self.optimizer = MasterAdamW(_trainable(model), config)
         self._gradient = GradientSum(_trainable(model))
         self._passes = Passes(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
-        is_fused = self.device.type == "cuda" or None
-        self.optimizer = torch.optim.AdamW(
-            self._decay_groups(), lr=config.learning_rate, betas=config.betas, fused=is_fused
-        )
 
     def forget_gradients(self) -> None:
         """Free what the last step left behind: two models that learn in turns need room for one's only."""
@@ -123,7 +119,7 @@ class Descent:
         """
         self.model.train()
         self.forget_gradients()
-        self._masters.adopt_changes()
+        self.optimizer.masters.adopt_changes()
         tally = _Tally()
 
         def work(attempt: _Try[P]) -> None:
@@ -150,37 +146,14 @@ class Descent:
 
     def _update(self) -> Tensor:
         """Clip and step; the weights stay as they were if the gradient is not finite."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
-        leaves: list[Tensor] = []
-        totals: list[Tensor] = []
+        self.optimizer.set_rate(self._rate())
         try:
-            for parameter, total in self._gradient.in_order():
-                leaf = self._masters.of(parameter)
-                leaf.grad = total
-                leaves.append(leaf)
-                totals.append(total)
-            norm = nn.utils.get_total_norm(totals)
-            self._step(leaves, norm)
+            return self.optimizer.update(list(self._gradient.in_order()))
         except torch.OutOfMemoryError as error:
             raise LudusError(
                 "the optimizer's state does not fit into the device's memory beside the weights: train an "
                 f"adapter or a smaller model, or leave less to the engine ({str(error).splitlines()[0]})"
             ) from None
-        self._masters.write()
-        return norm
-
-    def _step(self, leaves: Sequence[Tensor], norm: Tensor) -> None:
-        limit = self.config.max_gradient_norm
-        if self.optimizer.param_groups[0]["fused"]:
-            # the kernel divides by the scale, and does nothing where it is told of an infinity
-            scaled: Any = self.optimizer
-            scaled.grad_scale = (norm / limit).clamp(min=1.0).float()
-            scaled.found_inf = (~norm.isfinite()).float()
-            self.optimizer.step()
-        elif math.isfinite(float(norm)):
-            nn.utils.clip_grads_with_norm_(leaves, limit, norm)
-            self.optimizer.step()
 
     def _rate(self) -> float:
         return self.config.learning_rate * schedule(self.steps_done, self.total_steps, self.config)
@@ -192,19 +165,10 @@ class Descent:
                 "rewards or logits that are not finite; the weights were left as they were"
             )
 
-    def _decay_groups(self) -> list[dict[str, Any]]:
-        trainable = _trainable(self.model)
-        matrices = [self._masters.of(p) for p in trainable if p.ndim >= 2]
-        vectors = [self._masters.of(p) for p in trainable if p.ndim < 2]
-        return [
-            {"params": matrices, "weight_decay": self.config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": self._masters.state_dict(),
+            "masters": self.optimizer.masters.state_dict(),
             "steps_done": self.steps_done,
         }
 
@@ -212,7 +176,7 @@ class Descent:
         own = self.optimizer.param_groups[0]["fused"]
         groups = [{**group, "fused": own} for group in state["optimizer"]["param_groups"]]
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-        self._masters.load_state_dict(state.get("masters"))
+        self.optimizer.masters.load_state_dict(state.get("masters"))
         self.steps_done = state["steps_done"]
 
 

@@ -1,0 +1,141 @@
+"""AdamW on float32 masters, from gradients and to weights of any floating format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ludus.kernels.support import unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class AdamwState:
+    """What AdamW keeps of some weights, tensor by tensor: all float32, and updated in place."""
+
+    masters: Sequence[Tensor]
+    means: Sequence[Tensor]
+    squares: Sequence[Tensor]
+    steps: Sequence[Tensor]
+    """How many steps each has made, the one that is being made included."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamwRule:
+    """The numbers of a step."""
+
+    rate: float
+    betas: tuple[float, float]
+    eps: float
+
+
+def adamw_step(
+    state: AdamwState,
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    decays: Tensor,
+    rule: AdamwRule,
+    *,
+    scale: Tensor,
+    sound: Tensor,
+) -> None:
+    """One step of all: masters and moments change in place, and each weight becomes its rounded master.
+
+    Args:
+        state: What is kept; every tensor contiguous.
+        gradients: Of one dtype, contiguous.
+        weights: Of one dtype, contiguous; a float32 weight may be its own master.
+        decays: The weight decay of each.
+        rule: The numbers of the step.
+        scale: What gradients are divided by, on the device.
+        sound: Nothing happens where this is 0; int32, on the device.
+    """
+    if unavailable(state.masters[0].device) is None:
+        from ludus.kernels.compiled import adamw
+
+        lists = (state.masters, state.means, state.squares, gradients, weights, state.steps)
+        adamw.step(lists, decays, scale, sound, rate=rule.rate, betas=rule.betas, eps=rule.eps)
+        return
+    adamw_plainly(state, gradients, weights, decays, rule, scale=scale, sound=sound)
+
+
+def adamw_plainly(
+    state: AdamwState,
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    decays: Tensor,
+    rule: AdamwRule,
+    *,
+    scale: Tensor,
+    sound: Tensor,
+) -> None:
+    """The same by plain operations."""
+    if not bool(sound):
+        return
+    beta1, beta2 = rule.betas
+    kept = zip(state.masters, state.means, state.squares, state.steps, strict=True)
+    for (master, mean, square, step), gradient, weight, decay in zip(
+        kept, gradients, weights, decays, strict=True
+    ):
+        slope = gradient.float() / scale
+        mean.lerp_(slope, 1 - beta1)
+        square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
+        spread = (square / (1 - beta2 ** step.double()).float()).sqrt_().add_(rule.eps)
+        pace = (rule.rate / (1 - beta1 ** step.double())).float()
+        master.mul_(1 - rule.rate * decay).sub_(pace * mean / spread)
+        weight.copy_(master)
+
+
+@cache
+def adamw_unavailable(device: torch.device) -> str | None:
+    """Why the one kernel cannot make the step on this device, found out by trying; None when it can."""
+    reason = unavailable(device)
+    if reason is not None:
+        return reason
+    try:
+        same = _agree(device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None if same else "the kernel for AdamW gives other weights than plain arithmetic"
+
+
+def _agree(device: torch.device) -> bool:
+    """Whether two steps of a few numbers are what they should be."""
+    generator = torch.Generator().manual_seed(0)
+    start, slopes = ([torch.randn(size, generator=generator) for size in (5000, 3)] for _ in range(2))
+    found = [
+        _tried(adamw_step, start, slopes, device),
+        _tried(adamw_plainly, start, slopes, torch.device("cpu")),
+    ]
+    return all(
+        torch.allclose(one, other, rtol=1e-4 if one.dtype == torch.float32 else 1e-2, atol=1e-5)
+        for one, other in zip(*found, strict=True)
+    )
+
+
+def _tried(
+    step: Callable[..., None], start: Sequence[Tensor], slopes: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Masters, second moments and weights after two steps on a device."""
+    masters = [tensor.to(device, copy=True) for tensor in start]
+    means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+    steps = [torch.zeros((), device=device) for _ in start]
+    state = AdamwState(masters, means, squares, steps)
+    weights = [master.bfloat16() for master in masters]
+    for _ in range(2):
+        torch._foreach_add_(steps, 1.0)
+        step(
+            state,
+            [slope.to(device).bfloat16() for slope in slopes],
+            weights,
+            torch.tensor([0.1, 0.0], device=device),
+            AdamwRule(1e-2, (0.9, 0.99), 1e-8),
+            scale=torch.tensor(2.0, device=device),
+            sound=torch.ones((), dtype=torch.int32, device=device),
+        )
+    return [tensor.cpu() for tensor in (*masters, *squares, *weights)]

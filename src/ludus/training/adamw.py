@@ -1,0 +1,131 @@
+"""AdamW on master weights: clip, step, round into the module. On a GPU, one kernel does it all.
+
+Nothing here waits for the device: whether the gradient is finite is found out there, and a step that it would
+spoil does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludus.engine.staging import sent
+from ludus.kernels import AdamwRule, AdamwState, adamw_step, adamw_unavailable
+from ludus.training.master_weights import MasterWeights
+from ludus.training.settings import OptimizerConfig
+
+log = logging.getLogger(__name__)
+
+Gradients = Sequence[tuple[nn.Parameter, Tensor]]
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """Its parameters are the masters of a module's weights, and it writes the weights as well."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
+        self.masters = MasterWeights(weights)
+        self._limit = config.max_gradient_norm
+        matrices = [self.masters.of(p) for p in weights if p.ndim >= 2]
+        vectors = [self.masters.of(p) for p in weights if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        device = weights[0].device if weights else torch.device("cpu")
+        is_fused = device.type == "cuda" or None
+        super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
+        self._has_kernel = device.type == "cuda" and _says_why(adamw_unavailable(device)) is None
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate from now on."""
+        for group in self.param_groups:
+            group["lr"] = rate
+
+    @torch.no_grad()
+    def update(self, gradients: Gradients) -> Tensor:
+        """One step against these gradients, clipped; their norm. Nothing happens if it is not finite."""
+        norm = total_norm([gradient for _, gradient in gradients])
+        if self._has_kernel and self._is_plain(gradients):
+            self._step_at_once(gradients, norm)
+        else:
+            self._step_in_turns(gradients, norm)
+        return norm
+
+    def _is_plain(self, gradients: Gradients) -> bool:
+        """Whether every tensor lies in memory as it reads; a kernel goes over all of them in parallel."""
+        return all(p.is_contiguous() and self.masters.of(p).is_contiguous() for p, _ in gradients)
+
+    def _step_at_once(self, gradients: Gradients, norm: Tensor) -> None:
+        decays = {id(p): group["weight_decay"] for group in self.param_groups for p in group["params"]}
+        sound = norm.isfinite()
+        scale = (norm / self._limit).clamp(min=1.0).float()
+        alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = defaultdict(
+            list
+        )
+        for parameter, gradient in gradients:
+            alike[gradient.dtype, parameter.dtype].append((parameter, gradient.contiguous()))
+        group = self.param_groups[0]
+        rule = AdamwRule(float(group["lr"]), tuple(group["betas"]), float(group["eps"]))
+        for pairs in alike.values():
+            masters = [self.masters.of(parameter) for parameter, _ in pairs]
+            kept = [self._kept(master) for master in masters]
+            steps = [state["step"] for state in kept]
+            torch._foreach_add_(steps, sound.float())
+            means, squares = ([state[name] for state in kept] for name in ("exp_avg", "exp_avg_sq"))
+            own = np.array([decays[id(master)] for master in masters], dtype=np.float32)
+            adamw_step(
+                AdamwState(masters, means, squares, steps),
+                [gradient for _, gradient in pairs],
+                [parameter.detach() for parameter, _ in pairs],
+                sent([own], norm.device)[0],
+                rule,
+                scale=scale,
+                sound=sound.int(),
+            )
+
+    def _kept(self, master: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a master, made at its first step."""
+        state: dict[str, Tensor] = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"] = torch.zeros_like(master)
+            state["exp_avg_sq"] = torch.zeros_like(master)
+        return state
+
+    def _step_in_turns(self, gradients: Gradients, norm: Tensor) -> None:
+        """By torch's own operations: its step, and the rounding after it."""
+        leaves = [self.masters.of(parameter) for parameter, _ in gradients]
+        for leaf, (_, gradient) in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient.float()
+        if self.param_groups[0]["fused"]:
+            # the kernel divides by the scale, and does nothing where it is told of an infinity
+            own: Any = self
+            own.grad_scale = (norm / self._limit).clamp(min=1.0).float()
+            own.found_inf = (~norm.isfinite()).float()
+            self.step()
+        elif math.isfinite(float(norm)):
+            nn.utils.clip_grads_with_norm_(leaves, self._limit, norm)
+            self.step()
+        self.masters.write()
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The length of all tensors together, in float32 whatever they are."""
+    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.dtype].append(tensor)
+    norms = [n for group in alike.values() for n in torch._foreach_norm(group, 2.0, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _says_why(reason: str | None) -> str | None:
+    if reason is not None:
+        log.warning("the optimizer's step is made by torch's own kernels: %s", reason)
+    return reason
