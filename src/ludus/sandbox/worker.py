@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -28,8 +29,9 @@ from ludus.sandbox.link import Link
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
-_USERS_EACH, _WORKERS_APART = 1_000_000, 200
-_counter = itertools.count()
+_USERS_EACH, _WORKERS_APART = 1_000_000, 2_000
+# Another process on this machine counts its workers too, and most likely begins somewhere else.
+_counter = itertools.count(secrets.randbelow(_WORKERS_APART))
 _ROOM = Path(__file__).parent
 # The packages above `inside` are replaced by empty ones, so that the warm interpreter loads none of them.
 _BOOTSTRAP = """
