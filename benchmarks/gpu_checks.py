@@ -70,16 +70,18 @@ async def check(name: str, model: PreTrainedModel, device: str) -> list[dict[str
     contexts = _prompts(model, batch, prompt)
     engine = EmbeddedEngine(model, config=EngineConfig(cache_tokens=batch * (prompt + NEW + 32)))
     answers = await _generate(engine, contexts, list(range(batch)), NEW, 1.0)
-    alone = [(await _generate(engine, contexts, [i], NEW, 1.0))[0] for i in range(8)]
-    await engine.pause()
     given = [value for answer in answers for value in answer.logprobs]
     sequences = [context + answer.tokens for context, answer in zip(contexts, answers, strict=True)]
+    crowd = await asyncio.gather(*(engine.score(tokens) for tokens in sequences))
+    alone = [await engine.score(tokens) for tokens in sequences[:16]]
+    scores = [[value for one in found[:16] for value in one[prompt:]] for found in (alone, crowd)]
+    await engine.pause()
     trainer = trained(model, sequences, prompt)
     await engine.close()
     exact = stock(name, sequences, prompt, device, torch.float32)
     rounded = stock(name, sequences, prompt, device, torch.bfloat16)
     rows: list[dict[str, Any]] = [
-        {"shape": name, "compared": what, "tokens": len(left), **_differences(left, right)}
+        _compared(name, what, left, right)
         for what, left, right in (
             ("engine and trainer, bf16", given, trainer),
             ("engine bf16 and float32", given, exact),
@@ -87,27 +89,29 @@ async def check(name: str, model: PreTrainedModel, device: str) -> list[dict[str
             ("stock bf16 and float32", rounded, exact),
         )
     ]
-    rows.append(_neighbours(name, alone, answers))
+    rows.append(_compared(name, "scored alone and in company, bf16", *scores))
+    rows.append(await _neighbours(name, device))
     rows.append(await _greedy(name, device))
     return rows
 
 
-def _neighbours(name: str, alone: list[Completion], crowd: list[Completion]) -> dict[str, Any]:
-    """One request by itself and among others, as far as both drew the same tokens."""
-    left: list[float] = []
-    right: list[float] = []
-    for one, other in zip(alone, crowd, strict=False):
-        pairs = zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True)
-        for mine, theirs, a, b in pairs:
-            if mine != theirs:
-                break
-            left.append(a)
-            right.append(b)
-    total = sum(len(one.tokens) for one in alone)
-    return {
-        "shape": name, "compared": f"alone and in company ({len(left)} of {total} tokens the same)",
-        "tokens": len(left), **_differences(left, right),
-    }  # fmt: skip
+def _compared(name: str, what: str, left: list[float], right: list[float]) -> dict[str, Any]:
+    return {"shape": name, "compared": what, "tokens": len(left), **_differences(left, right)}
+
+
+async def _neighbours(name: str, device: str, batch: int = 64, new: int = 64) -> dict[str, Any]:
+    """Sampled answers in float32, of 8 requests by themselves and among others."""
+    model = random_model(name, device, torch.float32)
+    contexts = _prompts(model, batch, 40)
+    engine = EmbeddedEngine(model, config=EngineConfig(cache_tokens=batch * (40 + new + 32)))
+    crowd = await _generate(engine, contexts, list(range(batch)), new, 1.0)
+    await engine.forget()
+    alone = [(await _generate(engine, contexts, [i], new, 1.0))[0] for i in range(8)]
+    await engine.close()
+    same = sum(one.tokens == other.tokens for one, other in zip(alone, crowd, strict=False))
+    left, right = ([value for one in found[:8] for value in one.logprobs] for found in (alone, crowd))
+    what = f"decoded alone and in company, float32: {same} of 8 answers the same"
+    return _compared(name, what, left, right) if same == 8 else {"shape": name, "compared": what}
 
 
 async def _greedy(name: str, device: str, batch: int = 8, new: int = 48) -> dict[str, Any]:

@@ -17,8 +17,9 @@ tokens, and with a budget of 3 GiB for activations, from which passes and recomp
 timed from Python lists to new weights, the reading of its metrics included; the median of the steps counts.
 MFU (6N) counts 6 floating-point operations for each parameter and real token; MFU (all) the products that the
 batch needs: matrices, attention within rows, the head at trained places only; against 989 TFLOP/s. Memory is
-the peak that torch had allocated. `--profile` adds a table of kernels for a step of Ludus on each shape,
-`--attention` the time that one layer's attention takes by each of the kernels there are.
+the peak that torch had allocated, less what earlier cases had left behind. `--profile` adds a table of kernels
+for a step of Ludus on each shape, `--attention` the time that one layer's attention takes by each of the
+kernels there are.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Line:
     mfu_6n: float = float("nan")
     mfu_all: float = float("nan")
     peak_gib: float = float("nan")
+    left_gib: float = 0.0
+    """What earlier cases had left behind, which is not counted."""
     trouble: str = ""
 
 
@@ -281,7 +284,7 @@ def measure(
     line.tokens_per_second = tokens / line.seconds
     line.mfu_6n, line.mfu_all = (count / line.seconds / PEAK for count in work)
     if is_cuda:
-        line.peak_gib = torch.cuda.max_memory_allocated() / 2**30
+        line.peak_gib = torch.cuda.max_memory_allocated() / 2**30 - line.left_gib
 
 
 def attention_table(shape: str, tokens: int) -> str:
@@ -386,6 +389,8 @@ def run_shape(
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+                own = sum(parameter.nbytes for parameter in model.parameters())
+                line.left_gib = (torch.cuda.memory_allocated() - own) / 2**30
             set_recompute(model, model.config.num_hidden_layers if case.recomputes else 0)
             step = ludus_step(model, batch, case) if case.is_ours else stock_step(model, batch)
             try:

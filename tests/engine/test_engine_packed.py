@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
+from ludus.engine.dense import Rule
 from ludus.engine.packed import split_by_length
 
 LENGTHS = [3, 17, 1, 29, 17, 8, 40, 5]
@@ -87,3 +88,20 @@ def test_blocks_cover_all_sequences_with_little_padding(lengths: list[int]) -> N
         area = (stop - first) * int(ordered[first])
         assert stop - first == 1 or area <= 2000
         assert area - int(ordered[first:stop].sum()) <= 0.15 * area
+
+
+@pytest.mark.parametrize("lengths", [[8, 8, 8], [3, 9, 12]])
+def test_only_views_lie_between_a_layer_and_its_attention(lengths: list[int]) -> None:
+    """Selecting with an index instead would fill and copy a tensor for each of them in the backward pass."""
+    context = PackedContext(lengths)
+    states = [torch.randn(1, heads, sum(lengths), 4, requires_grad=True) for heads in (4, 2, 2)]
+    output = context.attend(0, states[0], states[1], states[2], Rule(0.5))
+    names: set[str] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None:
+            names.add(node.name())
+            waiting += [following for following, _ in node.next_functions]
+    assert "TransposeBackward0" in names
+    assert not {name for name in names if name.startswith(("Select", "Slice"))}

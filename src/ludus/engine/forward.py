@@ -29,7 +29,7 @@ def hidden_states(
         use_cache=False,
         **{CONTEXT: context},
     )
-    states: Tensor = output.last_hidden_state[0]
+    states: Tensor = output.last_hidden_state.squeeze(0)
     return states
 
 

@@ -82,13 +82,13 @@ class PackedContext:
                 f"the packed context is for [1, {self.tokens}] tokens, "
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
-        flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+        flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
         kernel = kernel_for(flat[0], flat[1], rule, self.longest)
         if kernel is not None and self._fills_tiles:
             with sdpa_kernel(_DENSE_ORDER, set_priority=True):
                 return self._attend_evenly(query, key, value, rule)
         if kernel is not None:
-            return kernel(flat[0], flat[1], flat[2], self._bounds, rule.scaling)[None]
+            return kernel(flat[0], flat[1], flat[2], self._bounds, rule.scaling).unsqueeze(0)
         if self.are_even:
             return self._attend_evenly(query, key, value, rule)
         return self._attend_in_blocks(flat, rule)
@@ -105,7 +105,7 @@ class PackedContext:
     def _attend_evenly(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         rows, width = len(self.lengths), self.longest
         padded = [
-            states[0].view(states.shape[1], rows, width, -1).transpose(0, 1)
+            states.squeeze(0).unflatten(1, (rows, width)).transpose(0, 1)
             for states in (query, key, value)
         ]
         output = attend(padded[0], padded[1], padded[2], rule, self._mask(width, rule))

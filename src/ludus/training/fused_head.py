@@ -29,7 +29,7 @@ from ludus.kernels import (
 
 _LEAST, _MOST = 1 << 28, 1 << 30
 _SHARE = 1 / 128
-_KEPT_LEAST, _KEPT_MOST = 1 / 72, 1 / 24
+_KEPT_LEAST, _KEPT_MOST = 1 / 96, 1 / 24
 _PLENTY = 3 / 4
 _HOST = 1 << 28
 

@@ -75,10 +75,13 @@ def _layer(
 
 
 def _attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
-    """[T, Hq D] from states [T, H, D]."""
-    flat = [states.transpose(0, 1)[None] for states in (query, key, value)]
+    """[T, Hq D] from states [T, H, D].
+
+    Only views lie between these and the kernel: selecting with an index would cost a copy in the backward pass.
+    """
+    flat = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
     mixed: Tensor = context.attend(layer.index, *flat, layer.rule)
-    return mixed[0].flatten(1)
+    return mixed.squeeze(0).flatten(1)
 
 
 def _normed(norm: Norm, added: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
