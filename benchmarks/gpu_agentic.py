@@ -15,6 +15,8 @@ run. It reports
     again         tokens computed more than the fewest that suffice, as a share of these
     over bound    wall time over the larger of the GPU's work and the critical path, which is the longest
                   episode by itself: its tools, and its tokens at the pace of a single request
+
+and then what it costs to hand the KV cache's memory to a trainer and to have it again.
 """
 
 from __future__ import annotations
@@ -155,6 +157,31 @@ async def played(
     }  # fmt: skip
 
 
+async def handed_over(model: PreTrainedModel) -> dict[str, Any]:
+    """A pause that hands the cache's memory back, and the first answer after it, by captured graphs."""
+    engine = EmbeddedEngine(model, config=EngineConfig(max_running=8, release_memory="always"))
+    prompt, sampling = list(range(5, 69)), Sampling(max_tokens=16)
+    for _ in range(6):
+        await engine.generate(prompt, sampling)
+    answered = time.perf_counter()
+    await engine.generate(prompt, sampling)
+    answered = time.perf_counter() - answered
+    captures, full = engine.stats.graph_captures, torch.cuda.mem_get_info()[0]
+    started = time.perf_counter()
+    await engine.pause()
+    paused, free = time.perf_counter() - started, torch.cuda.mem_get_info()[0]
+    await engine.resume()
+    started = time.perf_counter()
+    await engine.generate(prompt, sampling)
+    again = time.perf_counter() - started
+    row = {
+        "handed back GiB": (free - full) / 2**30, "pause s": paused, "regained s": again - answered,
+        "captured anew": engine.stats.graph_captures - captures,
+    }  # fmt: skip
+    await engine.close()
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
@@ -170,9 +197,13 @@ def main() -> None:
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     say(machine(device) + "\n")
-    rows = asyncio.run(measure(random_model(given.shape, device), given))
+    model = random_model(given.shape, device)
+    rows = asyncio.run(measure(model, given))
     say(table([{"": name, "first": rows[0][name], "second": rows[1][name]} for name in rows[0]]))
-    write(given.out, {"machine": machine(device), "agentic": rows})
+    handed = asyncio.run(handed_over(model)) if device == "cuda" else {}
+    if handed:
+        say("\n" + table([handed]))
+    write(given.out, {"machine": machine(device), "agentic": rows, "handed over": handed})
 
 
 if __name__ == "__main__":
