@@ -17,7 +17,7 @@ from torch import Tensor
 from ludus.core.failures import EngineError
 from ludus.core.generation import Sampling
 from ludus.engine import use_ludus_attention
-from ludus.engine.cuda import choice, prefill
+from ludus.engine.cuda import choice, prefill, short
 from ludus.engine.cuda.decode import rows_for
 from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
 from ludus.engine.cuda.pages import FixedStore, PageShape
@@ -77,9 +77,10 @@ def _graphs() -> tuple[StepGraphs, list[Shape]]:
     graphs = StepGraphs(CPU, EngineStats())
     captured: list[Shape] = []
 
-    def capture(shape: Shape) -> None:
+    def capture(shape: Shape) -> bool:
         captured.append(shape)
         graphs._graphs[shape] = (None, None)  # type: ignore[assignment]
+        return True
 
     graphs._captures = True
     graphs._capture = capture  # type: ignore[method-assign]
@@ -122,7 +123,7 @@ def test_what_cannot_be_captured_is_called_and_the_reason_is_told(
     graphs.serve("decode", ran.append, lambda: None)
     some, fewer = Shape("decode", 4, 4, 64), Shape("decode", 1, 1, 64)
     graphs._captures = True
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(graphs, "_captured", lambda shape: (graph, None))
     for _ in range(6):
         graphs.run(graphs.choose(some))
@@ -135,6 +136,57 @@ def test_what_cannot_be_captured_is_called_and_the_reason_is_told(
     assert graphs.choose(some) == some
     graphs.run(some)
     assert ran[-1] == some
+
+
+def test_one_kind_of_step_that_cannot_be_captured_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = StepGraphs(CPU, EngineStats())
+    graphs._captures = True
+    decode, turns = Shape("decode", 4, 4, 64), Shape("turns", 64, 4, 64)
+    for kind in ("decode", "turns"):
+        graphs.serve(kind, lambda shape: None, lambda: None)
+
+    def captured(shape: Shape) -> Any:
+        if shape.kind == "turns":
+            raise RuntimeError("it looks at what it has computed")
+        return Replayed(), None
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(graphs, "_captured", captured)
+    for _ in range(5):
+        graphs.run(graphs.choose(decode))
+        graphs.run(graphs.choose(turns))
+    assert graphs.has_refused("turns")
+    assert not graphs.has_refused("decode")
+    assert graphs._stats.graph_replays == 2
+    assert caplog.text.count("it looks at what it has computed") == 1
+
+
+def test_what_there_was_no_memory_to_capture_is_not_tried_again_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = StepGraphs(CPU, EngineStats())
+    graphs._captures = True
+    graphs.serve("decode", lambda shape: None, lambda: None)
+    tried: list[Shape] = []
+
+    def captured(shape: Shape) -> Any:
+        tried.append(shape)
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(graphs, "_captured", captured)
+    shape = Shape("decode", 4, 4, 64)
+    for _ in range(50):
+        assert graphs.choose(shape) == shape
+    assert tried == [shape]
+    assert "engine.memory" in caplog.text
+    graphs.clear()  # memory may have come free since
+    for _ in range(5):
+        graphs.choose(shape)
+    assert len(tried) == 2
 
 
 @given(st.integers(1, 300), st.integers(300, 600), st.integers(1, 5000), st.integers(1, 64))
@@ -234,22 +286,26 @@ def test_whoever_does_not_fit_into_less_memory_is_told() -> None:
     assert _greedy(worker, [[1, 2, 3]], 6)[0].tokens == stock_greedy(model, [1, 2, 3], 6)
 
 
+@pytest.mark.parametrize("sizes", [((4, 1),), short.SIZES])
 def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sizes: tuple[tuple[int, int], ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make()
-    hidden = prefill.PrefillStep._hidden
-    sizes: list[int] = []
+    states = short.turn_states
+    counts: list[int] = []
 
-    def scarce(self: Any, inputs: dict[str, Tensor], tables: Tensor) -> Any:
-        tokens = len(inputs["ids"])
+    def scarce(model: Any, store: Any, inputs: dict[str, Tensor], tables: Tensor) -> Any:
+        tokens = len(inputs["ids_T"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
-        sizes.append(tokens)
-        return hidden(self, inputs, tables)
+        counts.append(tokens)
+        return states(model, store, inputs, tables)
 
-    monkeypatch.setattr(prefill.PrefillStep, "_hidden", scarce)
-    monkeypatch.setattr(prefill, "_SIZES", ((4, 1),))  # nothing is short enough
+    for module in (short, prefill):
+        monkeypatch.setattr(module, "turn_states", scarce)
+    monkeypatch.setattr(short, "SIZES", sizes)
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = _worker(model, tokens_per_step=100)
@@ -257,8 +313,9 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     contexts = [[*shared, 5], [*shared, 6], prompts([21], seed=4)[0]]
     answers = _greedy(worker, contexts, 5)
     assert [a.tokens for a in answers] == [stock_greedy(model, c, 5) for c in contexts]
-    assert max(sizes) <= 20
+    assert max(counts) <= 20
     assert "engine.tokens_per_step" in caplog.text
+    assert worker.room == 64 * 4  # no page was given up for it
     scores: list[Any] = []
     tokens = prompts([50])[0]
     worker.submit(Request(tokens, 50, 50, Sampling(), scores.append, is_score=True))
@@ -270,12 +327,12 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     assert isinstance(failed, EngineError)
 
 
-@pytest.mark.parametrize("sizes", [((4, 1),), ((8, 2), (32, 3)), prefill._SIZES])
+@pytest.mark.parametrize("sizes", [((4, 1),), ((8, 2), (32, 3)), short.SIZES])
 def test_short_passes_over_static_buffers_give_what_long_ones_give(
     sizes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of several sessions come and go while others decode, some of them with the same beginning."""
-    monkeypatch.setattr(prefill, "_SIZES", sizes)
+    monkeypatch.setattr(short, "SIZES", sizes)
     ran: list[Shape] = []
     run = StepGraphs.run
     monkeypatch.setattr(StepGraphs, "run", lambda self, shape: (ran.append(shape), run(self, shape))[1])
@@ -288,9 +345,9 @@ def test_short_passes_over_static_buffers_give_what_long_ones_give(
         assert answers == [stock_greedy(model, context, 7) for context in contexts]
         turns = zip(contexts, answers, prompts([4, 11, 2, 19, 1, 1], seed=6), strict=True)
         contexts = [context + answer + heard for context, answer, heard in turns]
-    short = {(shape.tokens, shape.rows) for shape in ran if shape.kind == "prefill"}
-    assert short <= {(tokens, min(rows, 5)) for tokens, rows in sizes}
-    assert short
+    used = {(shape.tokens, shape.rows) for shape in ran if shape.kind == short.KIND}
+    assert used <= {(tokens, min(rows, 5)) for tokens, rows in sizes}
+    assert used
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1))

@@ -23,7 +23,7 @@ from training_helpers import TINY, add, even, expert, tasks
 import ludus
 from ludus.observe import RunFolder
 
-HANG = 120.0
+HANG = 600.0
 
 RATE = {"learning_rate": 1e-2}
 GROWING = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from small_steps import imitation, learner_of, packs, rows_of_lengths, small_mod
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
+from ludus.training.adamw import MasterAdamW, total_norm
+from ludus.training.gradients import GradientSum
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs
 from ludus.training.master_weights import MasterWeights
+from ludus.training.settings import OptimizerConfig
 
 ROWS = rows_of_lengths([9, 14, 6])
 STEPS = 250
@@ -239,3 +243,47 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
         assert given.dtype == torch.float32
         scale = float(wanted.abs().max())
         assert float((given - wanted).abs().mean()) < 0.01 * scale
+
+
+def test_gradients_in_half_precision_are_gone_when_their_copies_are_stepped_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner = learner_of(small_model(torch.bfloat16))
+    found: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    take, step = GradientSum._take, MasterAdamW.step
+
+    def taken(self: GradientSum, parameter: Tensor) -> None:
+        take(self, parameter)
+        found.append(weakref.ref(self._totals[parameter]))  # type: ignore[index]
+
+    def stepped(self: MasterAdamW) -> None:
+        alive.append(sum(gradient() is not None for gradient in found))
+        step(self)
+
+    monkeypatch.setattr(GradientSum, "_take", taken)
+    monkeypatch.setattr(MasterAdamW, "step", stepped)
+    learner.step(packs(ROWS), imitation)
+    assert found
+    assert alive == [0]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_parameter_without_a_gradient_stays_as_it_is(at_once: bool) -> None:
+    one, other = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = MasterAdamW([one, other], OptimizerConfig(learning_rate=0.1))
+    optimizer._has_kernel = at_once
+    optimizer.update([(one, torch.ones(2, 2)), (other, torch.ones(2, 2))])
+    before = other.detach().clone()
+    norm = optimizer.update([(one, torch.full((2, 2), 3.0))])
+    assert float(norm) == pytest.approx(6.0)
+    assert torch.equal(other.detach(), before)
+    assert not torch.equal(one.detach(), before)
+
+
+def test_a_norm_is_that_of_all_tensors_whatever_they_are() -> None:
+    tensors = [torch.full((3,), 2.0), torch.full((2, 2), 1.0, dtype=torch.bfloat16)]
+    assert float(total_norm(tensors)) == pytest.approx(4.0)
+    assert float(total_norm([])) == 0.0
+    apart = [torch.ones(3, device="meta"), torch.ones(2)]
+    assert total_norm(apart).device == torch.device("meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from ludus.core.trajectory import (
     Trajectory,
 )
 from ludus.training.batches import items_of_step
-from ludus.training.packing import Columns, credit_of, packs_of
+from ludus.training.packing import Columns, credit_of, packs_of, picked
 from ludus.training.rows import rows_of
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
@@ -155,3 +156,16 @@ def test_steps_walk_through_epochs(count: int, size: int, seed: int) -> None:
     walked = [item for step in range(count * 2) for item in items_of_step(items, step, size, seed)]
     for epoch in range(len(walked) // count):
         assert sorted(walked[epoch * count : (epoch + 1) * count]) == items
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool]
+)
+def test_places_are_looked_up_in_whatever_an_estimator_returns(dtype: torch.dtype) -> None:
+    values_T = torch.tensor([0, 1, 1, 0], dtype=dtype)
+    if dtype.is_floating_point:
+        values_T.requires_grad_()
+    found = picked(values_T, torch.tensor([2, 0]))
+    assert found.tolist() == [1, 0]
+    assert not found.requires_grad
+    assert found.dtype not in (torch.bfloat16, torch.float16)

@@ -1,9 +1,11 @@
-"""How large a KV cache the machine allows, and when its memory is better used by a trainer."""
+"""Where a model computes, how large a KV cache it may have, and when a trainer has a better use for that."""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,3 +76,8 @@ def _container_limits() -> list[int]:
     files = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
     texts = [Path(name).read_text().strip() for name in files if Path(name).is_file()]
     return [int(text) for text in texts if text.isdigit()]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Where kernels are launched meanwhile: Triton's go to the current GPU, whatever their tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -105,7 +105,7 @@ class PackedContext:
     def _attend_evenly(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         rows, width = len(self.lengths), self.longest
         padded = [
-            states.squeeze(0).unflatten(1, (rows, width)).transpose(0, 1)
+            states.squeeze(0).view(states.shape[1], rows, width, -1).transpose(0, 1)
             for states in (query, key, value)
         ]
         output = attend(padded[0], padded[1], padded[2], rule, self._mask(width, rule))

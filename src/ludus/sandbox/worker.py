@@ -75,8 +75,11 @@ class Process:
         self._is_watched = False
 
     def kill(self) -> None:
-        """End it and all it started; `ended` tells when that is done."""
-        if self.ended.done():
+        """End it and all it started; `ended` tells when that is done.
+
+        Told once: hostile code may give as many reasons to be ended as it can write frames.
+        """
+        if self.ended.done() or self.was_killed:
             return
         self.was_killed = True
         self.worker.tell({"op": "kill", "id": self.number})

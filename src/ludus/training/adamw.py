@@ -10,12 +10,14 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ludus.engine.memory import on_device
 from ludus.engine.staging import sent
 from ludus.kernels import AdamwRule, AdamwState, adamw_step, adamw_unavailable
 from ludus.training.master_weights import MasterWeights
@@ -23,7 +25,8 @@ from ludus.training.settings import OptimizerConfig
 
 log = logging.getLogger(__name__)
 
-Gradients = Sequence[tuple[nn.Parameter, Tensor]]
+Pairs = list[tuple[nn.Parameter, Tensor]]
+"""Parameters and their gradients."""
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -41,7 +44,7 @@ class MasterAdamW(torch.optim.AdamW):
         device = weights[0].device if weights else torch.device("cpu")
         is_fused = device.type == "cuda" or None
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
-        self._has_kernel = device.type == "cuda" and _says_why(adamw_unavailable(device)) is None
+        self._has_kernel = _kernel_runs(device)
 
     def set_rate(self, rate: float) -> None:
         """The learning rate from now on."""
@@ -49,20 +52,24 @@ class MasterAdamW(torch.optim.AdamW):
             group["lr"] = rate
 
     @torch.no_grad()
-    def update(self, gradients: Gradients) -> Tensor:
+    def update(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
         """One step against these gradients, clipped; their norm. Nothing happens if it is not finite."""
-        norm = total_norm([gradient for _, gradient in gradients])
-        if self._has_kernel and self._is_plain(gradients):
-            self._step_at_once(gradients, norm)
+        pairs = list(gradients)
+        norm = total_norm([gradient for _, gradient in pairs])
+        if self._has_kernel and self._is_plain(pairs, norm.device):
+            self._step_at_once(pairs, norm)
         else:
-            self._step_in_turns(gradients, norm)
+            self._step_in_turns(pairs, norm)
         return norm
 
-    def _is_plain(self, gradients: Gradients) -> bool:
-        """Whether every tensor lies in memory as it reads; a kernel goes over all of them in parallel."""
-        return all(p.is_contiguous() and self.masters.of(p).is_contiguous() for p, _ in gradients)
+    def _is_plain(self, pairs: Pairs, device: torch.device) -> bool:
+        """Whether every tensor is where the kernel runs, and lies in memory as it reads."""
+        return all(
+            p.device == device and p.is_contiguous() and self.masters.of(p).is_contiguous()
+            for p, _ in pairs
+        )
 
-    def _step_at_once(self, gradients: Gradients, norm: Tensor) -> None:
+    def _step_at_once(self, gradients: Pairs, norm: Tensor) -> None:
         decays = {id(p): group["weight_decay"] for group in self.param_groups for p in group["params"]}
         sound = norm.isfinite()
         scale = (norm / self._limit).clamp(min=1.0).float()
@@ -99,11 +106,15 @@ class MasterAdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(master)
         return state
 
-    def _step_in_turns(self, gradients: Gradients, norm: Tensor) -> None:
-        """By torch's own operations: its step, and the rounding after it."""
-        leaves = [self.masters.of(parameter) for parameter, _ in gradients]
-        for leaf, (_, gradient) in zip(leaves, gradients, strict=True):
+    def _step_in_turns(self, pairs: Pairs, norm: Tensor) -> None:
+        """By torch's own operations: its step, and the rounding after it. The pairs are used up."""
+        leaves: list[Tensor] = []
+        while pairs:  # each gradient goes when its float32 copy is there
+            parameter, gradient = pairs.pop()
+            leaf = self.masters.of(parameter)
             leaf.grad = gradient.float()
+            leaves.append(leaf)
+            del gradient
         if self.param_groups[0]["fused"]:
             # the kernel divides by the scale, and does nothing where it is told of an infinity
             own: Any = self
@@ -114,18 +125,28 @@ class MasterAdamW(torch.optim.AdamW):
             nn.utils.clip_grads_with_norm_(leaves, self._limit, norm)
             self.step()
         self.masters.write()
+        self.zero_grad(set_to_none=True)
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The length of all tensors together, in float32 whatever they are."""
-    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    """The length of all tensors together, in float32 whatever they are, and where the first of them is."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        alike[tensor.dtype].append(tensor)
+        alike[tensor.device, tensor.dtype].append(tensor)
     norms = [n for group in alike.values() for n in torch._foreach_norm(group, 2.0, dtype=torch.float32)]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if not norms:
+        return torch.zeros(())
+    together: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return together
 
 
-def _says_why(reason: str | None) -> str | None:
+@cache
+def _kernel_runs(device: torch.device) -> bool:
+    """Whether there is one; the reason is told once if there is none on a GPU."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        reason = adamw_unavailable(device)
     if reason is not None:
         log.warning("the optimizer's step is made by torch's own kernels: %s", reason)
-    return reason
+    return reason is None

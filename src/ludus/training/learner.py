@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
+from ludus.engine.memory import on_device
 from ludus.training.adamw import MasterAdamW
 from ludus.training.gradients import GradientSum
 from ludus.training.logprobs import action_logprobs
@@ -135,9 +136,10 @@ class Descent:
                 raise
             tally.rows.append(row)
 
-        with self._gradient.collecting():
-            self._passes.over(map(_Try, packs), work, self._memory.recompute_everything)
-        metrics, norm = tally.read(self._update())
+        with on_device(self.device):
+            with self._gradient.collecting():
+                self._passes.over(map(_Try, packs), work, self._memory.recompute_everything)
+            metrics, norm = tally.read(self._update())
         if self.device.type == "cuda":
             self.forget_gradients()  # an engine on the same device has a use for their room
         self._check(norm)
@@ -148,7 +150,7 @@ class Descent:
         """Clip and step; the weights stay as they were if the gradient is not finite."""
         self.optimizer.set_rate(self._rate())
         try:
-            return self.optimizer.update(list(self._gradient.in_order()))
+            return self.optimizer.update(self._gradient.in_order())
         except torch.OutOfMemoryError as error:
             raise LudusError(
                 "the optimizer's state does not fit into the device's memory beside the weights: train an "

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode, vocabulary_size
 from ludus.engine.head import plain_head
+from ludus.engine.memory import on_device
 from ludus.kernels import token_logprobs
 from ludus.training.fused_head import chunk_rows, linear_logprobs
 from ludus.training.packing import Laid, Pack, laid, moved, picked
@@ -46,7 +47,7 @@ def logprobs_of(
         found_A, _ = _logprobs(model, part.lengths, there.tokens_T, moved(place_A, device), temperature)
         found.append((picked(part.own_T, place_A), found_A))
 
-    with torch.no_grad(), sampling_mode(model):
+    with torch.no_grad(), sampling_mode(model), on_device(device):
         Passes(budget).over(laid(rows, wanted, budget), score)
     result_T = np.zeros(len(scored_T), dtype=np.float32)
     for own_A, found_A in found:  # read when all has been asked for, so that the device never waits

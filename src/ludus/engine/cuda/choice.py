@@ -16,7 +16,7 @@ from ludus.engine.cuda.runner import StaticRunner
 from ludus.engine.dense import Rule
 from ludus.engine.forward import hidden_states
 from ludus.engine.head import agree, head_logits, probe_tokens
-from ludus.engine.memory import device_of
+from ludus.engine.memory import device_of, on_device
 from ludus.engine.packed import PackedContext
 from ludus.engine.runner import Runner, StepRunner
 from ludus.engine.stats import EngineStats
@@ -62,9 +62,10 @@ def usable_shape(model: nn.Module, page_size: int) -> PageShape | str:
     if device.type == "cuda" and (reason := unavailable(device)) is not None:
         return reason
     try:
-        shape = page_shape(model)
-        if isinstance(shape, PageShape) and not _agrees(model, shape, page_size):
-            return "the paged kernels give other hidden states than packed sequences for this model"
+        with on_device(device):
+            shape = page_shape(model)
+            if isinstance(shape, PageShape) and not _agrees(model, shape, page_size):
+                return "the paged kernels give other hidden states than packed sequences for this model"
     except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
         return f"{type(error).__name__}: {error}"
     return shape

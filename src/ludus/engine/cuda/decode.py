@@ -60,6 +60,12 @@ class RowState:
         self.tables = tables
         return True
 
+    def keep_tables(self, rows_R: Tensor, tables_RP: Tensor) -> bool:
+        """Note the pages of some rows; whether all tables have moved for it."""
+        has_moved = self.widen(tables_RP.shape[1])
+        self.tables[:, : tables_RP.shape[1]].index_copy_(0, rows_R, tables_RP)
+        return has_moved
+
 
 class DecodeStep:
     """Inputs, results and the computation of decode steps.
@@ -101,9 +107,9 @@ class DecodeStep:
         width = int(positions.max()) // size + 1
         if self._state.widen(width):
             self._graphs.clear()
-        most = rows_for(len(rows), self._state.idle)
+        room = rows_for(len(rows), self._state.idle)
         kind = _KEEPING if keeps_logits else _DRAWING
-        shape = self._graphs.choose(Shape(kind, most, most, wide_enough(width, size)))
+        shape = self._graphs.choose(Shape(kind, room, room, wide_enough(width, size)))
         host, count = self._inputs.hosts[copy], len(rows)
         self._idle(host, count)
         host["rows"][:count] = rows

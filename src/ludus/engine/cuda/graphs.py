@@ -3,7 +3,8 @@
 A captured graph replays hundreds of kernels in one launch, over addresses that never change. Capturing takes
 as long as dozens of steps, so a size is captured when it has been needed for a while; until then a larger graph
 runs with idle rows, or, where there is none, a few steps are launched kernel by kernel. All graphs share one
-memory pool, since they run one after the other.
+memory pool, since they run one after the other. What cannot be captured is launched kernel by kernel for good:
+a kind of step whose kernels do not allow it, and until graphs are forgotten a size that there is no memory for.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Shape(NamedTuple):
 
 
 Run = Callable[[Shape], Tensor | None]
+Captured = tuple[torch.cuda.CUDAGraph, Tensor | None]
 
 
 def wide_enough(width: int, page_size: int) -> int:
@@ -61,8 +63,10 @@ class StepGraphs:
         self._steps: dict[str, tuple[Run, Callable[[], None]]] = {}
         self._pool: Any = None
         self._stream: Any = None
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._graphs: dict[Shape, Captured] = {}
         self._wanted: Counter[Shape] = Counter()
+        self._refused: set[str] = set()
+        self._too_large: set[Shape] = set()
 
     def serve(self, kind: str, run: Run, rest: Callable[[], None]) -> None:
         """Take on a kind of step.
@@ -72,19 +76,23 @@ class StepGraphs:
         """
         self._steps[kind] = (run, rest)
 
+    def has_refused(self, kind: str) -> bool:
+        """Whether steps of a kind have turned out to be unfit for a capture."""
+        return kind in self._refused
+
     def choose(self, wanted: Shape) -> Shape:
         """The shape that a step should run with; captured if it can be.
 
         To be called before the step's inputs are sent: capturing uses the same buffers.
         """
-        if not self._captures or wanted in self._graphs:
+        if not self._captures or wanted.kind in self._refused or wanted in self._graphs:
             return wanted
         self._wanted[wanted] += 1
         larger = self._larger(wanted)
-        if self._wanted[wanted] <= (_TRIES if larger is None else _PATIENCE):
-            return larger or wanted
-        self._capture(wanted)
-        return wanted
+        has_waited = self._wanted[wanted] > (_TRIES if larger is None else _PATIENCE)
+        if has_waited and wanted not in self._too_large and self._capture(wanted):
+            return wanted
+        return larger or wanted
 
     def run(self, shape: Shape) -> Tensor | None:
         """The step, over the inputs that have been sent."""
@@ -98,11 +106,15 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Forget all graphs: an address they know has changed."""
-        if self._graphs:
-            torch.cuda.synchronize()  # one of them may be running
-        self._graphs.clear()
+        self._forget(lambda shape: True)
         self._wanted.clear()
+        self._too_large.clear()
         self._pool = None
+
+    def _forget(self, is_meant: Callable[[Shape], bool]) -> None:
+        if self._graphs:
+            torch.cuda.synchronize(self._device)  # one of them may be running
+        self._graphs = {shape: kept for shape, kept in self._graphs.items() if not is_meant(shape)}
 
     def _larger(self, wanted: Shape) -> Shape | None:
         """The smallest captured shape that can do the work of `wanted`."""
@@ -116,41 +128,58 @@ class StepGraphs:
         ]
         return min(fitting) if fitting else None
 
-    def _capture(self, shape: Shape) -> None:
+    def _capture(self, shape: Shape) -> bool:
+        """Try to; whether there is a graph now."""
         started = time.perf_counter()
         run, rest = self._steps[shape.kind]
-        torch.cuda.synchronize()  # nothing is on its way through the buffers
+        torch.cuda.synchronize(self._device)  # nothing is on its way through the buffers
         rest()
-        run(shape)  # kernels are compiled and chosen here, outside of the capture
-        torch.cuda.synchronize()
+        trouble = ""
         try:
+            run(shape)  # kernels are compiled and chosen here, outside of the capture
+            torch.cuda.synchronize(self._device)
             self._graphs[shape] = self._captured(shape)
         except torch.OutOfMemoryError:
-            raise
+            self._too_large.add(shape)
         except Exception as error:  # noqa: BLE001 - whatever the model does, it can still be called
-            torch.cuda.synchronize()
-            self._captures = False
-            self.clear()
+            trouble = f"{type(error).__name__}: {error}"
+        # Only here has the failed pass let go of its memory: the error's frames held it.
+        if shape in self._too_large:
+            torch.cuda.empty_cache()
             _log.warning(
-                "the model's steps cannot be captured as CUDA graphs (%s: %s): they are launched one "
-                "kernel at a time, which is slow for small models",
-                type(error).__name__,
-                error,
+                "there is no memory to capture a step of %d tokens (%s), which is launched one kernel at a "
+                "time: a lower engine.memory would leave some",
+                shape.tokens,
+                shape.kind,
             )
-            return
-        self._stats.graph_captures += 1
-        self._stats.capture_seconds += time.perf_counter() - started
+        elif trouble:
+            self._refuse(shape.kind, trouble)
+        else:
+            self._stats.graph_captures += 1
+            self._stats.capture_seconds += time.perf_counter() - started
+        return shape in self._graphs
 
-    def _captured(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    def _refuse(self, kind: str, trouble: str) -> None:
+        torch.cuda.synchronize(self._device)
+        self._refused.add(kind)
+        self._forget(lambda shape: shape.kind == kind)
+        _log.warning(
+            "the model's steps cannot be captured as CUDA graphs (%s; %s): they are launched one kernel at a "
+            "time, which is slow for small models",
+            kind,
+            trouble,
+        )
+
+    def _captured(self, shape: Shape) -> Captured:
         """Not by `torch.cuda.graph`, which empties torch's memory cache before every capture."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Only this thread's calls must be fit for a capture: others may use the GPU meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Only this thread's calls must be fit for a capture: others may use the GPU meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 result = self._steps[shape.kind][0](shape)
             except BaseException:
                 with suppress(RuntimeError):  # it says that the capture has failed, as we know
@@ -169,9 +198,12 @@ class StepGraphs:
         """After a failed capture, which torch does not tidy up.
 
         It would go on to believe that one is under way: every use of the device's random numbers would fail
-        for good, and memory that was shared between streams would never be used again.
+        for good, and memory that was shared between streams would never be used again. The pool may still be
+        marked as one that is being captured into, so that the next capture begins another.
         """
-        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        index, pool = torch.cuda.current_device(), self._pool
+        self._pool = None
+        generator: Any = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
         with suppress(AttributeError, RuntimeError):  # it has been ended, or has another name
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            torch._C._cuda_endAllocateToPool(index, pool)

@@ -10,7 +10,6 @@ step is received at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ludus.engine.cuda.draws import RowDraws
 from ludus.engine.cuda.graphs import StepGraphs
 from ludus.engine.cuda.pages import FixedStore
 from ludus.engine.cuda.prefill import PrefillStep
-from ludus.engine.memory import device_of
+from ludus.engine.memory import device_of, on_device
 from ludus.engine.runner import Results, sample_chunks
 from ludus.engine.scheduler import Chunk
 from ludus.engine.stats import EngineStats
@@ -64,7 +63,7 @@ class StaticRunner:
         copy, self._copy = self._copy, (self._copy + 1) % self._copies
         decoding = [chunk for chunk in chunks if chunk.is_decode]
         others = [chunk for chunk in chunks if not chunk.is_decode]
-        with self._on_device():
+        with on_device(self._device):
             clock = Clock(self._device)
             scores = self._prefill.launch(copy, others, tables) if others else []
             is_urgent = self._launch_decode(copy, decoding, tables) if decoding else False
@@ -100,9 +99,6 @@ class StaticRunner:
         if logits is not None:
             self._decode.keep_known(0, rows, sample_chunks(logits, chunks))
         return is_truncated
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 class InFlight:

@@ -40,27 +40,15 @@ def _address(TABLE, number, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update(
-    masters,
-    means,
-    squares,
-    gradients,
-    weights,
-    at,
-    inside,
-    scale,
-    beta1,
-    beta2,
-    shrink,
-    pace,
-    spread,
-    eps,
-):
+    masters, means, squares, gradients, weights, at, inside,
+    scale, rest1, beta2, rest2, shrink, pace, spread, eps,
+):  # fmt: skip
     slope = tl.load(gradients + at, mask=inside).to(tl.float32) * scale
     mean = tl.load(means + at, mask=inside)
     square = tl.load(squares + at, mask=inside)
     master = tl.load(masters + at, mask=inside)
-    mean += (1.0 - beta1) * (slope - mean)
-    square = beta2 * square + (1.0 - beta2) * slope * slope
+    mean += rest1 * (slope - mean)
+    square = beta2 * square + rest2 * slope * slope
     master = master * shrink - pace * mean / (tl.sqrt(square) * spread + eps)
     tl.store(means + at, mean, mask=inside)
     tl.store(squares + at, square, mask=inside)
@@ -71,7 +59,7 @@ def _update(
 @triton.jit
 def _step(
     TENSORS, OFFSETS, TABLE, SIZES, DECAYS, SCALE, SOUND, count, rate, eps,
-    beta1, beta2, log_beta1, log_beta2,
+    rest1, beta2, rest2, log_beta1, log_beta2,
     GRAD: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +84,12 @@ def _step(
         if begin + first + BLOCK <= size:
             _update(
                 masters, means, squares, gradients, weights, at, None, scale,
-                beta1, beta2, shrink, pace, spread, eps,
+                rest1, beta2, rest2, shrink, pace, spread, eps,
             )  # fmt: skip
         else:
             _update(
                 masters, means, squares, gradients, weights, at, at < size, scale,
-                beta1, beta2, shrink, pace, spread, eps,
+                rest1, beta2, rest2, shrink, pace, spread, eps,
             )  # fmt: skip
 
 
@@ -146,7 +134,7 @@ def step(
     kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     _step[(len(owners),)](
         owners, offsets, there, sizes, decays, scale, sound,
-        len(masters), rate, eps, *betas, *map(_log, betas),
+        len(masters), rate, eps, 1 - betas[0], betas[1], 1 - betas[1], *map(_log, betas),
         GRAD=kinds[gradients[0].dtype], WEIGHT=kinds[weights[0].dtype],
         ALIGNED=bool((table[:5] % 16 == 0).all()), CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

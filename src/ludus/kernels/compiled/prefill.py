@@ -16,8 +16,8 @@ from torch import Tensor
 from ludus.kernels.compiled.decode import absorbed, squeezed
 from ludus.kernels.support import next_power_of_2
 
-_TILES = {2: 64, 4: 32}
-"""Pairs and tokens in a tile, by the bytes of an element: what fits into the smaller GPUs' shared memory."""
+_TILE_BYTES = 1 << 14
+"""Of a tile of queries, keys or values at most: three of them fit into the smaller GPUs' shared memory."""
 
 
 @triton.jit
@@ -105,12 +105,14 @@ def attend(
     tokens, heads, size = query.shape
     kv_heads, page_size = keys.shape[1], keys.shape[2]
     out = torch.empty_like(query)
-    tile = _TILES[query.element_size()]
+    wide = max(16, next_power_of_2(size))
+    element = query.element_size()
+    tile = max(16, min(128 // element, _TILE_BYTES // (wide * element)))
     grid = (tokens * (heads // kv_heads) // tile + len(lengths), kv_heads)
     _attend[grid](
         query, keys, values, tables, starts, lengths, out,
         scaling, softcap or 1.0, window or 0, tables.stride(0), len(lengths), heads, kv_heads, page_size, size,
-        ROWS=tile, SIZE=max(16, next_power_of_2(size)), TILE=tile,
+        ROWS=tile, SIZE=wide, TILE=tile,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

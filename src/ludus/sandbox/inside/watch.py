@@ -30,10 +30,15 @@ def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> 
         return "processes"
     if len(family) == 1:
         return None  # one process is held by the kernel itself
-    if sum(map(_resident, family)) <= most_bytes:
-        return None
-    # Pages that a fork shares are counted in each process; the slower count divides them.
-    return "memory" if sum(map(_proportional, family)) > most_bytes else None
+    resident = [_resident(one) for one in family]
+    total = sum(resident)
+    # Pages that a fork shares are counted in each process; a count that is far slower divides them, and is made
+    # of as few processes as it takes.
+    for one, counted in zip(family, resident, strict=True):
+        if total <= most_bytes:
+            return None
+        total += _proportional(one) - counted
+    return "memory" if total > most_bytes else None
 
 
 def cpu_seconds(pid: int, others: set[int]) -> float:

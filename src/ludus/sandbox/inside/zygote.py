@@ -23,6 +23,8 @@ from ludus.sandbox.inside.life import Bounds, Plan, call_filter, live
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _OFTEN_SECONDS = 0.1
 _SELDOM_SECONDS = 1.0
+_MOST_ORDERS = 64
+"""Orders that are obeyed before sessions are looked after again."""
 _QUIET = 0.05
 """The share of a processor that a session may use while nothing was asked to run."""
 
@@ -179,7 +181,7 @@ class Zygote:
             for pidfd in ready & self._forks.keys():
                 self._fork_ended(pidfd)
             if self._link.fileno() in ready:
-                self._obey()
+                self._obey_waiting()
             now = time.monotonic()
             if now - later > _SELDOM_SECONDS:
                 self._look_after(set(self._sessions))
@@ -194,6 +196,15 @@ class Zygote:
         if self._watched:
             return _OFTEN_SECONDS * 1000
         return _SELDOM_SECONDS * 1000 if self._sessions else None
+
+    def _obey_waiting(self) -> None:
+        """All orders that have come: a look at busy sessions may take long, and one may order their end."""
+        waiting = select.poll()
+        waiting.register(self._link, select.POLLIN)
+        for _ in range(_MOST_ORDERS):
+            self._obey()
+            if not waiting.poll(0):
+                return
 
     def _obey(self) -> None:
         header, _, fds = frames.receive(self._link)
