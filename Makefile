@@ -22,6 +22,7 @@ test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two hal
 	@trap 'kill $$types $$others 2>/dev/null' INT TERM; \
 	$(BIN)/mypy & types=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME)) >$(VENV)/others.log 2>&1 & others=$$!; \
+	echo 'about half of the tests; the others run meanwhile and are shown when both have ended'; \
 	$(BIN)/python -m pytest $(ONE_AT_A_TIME); first=$$?; \
 	wait $$others; second=$$?; cat $(VENV)/others.log; \
 	wait $$types && exit $$((first ? first : second))

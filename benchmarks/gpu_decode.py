@@ -43,7 +43,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
-CASES = ("1x512", "64x512", "256x512", "512x1024", "64x8192")
+CASES = ((1, 512), (64, 512), (256, 512), (512, 1024), (64, 8192))
 WINDOW = (0.3, 0.8)
 
 
@@ -239,6 +239,14 @@ def profile(model: PreTrainedModel, batch: int, context: int, device: str) -> No
     say(table(largest))
 
 
+def batch_and_context(text: str) -> tuple[int, int]:
+    """A case as it is written on the command line."""
+    batch, _, context = text.partition("x")
+    if not (batch.isdigit() and context.isdigit() and int(batch) > 0 and int(context) > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxCONTEXT, such as 256x512")
+    return int(batch), int(context)
+
+
 def shown(rows: list[dict[str, Any]]) -> str:
     return table([{name: value for name, value in row.items() if name != "details"} for row in rows])
 
@@ -248,7 +256,9 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="+", default=["qwen2.5-0.5b", "qwen2.5-1.5b"], choices=list(SHAPES)
     )
-    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), type=batch_and_context, metavar="BATCHxCONTEXT"
+    )
     parser.add_argument("--new", type=int, default=192, help="tokens a request")
     parser.add_argument("--quick", action="store_true", help="fewer tokens, no peers")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
@@ -270,12 +280,11 @@ def main() -> None:
     checks: list[dict[str, Any]] = []
     for name in given.shapes:
         model = random_model(name, given.device)
-        for text in given.cases:
+        for size in given.cases:
             if time.perf_counter() > given.until:
-                say(f"  out of time: {name} {text} left out")
+                say(f"  out of time: {name} {size} left out")
                 continue
-            batch, context = (int(part) for part in text.split("x"))
-            rows.append(case(name, model, batch, context, given))
+            rows.append(case(name, model, *size, given))
             say(shown(rows[-1:]).splitlines()[-1])
         if given.profile:
             profile(model, 256 if given.device == "cuda" else 4, 512, given.device)

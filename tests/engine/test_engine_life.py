@@ -332,3 +332,17 @@ async def test_a_pause_can_hand_the_caches_memory_back() -> None:
     await engine.resume()
     assert (await running).tokens == expected
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_running": 10**9}, "max_running"),
+        ({"cache_tokens": 10**14}, "cache_tokens"),
+        ({"page_size": 10**6}, "page_size"),
+        ({"cache_tokens": 1000, "memory": 0.5}, "leave one out"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused_by_name(settings: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        EngineConfig(**settings)

@@ -317,6 +317,8 @@ def test_smollm2_speaks(cache: Path) -> None:
         ({"name": "junk.gguf"}, "is not a GGUF file"),
         ({"name": "empty"}, "without a config.json"),
         ({"name": "./nowhere"}, "there is no such folder"),
+        ({"name": "notes.txt"}, "neither a folder nor a GGUF file"),
+        ({"name": "nonsense!!name"}, "a name that a hub could have"),
         ({"name": "some/model", "device": "meta"}, "models run on cpu and cuda"),
     ],
 )
@@ -324,6 +326,7 @@ def test_what_cannot_be_loaded_is_found_out_without_loading(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "junk.gguf").write_text("junk")
+    (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ConfigError, match=message):
         check_source(ModelConfig(**model))
     check_source(ModelConfig(name="somebody/model"))  # a hub's name can be anything

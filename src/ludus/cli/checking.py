@@ -34,8 +34,8 @@ def recipe_findings(path: Path, overrides: list[str]) -> Findings:
     """Everything that can be found out about a recipe without loading its model, for each task set."""
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
-    findings: Findings = []
-    findings += _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
+    refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
+    findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
     plans = plans_of(recipe, parts)
     for plan in plans:
         of_set = f"{plan.name}: " if len(plans) > 1 else ""
@@ -71,7 +71,8 @@ def _set_findings(plan: SetPlan) -> Findings:
 
 
 def _content(task: Task) -> str:
-    return repr((task.messages, task.envs))
+    """All of a task but its name: what its answer is, or its sandbox holds, may be the only difference."""
+    return repr((task.messages, task.target, task.envs, task.metadata))
 
 
 async def _episode(recipe: Recipe, parts: Parts) -> Findings:
@@ -101,7 +102,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
         played = await play_expert(rollout, expert, tasks, recipe.seed)
         await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
         won = sum(is_success(trajectory) for trajectory in played)
-        text = f"the expert succeeds on {won} of {len(played)} tasks"
+        text = f"the expert, given all the turns it needs, succeeds on {won} of {len(played)} tasks"
         return [("info" if won == len(played) else "warning", text)]
     if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]

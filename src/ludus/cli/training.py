@@ -82,7 +82,7 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         parts = load_parts(recipe)
         check_parts(recipe, parts)  # before there is a folder
         run = new_run(recipe)
-    console.print(Text(f"run folder: {run.path}"))
+    console.print(Text(f"run folder: {run.path}"), soft_wrap=True)
     display = Display(console)
     try:
         result = asyncio.run(_until_told(train_async(recipe, parts, run, display)))
@@ -90,7 +90,8 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         display.close()
         latest = run.latest_checkpoint()
         saved = f"saved after step {latest.step}" if latest else "nothing to save yet"
-        console.print(Text(f"stopped; {saved}. Go on with: ludus train --resume {run.path}"))
+        text = f"stopped; {saved}. Go on with: ludus train --resume {run.path}"
+        console.print(Text(text), soft_wrap=True)  # it is there to be copied
         raise KeyboardInterrupt from None
     finally:
         display.close()
@@ -110,7 +111,9 @@ def _report(console: Console, result: Result) -> None:
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
     if result.report.rows:
         console.print(table_rich("", COLUMNS, result.report.rows))
-    console.print(Text(f"curve:   {result.run.curve_path}"))
-    console.print(Text(f"report:  {result.run.report_path}"))
-    console.print(Text(f"model:   {result.model}"))
-    console.print(Text(f"next:    ludus rollout {result.run.path} --tasks 3   (watch it play)"))
+    console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)
+    console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
+    console.print(Text(f"model:   {result.model}"), soft_wrap=True)
+    console.print(
+        Text(f"next:    ludus rollout {result.run.path} --tasks 3   (watch it play)"), soft_wrap=True
+    )

@@ -21,6 +21,7 @@ from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 log = logging.getLogger(__name__)
 
 CONTROL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -51,8 +52,16 @@ def check_source(config: ModelConfig) -> None:
     folder = Path(config.name).expanduser()
     if folder.is_dir() and not is_adapter(folder) and not (folder / "config.json").is_file():
         raise ConfigError(f"model.name = {config.name!r} is a folder without a config.json: not a model")
+    if folder.is_file() and folder.suffix != ".gguf":
+        raise ConfigError(
+            f"model.name = {config.name!r} is a file, and neither a folder nor a GGUF file"
+        )
     if not folder.exists() and config.name.startswith((".", "/", "~")):
         raise ConfigError(f"model.name = {config.name!r}: there is no such folder")
+    if not folder.exists() and "://" not in config.name and not _HUB_NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"model.name = {config.name!r} is neither a folder nor a name that a hub could have (owner/name)"
+        )
 
 
 def _has_gpu() -> bool:

@@ -44,7 +44,7 @@ class ScratchConfig(Config):
 class LoraConfig(Config):
     """Train small low-rank matrices beside the model's own, which stay as they are (extra: lora)."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=1024)
     """Rank of the update of each matrix."""
     alpha: float = Field(default=32.0, gt=0)
     """The update is scaled by alpha / rank."""
