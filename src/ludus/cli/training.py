@@ -18,6 +18,7 @@ from ludus.observe.progress import SHOWN
 from ludus.training import Recipe, Result, load_parts, load_recipe, train_async
 from ludus.training.api import new_run
 from ludus.training.beginning import check_parts
+from ludus.training.models import check_source
 from ludus.training.report import COLUMNS
 
 _OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "loss": "loss"}
@@ -81,6 +82,7 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         recipe = load_recipe(recipe_path, overrides)
         parts = load_parts(recipe)
         check_parts(recipe, parts)  # before there is a folder
+        check_source(recipe.model)
         run = new_run(recipe)
     console.print(Text(f"run folder: {run.path}"), soft_wrap=True)
     display = Display(console)

@@ -96,6 +96,8 @@ class RunWriter(RunFolder):
     def resume(cls, path: str | Path) -> Self:
         """Go on with a run. What came after its checkpoint is still there: see `truncate_after`."""
         writer = cls(path)
+        if not writer.path.exists():
+            raise ConfigError(f"{path} is not a run: there is no such folder")
         if not writer.is_run:
             raise ConfigError(f"{path} is not a run: it has no {RECIPE}")
         with writer._locked():

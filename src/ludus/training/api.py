@@ -23,6 +23,7 @@ from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
+from ludus.training.models import check_source
 from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.report import Report, write_report
@@ -194,6 +195,8 @@ async def train_async(
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made."""
     check_parts(recipe, parts)
+    if run is None:
+        check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)
     with writer, setup_logging(writer):
         checkpoint = _continue(writer) if run is not None else None
