@@ -108,6 +108,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     def _step_in_turns(self, pairs: Pairs, norm: Tensor) -> None:
         """By torch's own operations: its step, and the rounding after it. The pairs are used up."""
+        self.zero_grad(set_to_none=True)
         leaves: list[Tensor] = []
         while pairs:  # each gradient goes when its float32 copy is there
             parameter, gradient = pairs.pop()
@@ -125,7 +126,6 @@ class MasterAdamW(torch.optim.AdamW):
             nn.utils.clip_grads_with_norm_(leaves, self._limit, norm)
             self.step()
         self.masters.write()
-        self.zero_grad(set_to_none=True)
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
