@@ -41,9 +41,10 @@ for capability in (80, 90):
 """
 
 
+@pytest.mark.timeout(300)
 def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-2000:]
