@@ -316,6 +316,7 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     assert max(counts) <= 20
     assert "engine.tokens_per_step" in caplog.text
     assert worker.room == 64 * 4  # no page was given up for it
+    assert caplog.text.count("a padded pass") == (len(sizes) > 1)
     scores: list[Any] = []
     tokens = prompts([50])[0]
     worker.submit(Request(tokens, 50, 50, Sampling(), scores.append, is_score=True))

@@ -5,7 +5,7 @@ runs as one or two kernels; everywhere else it runs as the torch operations it s
 which it will be.
 """
 
-from ludus.kernels.adamw import AdamwRule, AdamwState, adamw_step, adamw_unavailable
+from ludus.kernels.adamw import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.kernels.attention import paged_decode, paged_prefill
 from ludus.kernels.gating import silu_mul
 from ludus.kernels.linear import linear_float32
@@ -23,7 +23,7 @@ from ludus.kernels.support import unavailable
 
 __all__ = [
     "AdamwRule",
-    "AdamwState",
+    "AdamwTensors",
     "adamw_step",
     "adamw_unavailable",
     "add_rms_norm",

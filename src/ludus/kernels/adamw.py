@@ -13,14 +13,21 @@ from ludus.kernels.support import unavailable
 
 
 @dataclass(frozen=True, slots=True)
-class AdamwState:
-    """What AdamW keeps of some weights, tensor by tensor: all float32, and updated in place."""
+class AdamwTensors:
+    """Some weights and what AdamW keeps of them, tensor by tensor; all contiguous."""
 
     masters: Sequence[Tensor]
+    """Float32, as are the two moments and the steps."""
     means: Sequence[Tensor]
     squares: Sequence[Tensor]
     steps: Sequence[Tensor]
     """How many steps each has made, the one that is being made included."""
+    gradients: Sequence[Tensor]
+    """Of one dtype."""
+    weights: Sequence[Tensor]
+    """Of one dtype. A float32 weight may be its own master."""
+    decays: Tensor
+    """The weight decay of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,57 +37,35 @@ class AdamwRule:
     rate: float
     betas: tuple[float, float]
     eps: float
+    scale: Tensor
+    """What gradients are divided by, on the device."""
+    sound: Tensor
+    """Nothing happens where this is 0; int32, on the device."""
 
 
-def adamw_step(
-    state: AdamwState,
-    gradients: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    decays: Tensor,
-    rule: AdamwRule,
-    *,
-    scale: Tensor,
-    sound: Tensor,
-) -> None:
-    """One step of all: masters and moments change in place, and each weight becomes its rounded master.
+def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:
+    """One step of all: masters and moments change in place, and each weight becomes its rounded master."""
+    if unavailable(tensors.masters[0].device) is not None:
+        return adamw_plainly(tensors, rule)
+    from ludus.kernels.compiled import adamw
 
-    Args:
-        state: What is kept; every tensor contiguous.
-        gradients: Of one dtype, contiguous.
-        weights: Of one dtype, contiguous; a float32 weight may be its own master.
-        decays: The weight decay of each.
-        rule: The numbers of the step.
-        scale: What gradients are divided by, on the device.
-        sound: Nothing happens where this is 0; int32, on the device.
-    """
-    if unavailable(state.masters[0].device) is None:
-        from ludus.kernels.compiled import adamw
-
-        lists = (state.masters, state.means, state.squares, gradients, weights, state.steps)
-        adamw.step(lists, decays, scale, sound, rate=rule.rate, betas=rule.betas, eps=rule.eps)
-        return
-    adamw_plainly(state, gradients, weights, decays, rule, scale=scale, sound=sound)
+    lists = (
+        tensors.masters, tensors.means, tensors.squares, tensors.gradients, tensors.weights, tensors.steps,
+    )  # fmt: skip
+    numbers = (tensors.decays, rule.scale, rule.sound)
+    return adamw.step(lists, *numbers, rate=rule.rate, betas=rule.betas, eps=rule.eps)
 
 
-def adamw_plainly(
-    state: AdamwState,
-    gradients: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    decays: Tensor,
-    rule: AdamwRule,
-    *,
-    scale: Tensor,
-    sound: Tensor,
-) -> None:
+def adamw_plainly(tensors: AdamwTensors, rule: AdamwRule) -> None:
     """The same by plain operations."""
-    if not bool(sound):
+    if not bool(rule.sound):
         return
     beta1, beta2 = rule.betas
-    kept = zip(state.masters, state.means, state.squares, state.steps, strict=True)
+    kept = zip(tensors.masters, tensors.means, tensors.squares, tensors.steps, strict=True)
     for (master, mean, square, step), gradient, weight, decay in zip(
-        kept, gradients, weights, decays, strict=True
+        kept, tensors.gradients, tensors.weights, tensors.decays, strict=True
     ):
-        slope = gradient.float() / scale
+        slope = gradient.float() / rule.scale
         mean.lerp_(slope, 1 - beta1)
         square.mul_(beta2).addcmul_(slope, slope, value=1 - beta2)
         spread = (square / (1 - beta2 ** step.double()).float()).sqrt_().add_(rule.eps)
@@ -119,23 +104,25 @@ def _agree(device: torch.device) -> bool:
 
 
 def _tried(
-    step: Callable[..., None], start: Sequence[Tensor], slopes: Sequence[Tensor], device: torch.device
+    step: Callable[[AdamwTensors, AdamwRule], None],
+    start: Sequence[Tensor],
+    slopes: Sequence[Tensor],
+    device: torch.device,
 ) -> list[Tensor]:
     """Masters, second moments and weights after two steps on a device."""
     masters = [tensor.to(device, copy=True) for tensor in start]
     means, squares = ([torch.zeros_like(master) for master in masters] for _ in range(2))
-    steps = [torch.zeros((), device=device) for _ in start]
-    state = AdamwState(masters, means, squares, steps)
-    weights = [master.bfloat16() for master in masters]
+    tensors = AdamwTensors(
+        masters=masters,
+        means=means,
+        squares=squares,
+        steps=[torch.zeros((), device=device) for _ in start],
+        gradients=[slope.to(device).bfloat16() for slope in slopes],
+        weights=[master.bfloat16() for master in masters],
+        decays=torch.tensor([0.1, 0.0], device=device),
+    )
+    scale, sound = torch.tensor(2.0, device=device), torch.ones((), dtype=torch.int32, device=device)
     for _ in range(2):
-        torch._foreach_add_(steps, 1.0)
-        step(
-            state,
-            [slope.to(device).bfloat16() for slope in slopes],
-            weights,
-            torch.tensor([0.1, 0.0], device=device),
-            AdamwRule(1e-2, (0.9, 0.99), 1e-8),
-            scale=torch.tensor(2.0, device=device),
-            sound=torch.ones((), dtype=torch.int32, device=device),
-        )
-    return [tensor.cpu() for tensor in (*masters, *squares, *weights)]
+        torch._foreach_add_(list(tensors.steps), 1.0)
+        step(tensors, AdamwRule(1e-2, (0.9, 0.99), 1e-8, scale, sound))
+    return [tensor.cpu() for tensor in (*masters, *squares, *tensors.weights)]

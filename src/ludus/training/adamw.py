@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ludus.engine.memory import on_device
 from ludus.engine.staging import sent
-from ludus.kernels import AdamwRule, AdamwState, adamw_step, adamw_unavailable
+from ludus.kernels import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.training.master_weights import MasterWeights
 from ludus.training.settings import OptimizerConfig
 
@@ -72,30 +72,33 @@ class MasterAdamW(torch.optim.AdamW):
     def _step_at_once(self, gradients: Pairs, norm: Tensor) -> None:
         decays = {id(p): group["weight_decay"] for group in self.param_groups for p in group["params"]}
         sound = norm.isfinite()
-        scale = (norm / self._limit).clamp(min=1.0).float()
-        alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[nn.Parameter, Tensor]]] = defaultdict(
-            list
+        group = self.param_groups[0]
+        rule = AdamwRule(
+            rate=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=float(group["eps"]),
+            scale=(norm / self._limit).clamp(min=1.0).float(),
+            sound=sound.int(),
         )
+        alike: dict[tuple[torch.dtype, torch.dtype], Pairs] = defaultdict(list)
         for parameter, gradient in gradients:
             alike[gradient.dtype, parameter.dtype].append((parameter, gradient.contiguous()))
-        group = self.param_groups[0]
-        rule = AdamwRule(float(group["lr"]), tuple(group["betas"]), float(group["eps"]))
         for pairs in alike.values():
             masters = [self.masters.of(parameter) for parameter, _ in pairs]
             kept = [self._kept(master) for master in masters]
             steps = [state["step"] for state in kept]
             torch._foreach_add_(steps, sound.float())
-            means, squares = ([state[name] for state in kept] for name in ("exp_avg", "exp_avg_sq"))
             own = np.array([decays[id(master)] for master in masters], dtype=np.float32)
-            adamw_step(
-                AdamwState(masters, means, squares, steps),
-                [gradient for _, gradient in pairs],
-                [parameter.detach() for parameter, _ in pairs],
-                sent([own], norm.device)[0],
-                rule,
-                scale=scale,
-                sound=sound.int(),
+            tensors = AdamwTensors(
+                masters=masters,
+                means=[state["exp_avg"] for state in kept],
+                squares=[state["exp_avg_sq"] for state in kept],
+                steps=steps,
+                gradients=[gradient for _, gradient in pairs],
+                weights=[parameter.detach() for parameter, _ in pairs],
+                decays=sent([own], norm.device)[0],
             )
+            adamw_step(tensors, rule)
 
     def _kept(self, master: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of a master, made at its first step."""

@@ -52,12 +52,14 @@ class PrefillStep:
         self._state, self._decode, self._draws, self._graphs = state, decode, draws, graphs
         self._short = ShortPass(model, store, state, decode, graphs, copies)
         self._most_tokens: int | None = None
+        self._has_room = True
+        """For short passes, which are padded."""
 
     def launch(self, copy: int, chunks: Sequence[Chunk], tables: Ints) -> Scores:
         """Begin the step; the scores of the chunks that score. First tokens follow the decoder's results."""
         place, scores = self._state.idle, Scores()
         todo = [list(chunks)]
-        may_be_short = True
+        may_be_short = self._has_room
         while todo:
             part = todo.pop()
             count = _tokens(part)
@@ -79,9 +81,11 @@ class PrefillStep:
                 has_failed = True
             if has_failed:
                 torch.cuda.empty_cache()  # not before the error, whose frames hold the pass, is gone
+                may_be_short = False
                 if size is None:
                     self._shrink(count // 2)
-                may_be_short = False
+                else:
+                    self._leave_padding()
                 todo.append(part)
             else:
                 place += len(turns.drawing)
@@ -89,7 +93,7 @@ class PrefillStep:
 
     def forget_limit(self) -> None:
         """What ran out of memory once may fit now: somebody else may have needed the room then."""
-        self._most_tokens = None
+        self._most_tokens, self._has_room = None, True
 
     def _shrink(self, tokens: int) -> None:
         self._most_tokens = tokens
@@ -97,6 +101,13 @@ class PrefillStep:
             "a forward pass ran out of memory: at most %d tokens are computed at once until the next pause; "
             "lower engine.tokens_per_step or engine.memory to avoid this",
             tokens,
+        )
+
+    def _leave_padding(self) -> None:
+        self._has_room = False
+        _log.warning(
+            "a padded pass over new turns ran out of memory: they are computed without padding and graphs "
+            "until the next pause, which is slower; lower engine.memory to avoid this"
         )
 
     def _launch_long(self, turns: Turns, place: int) -> Scores:
