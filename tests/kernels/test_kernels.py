@@ -220,23 +220,28 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     chosen, entropy = logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(1)
     (chosen * weights).sum().add((entropy * others).sum()).backward()
 
-    lse, found = logprob_kernels.summarise(logits, temperature)
+    p = torch.empty_like(logits)
+    lse, found, shifts = logprob_kernels.summarise(logits, temperature, p)
+    for one, other in zip(logprob_kernels.summarise(logits, temperature)[:2], (lse, found), strict=True):
+        assert torch.equal(one, other), "whether anything is kept makes no difference"
     given = logits.gather(1, tokens[:, None])[:, 0] / temperature - lse
     close(given.double(), chosen.detach())
     close(found.double(), entropy.detach())
-    p = logprob_kernels.probabilities(logits, temperature, lse, torch.empty_like(logits))
-    close(p.double(), logp.exp().detach())
+    stretches = shifts.exp().repeat_interleave(logprob_kernels._BLOCK, 1)[:, :size]
+    close((p * stretches).double(), logp.exp().detach())
     gradient = logprob_kernels.gradient(
         logits, tokens, temperature, lse, found, weights, others, torch.float32
     )
     close(gradient.double(), source.grad, 1e-4)
     (alone,) = torch.autograd.grad((source / temperature).log_softmax(1).gather(1, tokens[:, None])[:, 0]
                                    @ weights.double(), source)  # fmt: skip
+    own = torch.empty_like(logits.cpu())
+    *_, own_shifts = logprobs.summarise_and_keep(logits.cpu(), temperature, own)
     plain = logprobs.kept_gradient(
-        p.cpu().clone(), tokens.cpu(), temperature, given.cpu(), weights.cpu()
+        own, own_shifts, tokens.cpu(), temperature, given.cpu(), weights.cpu()
     )
     close(plain.double(), alone.cpu(), 1e-4)
-    kept = logprob_kernels.kept_gradient(p, tokens, temperature, given, weights)
+    kept = logprob_kernels.kept_gradient(p, shifts, tokens, temperature, given, weights)
     close(kept.double(), alone, 1e-4)
     assert kept is p
 

@@ -14,21 +14,25 @@ PROGRAM = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ludus.kernels.compiled import adamw, decode, prefill
+from ludus.kernels.compiled import adamw, decode, logprobs, prefill
 
 def text(kernel, kinds, constants, capability):
     names = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=names, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
-numbers = dict.fromkeys("window table_width rows heads kv_heads page_size size least count".split(), "i32")
-floats = dict.fromkeys(
-    "scaling softcap rate eps rest1 beta2 rest2 log_beta1 log_beta2".split(), "fp32"
+numbers = dict.fromkeys(
+    "window table_width rows heads kv_heads page_size size least count blocks STRIDE".split(), "i32"
 )
-states = dict.fromkeys(["Q", "KEYS", "VALUES", "OUT"], "*bf16")
+floats = dict.fromkeys(
+    "scaling softcap rate eps rest1 beta2 rest2 log_beta1 log_beta2 inverse".split(), "fp32"
+)
+states = dict.fromkeys(["Q", "KEYS", "VALUES", "OUT", "KEPT"], "*bf16")
 places = dict.fromkeys(["TABLES", "STARTS", "LENGTHS", "TENSORS", "SOUND"], "*i32")
-tables = dict.fromkeys(["OFFSETS", "TABLE", "SIZES"], "*i64")
-sums = dict.fromkeys(["PART", "LSE", "DECAYS", "SCALE"], "*fp32")
+tables = dict.fromkeys(["OFFSETS", "TABLE", "SIZES", "TOKENS"], "*i64")
+sums = dict.fromkeys(
+    "PART LSE DECAYS SCALE LOGITS TOP SUM MOMENT SHIFT LOGPROB DLOGPROB".split(), "*fp32"
+)
 kinds = {**numbers, **floats, **states, **places, **tables, **sums}
 tiles = {"SIZE": 64, "HAS_CAP": True, "HAS_WINDOW": True}
 for capability in (80, 90):
@@ -37,6 +41,8 @@ for capability in (80, 90):
     text(decode._attend, kinds, {**tiles, "GROUP": 16, "TILE": 128, "PARTS": 4}, capability)
     half = {"GRAD": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "CHUNK": 1 << 15, "BLOCK": 2048}
     ptx = text(adamw._step, kinds, half, capability)
+    text(logprobs._summaries, kinds, {"KEEPS": True, "BLOCK": 4096}, capability)
+    text(logprobs._kept_gradient, kinds, {"BLOCK": 4096}, capability)
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "memory is not read in pieces of 16 bytes"
 """
 

@@ -43,9 +43,15 @@ def hands_back(model: nn.Module, config: EngineConfig) -> bool:
     device = device_of(model)
     if config.release_memory != "auto" or device.type != "cuda":
         return config.release_memory == "always"
+    free, total = free_memory(device)
+    return free < _PLENTY * total
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """(free, all) bytes of a GPU. What torch holds without using it is free to whoever asks torch."""
     free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + unused < _PLENTY * total
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + held, total
 
 
 def device_of(model: nn.Module) -> torch.device:

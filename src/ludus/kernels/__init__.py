@@ -12,7 +12,7 @@ from ludus.kernels.linear import linear_float32
 from ludus.kernels.logprobs import (
     kept_gradient,
     logit_gradient,
-    probabilities,
+    summarise_and_keep,
     summarise_logits,
     token_logprobs,
 )
@@ -32,12 +32,12 @@ __all__ = [
     "logit_gradient",
     "paged_decode",
     "paged_prefill",
-    "probabilities",
     "rms_norm",
     "rotate",
     "rotate_and_store",
     "sample",
     "silu_mul",
+    "summarise_and_keep",
     "summarise_logits",
     "token_logprobs",
     "unavailable",

@@ -21,23 +21,38 @@ def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Ten
     if unavailable(logits_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.summarise(logits_cV, temperature)
-    scaled_cV = logits_cV.float() / temperature
-    top_c = scaled_cV.amax(1)
-    below_cV = scaled_cV - top_c[:, None]  # large logits would cost the entropy its digits
-    log_mass_c = below_cV.exp().sum(1).log()
-    weights_cV = (below_cV - log_mass_c[:, None]).exp()
-    mean_c = torch.where(weights_cV > 0, weights_cV * below_cV, 0.0).sum(1)
-    return top_c + log_mass_c, log_mass_c - mean_c
+        return logprobs.summarise(logits_cV, temperature)[:2]
+    _, lse_c, entropies_c, _ = _summarise_plainly(logits_cV, temperature)
+    return lse_c, entropies_c
 
 
-def probabilities(logits_cV: Tensor, temperature: float, lse_c: Tensor, out_cV: Tensor) -> Tensor:
-    """The distribution of each row, given what `summarise_logits` found, in `out_cV`, which is contiguous."""
+def summarise_and_keep(
+    logits_cV: Tensor, temperature: float, kept_cV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`summarise_logits` of rows whose `kept_gradient` is wanted later, and the shifts for it.
+
+    `kept_cV`, which is contiguous, gets the exponentials of the logits of each block (a stretch of a row),
+    relative to the block's highest. Times the exponential of the block's shift [c, B], they are probabilities.
+    """
     if unavailable(logits_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.probabilities(logits_cV, temperature, lse_c, out_cV)
-    return out_cV.copy_((logits_cV.float() / temperature - lse_c[:, None]).exp())
+        return logprobs.summarise(logits_cV, temperature, kept_cV)
+    exponentials_cV, lse_c, entropies_c, shifts_cB = _summarise_plainly(logits_cV, temperature)
+    kept_cV.copy_(exponentials_cV)
+    return lse_c, entropies_c, shifts_cB
+
+
+def _summarise_plainly(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(exponentials below each row's highest, log of their sum, entropy, shift); a row is one block here."""
+    scaled_cV = logits_cV.float() / temperature
+    top_c = scaled_cV.amax(1)
+    below_cV = scaled_cV - top_c[:, None]  # large logits would cost the entropy its digits
+    exponentials_cV = below_cV.exp()
+    log_mass_c = exponentials_cV.sum(1).log()
+    weights_cV = (below_cV - log_mass_c[:, None]).exp()
+    mean_c = torch.where(weights_cV > 0, weights_cV * below_cV, 0.0).sum(1)
+    return exponentials_cV, top_c + log_mass_c, log_mass_c - mean_c, -log_mass_c[:, None]
 
 
 def logit_gradient(
@@ -66,21 +81,26 @@ def logit_gradient(
 
 
 def kept_gradient(
-    p_cV: Tensor, tokens_c: Tensor, temperature: float, logprobs_c: Tensor, dlogprobs_c: Tensor
+    kept_cV: Tensor,
+    shifts_cB: Tensor,
+    tokens_c: Tensor,
+    temperature: float,
+    logprobs_c: Tensor,
+    dlogprobs_c: Tensor,
 ) -> Tensor:
-    """The gradient of the logits that gave these `probabilities`, for a loss of log-probabilities alone.
+    """The gradient of logits from what `summarise_and_keep` kept, for a loss of log-probabilities alone.
 
     It takes their place in memory. Probabilities in half precision are off by a 500th of themselves, as their
     gradient is anyway; but not what is left to 1, which for the token itself comes from its exact
     log-probability.
     """
-    if unavailable(p_cV.device) is None:
+    if unavailable(kept_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.kept_gradient(p_cV, tokens_c, temperature, logprobs_c, dlogprobs_c)
-    slope_cV = -p_cV.float()
+        return logprobs.kept_gradient(kept_cV, shifts_cB, tokens_c, temperature, logprobs_c, dlogprobs_c)
+    slope_cV = -kept_cV.float() * shifts_cB.exp()
     slope_cV.scatter_(1, tokens_c[:, None], -torch.expm1(logprobs_c)[:, None])
-    return p_cV.copy_(dlogprobs_c[:, None] * slope_cV / temperature)
+    return kept_cV.copy_(dlogprobs_c[:, None] * slope_cV / temperature)
 
 
 class _TokenLogprobs(torch.autograd.Function):

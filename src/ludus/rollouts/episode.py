@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ludus.core.failures import Aborted, Fault
 from ludus.core.generation import Completion, FinishReason, Sampling
@@ -153,13 +154,9 @@ class Episode:
         """Run these calls at once; each comes back with its result, the model's mistakes included."""
         started = time.perf_counter()
         allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
-        pending = [asyncio.ensure_future(self._tools.call(call, self.context)) for call in allowed]
         try:
-            results = await asyncio.gather(*pending)
+            results = await _together([self._tools.call(call, self.context) for call in allowed])
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
             self.trajectory.seconds["tools"] += time.perf_counter() - started
         refusal = ToolResult(
             f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
@@ -228,13 +225,10 @@ class Episode:
         self._sequence.segments.append(Segment(kind, step.tokens))
 
     def _bounded(self, result: ToolResult) -> ToolResult:
-        """The result within its budget of tokens; most are shorter in bytes already, which is quick to see."""
-        limit = self.budgets.max_observation_tokens
-        if len(result.content) <= limit and len(result.content.encode(errors="replace")) <= limit:
-            return result
-        tokenizer = self._renderer.tokenizer
-        limits = OutputLimits(len(result.content), limit, tokenizer.encode_text)
-        return replace(result, content=limits.apply(result.content))
+        """The result within its budget of tokens."""
+        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
+        content = OutputLimits(len(result.content), limit, encode).apply(result.content)
+        return result if content == result.content else replace(result, content=content)
 
     def _record(self, pairs: Sequence[tuple[ToolCall, ToolResult]]) -> None:
         """Note faults and per-call rewards on the actions that made the calls."""
@@ -256,3 +250,16 @@ class Episode:
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
         return [*new[:-1], replace(new[-1], content=text)]
+
+
+async def _together(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+    """The results of all; when one fails, or the caller is cancelled, the others are stopped first."""
+    if len(running) == 1:
+        return [await running[0]]
+    pending = [asyncio.ensure_future(one) for one in running]
+    try:
+        return await asyncio.gather(*pending)
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)

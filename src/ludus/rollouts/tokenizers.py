@@ -58,6 +58,8 @@ END_OF_TURN = (
 
 _TAG = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _PROBE = "0x5eed"
+_SHORT = 4096
+"""Characters of a text that is encoded at once; a longer one is left to `transformers`."""
 
 
 class HFTokenizer:
@@ -76,6 +78,7 @@ class HFTokenizer:
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             self._template = CHATML
             self._require(("<|im_start|>", "<|im_end|>"))
+        self._has_library = _encodes_by_library(self.inner)
         self._controls = _controls(self.inner)
         self._texts = ControlTexts(self._controls)
         self._anchors = self._find_anchors()
@@ -141,7 +144,22 @@ class HFTokenizer:
 
     def _ids(self, text: str) -> list[int]:
         sound = text.encode("utf-8", errors="replace").decode("utf-8")  # halves of surrogate pairs
+        if len(sound) <= _SHORT and self._is_direct():
+            return list(self.inner.backend_tokenizer.encode(sound, add_special_tokens=False).ids)
         return list(self.inner.encode(sound, add_special_tokens=False))
+
+    def _is_direct(self) -> bool:
+        """Whether the library below would be asked for just this.
+
+        `transformers` asks it for a batch of one, for which it lets go of the interpreter and wakes a
+        thread on every core. An engine's thread then takes the interpreter, for longer than it takes to
+        encode a short text; thousands of episodes wait in line for it.
+        """
+        if not self._has_library:
+            return False
+        below = self.inner.backend_tokenizer
+        is_whole = below.truncation is None and below.padding is None
+        return is_whole and below.encode_special_tokens == self.inner.split_special_tokens
 
     def _require(self, texts: Sequence[str]) -> None:
         known = self.inner.get_vocab()
@@ -199,6 +217,18 @@ def load_tokenizer(
         ) from error
     return HFTokenizer(
         tokenizer, chat_template=chat_template, stop_tokens=_generation_stops(where, revision)
+    )
+
+
+def _encodes_by_library(tokenizer: Any) -> bool:
+    """Whether this is a tokenizer of the `tokenizers` library, whose class adds nothing to its encoding."""
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    kind: Any = type(tokenizer)
+    return (
+        isinstance(tokenizer, TokenizersBackend)
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind._encode_plus is TokenizersBackend._encode_plus
     )
 
 

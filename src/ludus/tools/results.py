@@ -42,7 +42,7 @@ class OutputLimits:
         if self.encode is not None and self.max_tokens is not None:
             limit = min(limit, self.max_tokens * _CHARS_PER_TOKEN)
         short = clean(cut(text, limit))
-        if self.encode is None or self.max_tokens is None:
+        if self.encode is None or self.max_tokens is None or _is_surely_short(short, self.max_tokens):
             return short
         return _cut_by_tokens(text, short, self.encode, self.max_tokens)
 
@@ -136,6 +136,11 @@ def cut(text: str, max_chars: int) -> str:
 
 def _note(left_out: int) -> str:
     return f"\n... [{left_out:,} characters left out] ...\n"
+
+
+def _is_surely_short(text: str, max_tokens: int) -> bool:
+    """Most results have fewer bytes than they may have tokens, which is quick to see."""
+    return len(text) <= max_tokens and len(text.encode()) <= max_tokens
 
 
 def _cut_by_tokens(text: str, short: str, encode: Encode, max_tokens: int) -> str:

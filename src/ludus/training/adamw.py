@@ -72,6 +72,7 @@ class MasterAdamW(torch.optim.AdamW):
     def _step_at_once(self, gradients: Pairs, norm: Tensor) -> None:
         decays = {id(p): group["weight_decay"] for group in self.param_groups for p in group["params"]}
         sound = norm.isfinite()
+        one = sound.float()
         group = self.param_groups[0]
         rule = AdamwRule(
             rate=float(group["lr"]),
@@ -87,7 +88,8 @@ class MasterAdamW(torch.optim.AdamW):
             masters = [self.masters.of(parameter) for parameter, _ in pairs]
             kept = [self._kept(master) for master in masters]
             steps = [state["step"] for state in kept]
-            torch._foreach_add_(steps, sound.float())
+            # a list of one tensor rather than the tensor, whose value torch would wait for
+            torch._foreach_add_(steps, [one] * len(steps))
             own = np.array([decays[id(master)] for master in masters], dtype=np.float32)
             tensors = AdamwTensors(
                 masters=masters,

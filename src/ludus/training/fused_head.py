@@ -3,9 +3,9 @@
 The logits of one chunk of places are summed up into a log-probability and an entropy each, and dropped. The
 backward pass computes them again, turns them into their own gradient, and adds the chunk's share to the
 gradients of the hidden states and of the head. Forwards and backwards, what exists at once is one chunk. On
-a device with memory to spare, the probabilities of the first places, as many as fit into a small share of it,
-are kept in half precision: they need not be computed twice, and become their gradient all at once. Only a loss
-that asks for the entropies' gradient wants more.
+a device with memory to spare, the exponentials of the logits of the first places, as many as fit into a small
+share of it, are kept in half precision: they need not be computed twice, and become their gradient all at once.
+Only a loss that asks for the entropies' gradient wants more.
 
 Logits are float32 whatever the weights are: rounded to bf16 they would be off by more than everything else
 together. So is the sum of the head's gradient over the chunks; it is rounded once, at the end.
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludus.engine.memory import free_memory
 from ludus.kernels import (
     kept_gradient,
     linear_float32,
     logit_gradient,
-    probabilities,
+    summarise_and_keep,
     summarise_logits,
 )
 
@@ -49,13 +50,13 @@ def chunk_rows(vocabulary: int, device: torch.device) -> int:
 
 
 def kept_bytes(device: torch.device) -> int:
-    """What probabilities that are kept for the backward pass may take; nothing on a host.
+    """What exponentials that are kept for the backward pass may take; nothing on a host.
 
     A small share of the device's memory, and a larger one as long as most of it is free.
     """
     if device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = free_memory(device)
     return int(min(_KEPT_MOST * total, max(_KEPT_LEAST * total, free - _PLENTY * total)))
 
 
@@ -82,7 +83,7 @@ def linear_logprobs(
         tokens_A: The tokens.
         temperature: Logits are divided by it.
         rows: Places in a chunk; by the device's memory when left out.
-        kept: Places whose probabilities are kept for the backward pass; likewise.
+        kept: Places whose exponentials are kept for the backward pass; likewise.
     """
     rows = rows or chunk_rows(len(weight_VD), hidden_AD.device)
     kept = kept_places(weight_VD) if kept is None else kept
@@ -107,16 +108,19 @@ class _LinearLogprobs(torch.autograd.Function):
             torch.empty(len(tokens_A), dtype=torch.float32, device=hidden_AD.device) for _ in range(3)
         )
         kept = min(kept, len(tokens_A)) if any(ctx.needs_input_grad) else 0
-        p_KV = hidden_AD.new_empty(kept, len(weight_VD), dtype=weight_VD.dtype) if kept else None
-        for part in _chunks(0, len(tokens_A), rows):
+        kept_KV = hidden_AD.new_empty(kept, len(weight_VD), dtype=weight_VD.dtype)
+        shifts: list[Tensor] = []
+        for part in (*_chunks(0, kept, rows), *_chunks(kept, len(tokens_A), rows)):
             logits_cV = linear_float32(hidden_AD[part], weight_VD)
-            lse_A[part], entropies_A[part] = summarise_logits(logits_cV, temperature)
+            if part.start < kept:
+                found = summarise_and_keep(logits_cV, temperature, kept_KV[part])
+                lse_A[part], entropies_A[part], shifts_cB = found
+                shifts.append(shifts_cB)
+            else:
+                lse_A[part], entropies_A[part] = summarise_logits(logits_cV, temperature)
             chosen_A[part] = logits_cV.gather(1, tokens_A[part, None])[:, 0]
-            if p_KV is not None and part.start < kept:
-                own_cV = p_KV[part]
-                probabilities(logits_cV[: len(own_cV)], temperature, lse_A[part][: len(own_cV)], own_cV)
             del logits_cV  # before the next chunk's are made
-        ctx.p_KV = p_KV
+        ctx.kept = (kept_KV, torch.cat(shifts)) if shifts else None
         logprobs_A = chosen_A / temperature - lse_A
         ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A, logprobs_A)
         ctx.temperature, ctx.rows = temperature, rows
@@ -144,13 +148,16 @@ class _LinearLogprobs(torch.autograd.Function):
             if wants_weight:
                 dweight_VD = add_product(dweight_VD, dlogits_cV, hidden_AD[part])
 
-        p_KV, ctx.p_KV = ctx.p_KV, None
+        kept, ctx.kept = ctx.kept, None
         first = 0
-        if p_KV is not None and grads[1] is None:
-            first, own = len(p_KV), slice(0, len(p_KV))
+        if kept is not None and grads[1] is None:
+            kept_KV, shifts_KB = kept
+            first = len(kept_KV)
+            own = slice(0, first)
             known = tokens_A[own], ctx.temperature, logprobs_A[own], dlogprobs_A[own]
-            add(own, kept_gradient(p_KV, *known))
-        del p_KV
+            add(own, kept_gradient(kept_KV, shifts_KB, *known))
+            del kept_KV
+        del kept
         for part in _chunks(first, len(tokens_A), ctx.rows):
             summary = lse_A[part], entropies_A[part]
             slopes = dlogprobs_A[part], dentropies_A[part]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ludus.engine import PackedContext, hidden_states, sampling_mode
 from ludus.engine.backbone import decoder_of
+from ludus.engine.memory import free_memory
 from ludus.engine.recompute import recomputable_layers, recomputed_layers, set_recompute
 from ludus.training.fused_head import chunk_bytes, kept_bytes
 
@@ -120,10 +121,9 @@ class MemoryBudget:
         device = next(self._model.parameters()).device
         if device.type != "cuda":
             return None
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = free_memory(device)
         gradients = sum(4 * p.numel() for p in self._model.parameters() if p.requires_grad)
-        return max(0, int(_USABLE * (free + cached)) - gradients - _head_bytes(self._model))
+        return max(0, int(_USABLE * free) - gradients - _head_bytes(self._model))
 
 
 def measure(model: nn.Module) -> Costs:

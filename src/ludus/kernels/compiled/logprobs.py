@@ -11,7 +11,19 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _summaries(LOGITS, STRIDE, TOP, SUM, MOMENT, size, blocks, inverse, BLOCK: tl.constexpr):
+def _summaries(
+    LOGITS,
+    STRIDE,
+    TOP,
+    SUM,
+    MOMENT,
+    KEPT,
+    size,
+    blocks,
+    inverse,
+    KEEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -24,16 +36,8 @@ def _summaries(LOGITS, STRIDE, TOP, SUM, MOMENT, size, blocks, inverse, BLOCK: t
     tl.store(SUM + spot, tl.sum(weight, 0))
     # where there is no weight, minus infinity must not meet it
     tl.store(MOMENT + spot, tl.sum(weight * tl.where(weight > 0, x - base, 0.0), 0))
-
-
-@triton.jit
-def _exponents(LOGITS, STRIDE, LSE, OUT, size, inverse, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    x = tl.load(LOGITS + row * STRIDE + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
-    p = tl.exp(x - tl.load(LSE + row))
-    tl.store(OUT + row * size + at, p.to(OUT.dtype.element_ty), mask=inside)
+    if KEEPS:
+        tl.store(KEPT + row * size + at, weight.to(KEPT.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -54,29 +58,37 @@ def _gradient(
 
 
 @triton.jit
-def _kept_gradient(P, TOKENS, LOGPROB, DLOGPROB, OUT, size, inverse, BLOCK: tl.constexpr):
+def _kept_gradient(KEPT, SHIFT, TOKENS, LOGPROB, DLOGPROB, size, blocks, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    p = tl.load(P + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(KEPT + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    p = weight * tl.exp(tl.load(SHIFT + row * blocks + block))
     logprob = tl.load(LOGPROB + row)
     # 1 - p of the token itself, from its exact logarithm: a rounded p near 1 would leave nothing of it
     rest = tl.where(logprob > -1e-3, -logprob * (1.0 + 0.5 * logprob), 1.0 - tl.exp(logprob))
     slope = tl.where(at == tl.load(TOKENS + row), rest, -p)
     grad = tl.load(DLOGPROB + row) * slope * inverse
-    tl.store(OUT + row * size + at, grad.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(KEPT + row * size + at, grad.to(KEPT.dtype.element_ty), mask=inside)
 
 
-def summarise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log of the sum of exponentials, entropy) of logits / temperature, in float32."""
+def summarise(
+    logits: Tensor, temperature: float, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log of the sum of exponentials, entropy) of logits / temperature, in float32, and the blocks' shifts.
+
+    `kept` gets the exponentials of each block of logits below its highest; times the exponential of the block's
+    shift, they are probabilities. Whoever reads a logit once need not read it again for that.
+    """
     rows, size = logits.shape
     blocks = triton.cdiv(size, _BLOCK)
     top, total, moment = (
         torch.empty(rows, blocks, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
     _summaries[(rows, blocks)](
-        logits, logits.stride(0), top, total, moment, size, blocks, 1 / temperature,
-        BLOCK=_BLOCK, num_warps=8,
+        logits, logits.stride(0), top, total, moment, logits if kept is None else kept,
+        size, blocks, 1 / temperature, KEEPS=kept is not None, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     highest = top.amax(1, keepdim=True)
     # each block's sums, as if they had been taken against the row's maximum
@@ -85,16 +97,7 @@ def summarise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     mean = (moment * lower.exp() + mass * lower).sum(1)
     mass = mass.sum(1)
     log_mass = mass.log()
-    return highest[:, 0] + log_mass, log_mass - mean / mass
-
-
-def probabilities(logits: Tensor, temperature: float, lse: Tensor, out: Tensor) -> Tensor:
-    """The distribution of each row, given what `summarise` found, in `out` of the same shape."""
-    rows, size = logits.shape
-    _exponents[(rows, triton.cdiv(size, _BLOCK))](
-        logits, logits.stride(0), lse, out, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
-    )
-    return out
+    return highest[:, 0] + log_mass, log_mass - mean / mass, lower - log_mass[:, None]
 
 
 def gradient(
@@ -118,11 +121,12 @@ def gradient(
 
 
 def kept_gradient(
-    p: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor
+    kept: Tensor, shifts: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor
 ) -> Tensor:
-    """The gradient of the logits that gave these probabilities, in their place."""
-    rows, size = p.shape
-    _kept_gradient[(rows, triton.cdiv(size, _BLOCK))](
-        p, tokens, logprob, dlogprob, p, size, 1 / temperature, BLOCK=_BLOCK, num_warps=8
+    """The gradient of the logits of which `summarise` kept this, in its place."""
+    rows, size = kept.shape
+    blocks = triton.cdiv(size, _BLOCK)
+    _kept_gradient[(rows, blocks)](
+        kept, shifts, tokens, logprob, dlogprob, size, blocks, 1 / temperature, BLOCK=_BLOCK, num_warps=8
     )
-    return p
+    return kept

@@ -13,6 +13,10 @@ from ludus.rollouts.renderers.pieces import Piece
 
 Span = tuple[int, int]
 
+_SHAPE = "zq[0-9a-f]{24}x[0-9]+z"
+"""What `Placeholders` writes: an `unused_word` and a number."""
+_WORDS = re.compile(f"({_SHAPE})")
+
 SHORTEST_IDENTIFIER = 9
 _SWITCH = re.compile(r"/(?:no_think|nothink|think|system_override)")
 """Words by which users are known to choose how a template thinks. A closed list: content merely selects."""
@@ -64,14 +68,19 @@ class Placeholders:
         parts: list[str] = []
         spans: list[Span] = []
         length = 0
-        words = "|".join([f"{self._word}[0-9]+z", *self._identifiers])
-        for index, part in enumerate(re.split(f"({words})", marked)):
-            text = self._contents.get(part, part) if index % 2 == 1 else part
-            if index % 2 == 1:
+        for part in self._pattern().split(marked):
+            text = self._contents.get(part, part)
+            if part in self._contents:
                 spans.append((length, length + len(text)))
             parts.append(text)
             length += len(text)
         return Rendered("".join(parts), tuple(spans))
+
+    def _pattern(self) -> re.Pattern[str]:
+        """Finds our words, and perhaps others of their kind; compiling one for each text would be slow."""
+        if not self._identifiers:
+            return _WORDS
+        return re.compile(f"({'|'.join([_SHAPE, *self._identifiers])})")
 
 
 class Switches:

@@ -14,13 +14,16 @@ from ludus.core.protocols import Tokenizer
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import SegmentKind, TokenSequence
 from ludus.rollouts.formats.base import THINK, ActionFormat
-from ludus.rollouts.renderers.cache import RenderCache
+from ludus.rollouts.renderers.cache import Recent, RenderCache, tools_key
 from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described, entries, marked
 from ludus.rollouts.renderers.placeholders import unused_word
 from ludus.rollouts.renderers.probes import TOOL, is_rewritten, probe
 from ludus.rollouts.renderers.template import SafeTemplate
 
 History = Literal["strict", "keep", "split"]
+
+MOST_BOUND = 16
+"""How many lists of tools have their own renderer, each with the renderings it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Renderer:
         self.history = history
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
+        self._bound: Recent[Self] = Recent(MOST_BOUND)
         self.abilities = probe(self._template, format)
         self.end_of_turn = self._find_end_of_turn()
         if history == "strict" and self.abilities.rewrites:
@@ -61,14 +65,20 @@ class Renderer:
             )
 
     def bound(self, tools: Sequence[ToolSpec]) -> Self:
-        """The same renderer, its format fitted to these tools: for formats with a tag for each tool."""
+        """The same renderer, its format fitted to these tools: for formats with a tag for each tool.
+
+        Episodes with the same tools get the same one, and what one of them renders serves the others.
+        """
+        return self._bound.get(tools_key(tools), lambda: self._bind(tools))
+
+    def _bind(self, tools: Sequence[ToolSpec]) -> Self:
         format = self.format.bind(tools)
         if format is self.format:
             return self
         self._refuse_special_tags(format)
         made = copy.copy(self)
         made.format = format
-        made._cache = RenderCache()
+        made._cache, made._bound = RenderCache(), Recent(MOST_BOUND)
         return made
 
     @property

@@ -16,10 +16,8 @@ What the authors of tools wrote is checked in the same way, once for each list o
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
@@ -27,6 +25,7 @@ from ludus.core.protocols import Tokenizer
 from ludus.core.tooling import ToolSpec
 from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.renderers.breaking import Breaker, Way
+from ludus.rollouts.renderers.cache import Recent, tools_key
 from ludus.rollouts.renderers.pieces import Entry, Piece
 from ludus.rollouts.renderers.placeholders import Placeholders, Rendered, Span, Switches, anonymous
 
@@ -43,7 +42,7 @@ class SafeTemplate:
         self._controls = ControlTexts(tokenizer.controls)
         self._ids = frozenset(tokenizer.controls.values())
         self._breaker = Breaker(tokenizer)
-        self._checked: OrderedDict[Hashable, list[ToolSpec]] = OrderedDict()
+        self._checked: Recent[list[ToolSpec]] = Recent(MOST_TOOL_LISTS)
 
     def text(self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The template's text as it is, for comparing and for people."""
@@ -119,21 +118,11 @@ class SafeTemplate:
     def _safe_tools(
         self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool
     ) -> list[ToolSpec]:
-        """The tools as the template may be given them, found out once for a list and a run of roles.
-
-        Safe with threads: a race costs a second check.
-        """
+        """The tools as the template may be given them, found out once for a list and a run of roles."""
         if not tools:
             return []
-        listed = json.dumps([tool.as_openai() for tool in tools])
-        key = (tuple(entry.role for entry in conversation), listed, generation)
-        safe = self._checked.pop(key, None)
-        if safe is None:
-            safe = self._check_tools(conversation, tools, generation)
-        self._checked[key] = safe
-        if len(self._checked) > MOST_TOOL_LISTS:
-            self._checked.popitem(last=False)
-        return safe
+        key = (tuple(entry.role for entry in conversation), tools_key(tools), generation)
+        return self._checked.get(key, lambda: self._check_tools(conversation, tools, generation))
 
     def _check_tools(
         self, conversation: Sequence[Entry], tools: Sequence[ToolSpec], generation: bool
