@@ -325,3 +325,62 @@ class TestWhatTheTemplateCanDo:
         assert "<lookup>" in bound.tokenizer.decode(bound.prompt([Message("user", "?")], [LOOKUP]))
         hermes = Renderer(ByteTokenizer(), load_format("hermes"))
         assert hermes.bound([LOOKUP]) is hermes
+
+
+class TestBoundToTools:
+    """Episodes with the same tools share a renderer, and what one of them has rendered."""
+
+    @staticmethod
+    def spec(name: str, about: str = "Do it.") -> ToolSpec:
+        return ToolSpec(name, about, {"type": "object", "properties": {"x": {"type": "string"}}})
+
+    def test_the_same_tools_share_and_others_do_not(self):
+        renderer = Renderer(hf_tokenizer("chatml"), load_format("tags"))
+        one = renderer.bound([self.spec("a")])
+        assert renderer.bound([self.spec("a")]) is one
+        assert one.format.marks != renderer.format.marks
+        for others in ([self.spec("b")], [self.spec("a", "Or not.")], [self.spec("a"), self.spec("b")]):
+            assert renderer.bound(others) is not one
+        messages = [Message("user", "?")]
+        said = {renderer.tokenizer.decode(renderer.bound([s]).prompt(messages, [s]))
+                for s in (self.spec("a"), self.spec("b"), self.spec("a", "Or not."))}  # fmt: skip
+        assert len(said) == 3
+
+    def test_a_second_episode_renders_nothing_anew(self, monkeypatch):
+        renderer = Renderer(hf_tokenizer("chatml"), load_format("tags"))
+        tools = [self.spec("a")]
+        call = ToolCall("a", {"x": "1"}, id="call")
+        asked = []
+        known = type(renderer.tokenizer).apply_chat_template
+        monkeypatch.setattr(
+            type(renderer.tokenizer),
+            "apply_chat_template",
+            lambda *given: asked.append(given) or known(*given),
+        )
+        seen = []
+        for _ in range(2):
+            asked.clear()
+            by = renderer.bound([self.spec("a")])
+            prompt = by.prompt([Message("user", "?")], tools)
+            said = by.action_tokens(by.format.render_action("", [call]))
+            result = by.format.render_result(call, ToolResult("yes"))
+            seen.append((prompt, said, by.observation(said, [result], tools), len(asked)))
+        assert seen[0][:3] == seen[1][:3]
+        assert seen[0][3] > 0 and seen[1][3] == 0
+
+    def test_lists_of_tools_that_come_by_the_hundred_are_not_all_kept(self):
+        renderer = Renderer(hf_tokenizer("chatml"), load_format("tags"))
+        first = renderer.bound([self.spec("tool0")])
+        for number in range(1, 200):
+            renderer.bound([self.spec(f"tool{number}")])
+        assert renderer.bound([self.spec("tool0")]) is not first
+
+
+def test_words_that_look_like_our_placeholders_stay_text():
+    """A template, a tool or a model may write words of that kind; they are nobody's content."""
+    renderer = Renderer(hf_tokenizer("chatml"), load_format("hermes"))
+    words = [f"zq{'0123456789abcdef01234567'}x{number}z" for number in (0, 1)]
+    content = f"{words[0]} and {words[1]}{words[0]} zq"
+    tokens = renderer.prompt([Message("system", words[1]), Message("user", content)])
+    text = renderer.tokenizer.decode(tokens)
+    assert content in text and text.count(words[1]) == 2

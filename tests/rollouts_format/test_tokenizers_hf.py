@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -85,6 +86,51 @@ def test_a_refusing_template_says_so():
         tokenizer.apply_chat_template(
             [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], None, True
         )
+
+
+class TestShortTexts:
+    """They do not go through `transformers`, and must not be encoded otherwise for that."""
+
+    @given(text=TEXTS | st.text(max_size=40))
+    @pytest.mark.parametrize("options", [{}, {"prefix_space": True}, {"normaliser": "nfkc"}])
+    def test_they_are_encoded_as_transformers_would(self, text, options):
+        tokenizer = HFTokenizer(fast_tokenizer(**options), chat_template=CHATML)
+        sound = text.encode(errors="replace").decode()
+        assert tokenizer._ids(text) == tokenizer.inner.encode(sound, add_special_tokens=False)
+
+    def test_transformers_is_not_asked(self, monkeypatch):
+        tokenizer = HFTokenizer(fast_tokenizer(), chat_template=CHATML)
+        asked = []
+        known = type(tokenizer.inner)._encode_plus
+        monkeypatch.setattr(
+            tokenizer.inner,
+            "_encode_plus",
+            lambda *a, **k: asked.append(a) or known(tokenizer.inner, *a, **k),
+        )
+        tokenizer.encode("hello")
+        assert not asked
+        tokenizer.encode("hello " * 10_000)  # for which others may have the interpreter
+        assert len(asked) == 1
+
+    def test_what_somebody_else_has_set_on_the_tokenizer_does_no_harm(self):
+        tokenizer = HFTokenizer(copy.deepcopy(fast_tokenizer()), chat_template=CHATML)
+        tokenizer.inner.pad_token = "<|endoftext|>"
+        whole = tokenizer.encode("hello world, hello")
+        tokenizer.inner(["a", "b c d"], truncation=True, max_length=2, padding="max_length")
+        assert tokenizer.encode("hello world, hello") == whole
+        tokenizer.inner.encode("x", split_special_tokens=True)
+        assert tokenizer.encode("<|im_end|>") == [tokenizer.controls["<|im_end|>"]]
+
+    def test_a_class_with_an_encoding_of_its_own_keeps_it(self):
+        class Shouting(PreTrainedTokenizerFast):
+            def _encode_plus(self, text, *args, **kwargs):
+                return super()._encode_plus(text.upper(), *args, **kwargs)
+
+        backend = fast_tokenizer().backend_tokenizer
+        tokenizer = HFTokenizer(
+            Shouting(tokenizer_object=backend, eos_token="<|endoftext|>"), chat_template=CHATML
+        )
+        assert tokenizer.decode(tokenizer.encode("hello")) == "HELLO"
 
 
 class TestLoading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePosixPath
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -139,6 +140,27 @@ def test_a_hundred_megabytes_are_never_tokenized():
     assert len(encode(short)) <= 1_000
     assert "99,999," in short
     assert max(seen) <= 20_000 and len(seen) < 20
+
+
+@example("\ufdfa" * 20, 620)
+@given(
+    st.text(st.characters() | st.sampled_from("\ufdfa\u3300\uff1c"), max_size=60), st.integers(1, 200)
+)
+def test_the_limit_holds_for_tokenizers_that_write_text_out_in_full(text: str, tokens: int):
+    def encode(text: str) -> list[int]:
+        return list(unicodedata.normalize("NFKC", text).encode())
+
+    short = OutputLimits(max_tokens=tokens, encode=encode).apply(text)
+    assert len(encode(short)) <= tokens
+
+
+def test_what_is_surely_short_is_not_tokenized():
+    def encode(text: str) -> list[int]:
+        raise AssertionError("nobody needs to know")
+
+    limits = OutputLimits(max_tokens=100, encode=encode)
+    assert limits.apply("x" * 100) == "x" * 100
+    assert limits.apply("é" * 4) == "é" * 4
 
 
 def test_lone_surrogates_are_replaced():

@@ -24,6 +24,8 @@ from ludus.core.tooling import ToolResult
 Encode = Callable[[str], Sequence[int]]
 
 _CHARS_PER_TOKEN = 64
+_MOST_EXPANSION = 12
+"""How many bytes Unicode's normal forms make of one at most (of U+FDFA 11); ASCII they leave as it is."""
 _DEEPEST = 50
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -139,8 +141,12 @@ def _note(left_out: int) -> str:
 
 
 def _is_surely_short(text: str, max_tokens: int) -> bool:
-    """Most results have fewer bytes than they may have tokens, which is quick to see."""
-    return len(text) <= max_tokens and len(text.encode()) <= max_tokens
+    """Most results have fewer bytes than they may have tokens, which is quick to see.
+
+    A token stands for a byte at least, but of the text as a tokenizer has normalised it, which can be longer.
+    """
+    size = len(text) if text.isascii() else _MOST_EXPANSION * len(text.encode())
+    return size <= max_tokens
 
 
 def _cut_by_tokens(text: str, short: str, encode: Encode, max_tokens: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ludus.core.config import apply_overrides, read_toml
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
+from ludus.core.heap import settled_heap
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.envs import Env
@@ -147,7 +148,8 @@ async def play(
     player = await player_of(recipe.model.name, recipe)
     async with player.open(recipe, parts) as sets:
         chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
-        return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)
+        with settled_heap():
+            return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)
 
 
 def _parts(recipe: Recipe, **given: Any) -> Parts:
@@ -202,7 +204,8 @@ async def train_async(
         checkpoint = _continue(writer) if run is not None else None
         _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
         async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
-            await Trainer(workshop, writer, on_step).train(checkpoint)
+            with settled_heap():
+                await Trainer(workshop, writer, on_step).train(checkpoint)
         report = write_report(writer, recipe)
         latest = writer.latest_checkpoint()
         if latest is None:

@@ -119,7 +119,7 @@ class Decoder:
         [(tag, inner)] = data.items()
         try:
             return self._tagged(tag, inner, depth + 1)
-        except (TypeError, KeyError, InvalidOperation, ZeroDivisionError, OverflowError) as error:
+        except (TypeError, LookupError, InvalidOperation, ZeroDivisionError, OverflowError) as error:
             raise ValueError(f"this is not plain data: {error}") from error
 
     def _tagged(self, tag: str, inner: Any, depth: int) -> Any:

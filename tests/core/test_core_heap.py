@@ -1,0 +1,54 @@
+"""A settled heap: what is old is left alone, what is new is collected, and all is as before at the end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from ludus.core.heap import settled_heap
+
+
+class Knot:
+    """Part of a cycle, which only the collector can free."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def watched() -> weakref.ref[Knot]:
+    return weakref.ref(Knot())
+
+
+def test_new_garbage_is_collected_and_old_garbage_after_the_end() -> None:
+    old = Knot()
+    seen = weakref.ref(old)
+    with settled_heap():
+        assert gc.get_freeze_count() > 0
+        new = watched()
+        gc.collect()
+        assert new() is None
+        del old
+        gc.collect()
+        assert seen() is not None, "the collector does not look at it here"
+    gc.collect()
+    assert seen() is None
+
+
+def test_what_was_garbage_before_is_not_kept() -> None:
+    gc.disable()
+    try:
+        seen = watched()
+        with settled_heap():
+            assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_only_the_outermost_ends_it() -> None:
+    with settled_heap():
+        with pytest.raises(ValueError, match="inside"), settled_heap():
+            raise ValueError("inside")
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
