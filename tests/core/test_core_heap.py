@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from ludus.core.heap import settled_heap
+
+
+@pytest.fixture(autouse=True)
+def _thawed() -> Iterator[None]:
+    """The tests themselves run on a frozen heap."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Knot:
@@ -37,18 +46,35 @@ def test_new_garbage_is_collected_and_old_garbage_after_the_end() -> None:
 
 
 def test_what_was_garbage_before_is_not_kept() -> None:
-    gc.disable()
-    try:
-        seen = watched()
-        with settled_heap():
-            assert seen() is None
-    finally:
-        gc.enable()
+    seen = watched()
+    with settled_heap():
+        assert seen() is None
 
 
 def test_only_the_outermost_ends_it() -> None:
     with settled_heap():
         with pytest.raises(ValueError, match="inside"), settled_heap():
             raise ValueError("inside")
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with settled_heap(), settled_heap():
+        pass
+    assert gc.get_freeze_count() == before
+
+
+def test_an_interrupt_at_the_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt), settled_heap():
+            pass
+    with settled_heap():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0

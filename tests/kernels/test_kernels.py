@@ -237,11 +237,9 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
                                    @ weights.double(), source)  # fmt: skip
     own = torch.empty_like(logits.cpu())
     *_, own_shifts = logprobs.summarise_and_keep(logits.cpu(), temperature, own)
-    plain = logprobs.kept_gradient(
-        own, own_shifts, tokens.cpu(), temperature, given.cpu(), weights.cpu()
-    )
+    plain = logprobs.kept_gradient(own, own_shifts, tokens.cpu(), temperature, weights.cpu())
     close(plain.double(), alone.cpu(), 1e-4)
-    kept = logprob_kernels.kept_gradient(p, shifts, tokens, temperature, given, weights)
+    kept = logprob_kernels.kept_gradient(p, shifts, tokens, temperature, weights)
     close(kept.double(), alone, 1e-4)
     assert kept is p
 
@@ -249,6 +247,29 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     chosen_twin, entropy_twin = logprobs.token_logprobs(twin, tokens.cpu(), temperature)
     (chosen_twin * weights.cpu()).sum().add((entropy_twin * others.cpu()).sum()).backward()
     close(twin.grad.double(), source.grad.cpu(), 1e-4)
+
+
+@pytest.mark.parametrize("is_twin", [False, True])
+@pytest.mark.parametrize("top", [30.0, 300.0])
+def test_a_confident_tokens_gradient_survives_half_precision(is_twin, top):
+    """What is left to 1 is all there is of it: a rounded probability, or a rounded sum, would spoil it."""
+    rest = torch.logspace(-4, -1, 7)
+    size = 9001
+    logits = torch.full((7, size), -50.0) + top
+    logits[:, 5000] = top
+    logits[:, 17] = top + (rest / (1 - rest)).log()  # the only other one that counts
+    exact = torch.sigmoid(-(logits[:, 5000].double() - logits[:, 17].double()))
+    device = "cpu" if is_twin else DEVICE
+    logits, tokens = logits.to(device), torch.full((7,), 5000, device=device)
+    kept = torch.empty(7, size, dtype=torch.bfloat16, device=device)
+    if is_twin:
+        *_, shifts = logprobs.summarise_and_keep(logits, 1.0, kept)
+        grad = logprobs.kept_gradient(kept, shifts, tokens, 1.0, torch.ones(7))
+    else:
+        *_, shifts = logprob_kernels.summarise(logits, 1.0, kept)
+        grad = logprob_kernels.kept_gradient(kept, shifts, tokens, 1.0, torch.ones(7, device=device))
+    error = (grad[:, 5000].double().cpu() - exact).abs() / exact
+    assert float(error.max()) < 0.01
 
 
 @pytest.mark.parametrize("is_twin", [False, True])

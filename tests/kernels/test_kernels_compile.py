@@ -31,7 +31,7 @@ states = dict.fromkeys(["Q", "KEYS", "VALUES", "OUT", "KEPT"], "*bf16")
 places = dict.fromkeys(["TABLES", "STARTS", "LENGTHS", "TENSORS", "SOUND"], "*i32")
 tables = dict.fromkeys(["OFFSETS", "TABLE", "SIZES", "TOKENS"], "*i64")
 sums = dict.fromkeys(
-    "PART LSE DECAYS SCALE LOGITS TOP SUM MOMENT SHIFT LOGPROB DLOGPROB".split(), "*fp32"
+    "PART LSE DECAYS SCALE LOGITS TOP SUM MOMENT SHIFT DLOGPROB".split(), "*fp32"
 )
 kinds = {**numbers, **floats, **states, **places, **tables, **sums}
 tiles = {"SIZE": 64, "HAS_CAP": True, "HAS_WINDOW": True}

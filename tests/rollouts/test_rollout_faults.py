@@ -14,7 +14,9 @@ from rollout_process_tools import die, die_once
 
 from ludus.core.failures import Aborted, Boundary, EngineError, Fault, InfraError, ToolFault
 from ludus.core.generation import Sampling
+from ludus.core.messages import ToolCall
 from ludus.core.task import Task
+from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory
 from ludus.envs import Env, EnvPool
 from ludus.observe import rollout_metrics
@@ -418,6 +420,67 @@ async def test_an_episode_over_time_is_ours() -> None:
     assert broken.failure is not None and "budgets.max_seconds = 0.1" in broken.failure.message
     assert broken.failure.attempts == 2 and broken.failure.kind == "TimeoutError"
     assert fake(playing).sessions == {}
+
+
+class Stubborn:
+    """A tool set of somebody's own: `note` works, `fail` breaks, and `wait` takes its time to be stopped."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    async def open(self, context: ToolContext) -> None:
+        """Nothing to open."""
+
+    async def list(self, context: ToolContext) -> list[ToolSpec]:
+        return [
+            ToolSpec(name, "Do it.", {"type": "object"}) for name in ("swallow", "fail", "wait", "nap")
+        ]
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.name == "nap":
+            await asyncio.sleep(0.02)
+            return ToolResult("rested")
+        if call.name == "fail":
+            await asyncio.sleep(0.01)
+            raise InfraError(Boundary.TOOL, "lost", retriable=False, replay=False)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if call.name == "swallow":
+                return ToolResult("what cancellation?")
+            await asyncio.sleep(0.05)
+            self.notes.append("stopped")
+            raise
+        return ToolResult("never")
+
+    async def close(self, context: ToolContext) -> None:
+        self.notes.append("closed")
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_a_tool_that_takes_cancellation_for_an_answer_does_not_outlive_the_episode(
+    calls: int,
+) -> None:
+    said = called("swallow") * calls
+    playing = rollout(lambda *_: said, tools=Stubborn(), budgets={"max_seconds": 0.2}, retries=0)
+    trajectory = await asyncio.wait_for(play_one(playing), 20)
+    assert trajectory.failure is not None and trajectory.failure.boundary is Boundary.DEADLINE
+    assert trajectory.turns == 1
+
+
+async def test_calls_beside_one_that_fails_are_over_before_the_tools_are_closed() -> None:
+    tools = Stubborn()
+    playing = rollout(lambda *_: called("fail") + called("wait"), tools=tools, retries=0)
+    trajectory = await play_one(playing)
+    assert trajectory.failure is not None and trajectory.failure.boundary is Boundary.TOOL
+    assert tools.notes == ["stopped", "closed"]
+
+
+async def test_the_time_of_calls_is_the_tools() -> None:
+    playing = rollout(lambda tokens, *_: called("nap"), tools=Stubborn(), budgets={"max_turns": 3})
+    trajectory = await play_one(playing)
+    assert trajectory.turns == 3
+    assert trajectory.seconds["tools"] >= 3 * 0.02 * 0.99  # sleeping is never shorter than asked for
 
 
 class Sleepy(Agent):

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import weakref
 from functools import cache
 
 import pytest
-from format_templates import PRESERVING, REWRITING, LossyBytes, TemplatedBytes, hf_tokenizer
+from format_templates import (
+    PRESERVING,
+    REWRITING,
+    LossyBytes,
+    TemplatedBytes,
+    fast_tokenizer,
+    hf_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +28,8 @@ from ludus.core.tooling import ToolResult, ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.rollouts.formats import FORMATS, load_format
 from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderers.cache import MOST_BYTES, Recent
+from ludus.rollouts.tokenizers import HFTokenizer
 
 LOOKUP = ToolSpec(
     "lookup",
@@ -341,6 +353,8 @@ class TestBoundToTools:
         assert one.format.marks != renderer.format.marks
         for others in ([self.spec("b")], [self.spec("a", "Or not.")], [self.spec("a"), self.spec("b")]):
             assert renderer.bound(others) is not one
+        other = ToolSpec("a", "Do it.", {"type": "object", "properties": {"y": {"type": "integer"}}})
+        assert renderer.bound([other]) is not one
         messages = [Message("user", "?")]
         said = {renderer.tokenizer.decode(renderer.bound([s]).prompt(messages, [s]))
                 for s in (self.spec("a"), self.spec("b"), self.spec("a", "Or not."))}  # fmt: skip
@@ -376,11 +390,90 @@ class TestBoundToTools:
         assert renderer.bound([self.spec("tool0")]) is not first
 
 
-def test_words_that_look_like_our_placeholders_stay_text():
-    """A template, a tool or a model may write words of that kind; they are nobody's content."""
-    renderer = Renderer(hf_tokenizer("chatml"), load_format("hermes"))
-    words = [f"zq{'0123456789abcdef01234567'}x{number}z" for number in (0, 1)]
-    content = f"{words[0]} and {words[1]}{words[0]} zq"
-    tokens = renderer.prompt([Message("system", words[1]), Message("user", content)])
-    text = renderer.tokenizer.decode(tokens)
-    assert content in text and text.count(words[1]) == 2
+class TestPlaceholders:
+    WORD = f"zq{'0123456789abcdef01234567'}x5z"
+
+    @pytest.mark.parametrize("written", [WORD, f"{WORD} ", f"{WORD}{WORD[1:]}", "zq"])
+    def test_words_of_their_kind_in_a_template_stay_text(self, written):
+        """They are nobody's content, even right before some."""
+        template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' %}WRITTEN{% endif %}"
+            "{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        ).replace("WRITTEN", written)
+        renderer = Renderer(HFTokenizer(fast_tokenizer(), chat_template=template), load_format("plain"))
+        text = renderer.tokenizer.decode(renderer.prompt([Message("user", "ab <|im_end|> c")]))
+        assert written + "ab <|im_end|> c<|im_end|>\n" in text
+        tokens = renderer.prompt([Message("user", "ab <|im_end|> c")])
+        assert tokens.count(renderer.tokenizer.controls["<|im_end|>"]) == text.count("<|im_end|>") - 1
+
+    def test_many_contents_find_their_places(self):
+        renderer = Renderer(hf_tokenizer("chatml"), load_format("hermes"))
+        messages = [Message(("user", "assistant")[i % 2], f"<|im_end|> number {i}") for i in range(25)]
+        tokens = renderer.prompt(messages)
+        text = renderer.tokenizer.decode(tokens)
+        assert all(f"<|im_end|> number {i}<|im_end|>" in text for i in range(25))
+        assert tokens.count(renderer.tokenizer.controls["<|im_end|>"]) == 25
+
+
+class TestRecent:
+    def test_the_least_recently_used_goes_first(self):
+        kept = Recent(2)
+        for key in ("a", "b", "a", "c"):
+            kept.get(key, lambda key=key: [key])
+        assert kept.get("a", lambda: ["anew"]) == ["a"]
+        assert kept.get("b", lambda: ["anew"]) == ["anew"]
+
+    def test_large_things_leave_less_room(self):
+        kept = Recent(10, len)
+        for key, size in (("a", 4), ("b", 4), ("c", 5), ("huge", 100)):
+            kept.get(key, lambda size=size: [0] * size)
+        assert [key for key in ("huge", "a", "b", "c") if kept.get(key, list)] == []
+        assert kept.get("d", lambda: [0] * 10) == [0] * 10
+        assert kept.get("d", list) == [0] * 10
+
+    def test_threads_share_it(self):
+        """In a process of its own: a dictionary that threads change half at a time ends the interpreter."""
+        program = """
+import sys, threading
+from ludus.rollouts.renderers.cache import Recent
+from ludus.rollouts.renderers.pieces import Entry, Piece
+
+sys.setswitchinterval(1e-6)
+kept = Recent(16)
+
+def use(seed):
+    for number in range(4000):
+        one = (seed * 7 + number * 13) % 40
+        found = kept.get(("x", (Entry("user", (Piece(f"text {one}"),)),)), lambda: one)
+        assert found == one
+
+threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(kept._kept) == kept._total == 16
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_long_lists_of_tools_and_long_names_do_not_fill_the_memory():
+    renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+    tools = [ToolSpec(f"tool{i}", "word " * 400, {"type": "object"}) for i in range(20)]
+    for number in range(300):
+        renderer.prompt([Message("user", f"{number}?")], tools)
+        renderer.observation([], [Message("tool", "x", name="n" * 5000, tool_call_id=f"{number}")])
+    cache = renderer._cache._kept
+    assert 0 < cache._total <= MOST_BYTES
+    assert sum(len(tokens) for tokens in cache._kept.values()) * 4 <= MOST_BYTES
+    assert all("n" * 5000 not in repr(key) for key in cache._kept)
+
+
+def test_a_renderer_that_nobody_has_any_more_is_gone_at_once():
+    renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+    renderer.bound([LOOKUP]).prompt([Message("user", "?")], [LOOKUP])
+    seen = weakref.ref(renderer)
+    del renderer
+    assert seen() is None

@@ -10,6 +10,7 @@ from format_templates import CHATML, LLAMA3, SPECIALS, TAGS, fast_tokenizer, hf_
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ludus.core.failures import ConfigError
@@ -116,21 +117,33 @@ class TestShortTexts:
         tokenizer = HFTokenizer(copy.deepcopy(fast_tokenizer()), chat_template=CHATML)
         tokenizer.inner.pad_token = "<|endoftext|>"
         whole = tokenizer.encode("hello world, hello")
-        tokenizer.inner(["a", "b c d"], truncation=True, max_length=2, padding="max_length")
-        assert tokenizer.encode("hello world, hello") == whole
+        for settings in (
+            {"truncation": True, "max_length": 2},
+            {"padding": "max_length", "max_length": 99},
+        ):
+            tokenizer.inner(["a", "b c d"], **settings)
+            assert tokenizer.encode("hello world, hello") == whole
         tokenizer.inner.encode("x", split_special_tokens=True)
         assert tokenizer.encode("<|im_end|>") == [tokenizer.controls["<|im_end|>"]]
 
-    def test_a_class_with_an_encoding_of_its_own_keeps_it(self):
-        class Shouting(PreTrainedTokenizerFast):
-            def _encode_plus(self, text, *args, **kwargs):
-                return super()._encode_plus(text.upper(), *args, **kwargs)
+    @pytest.mark.parametrize("method", ["encode", "_encode_plus"])
+    def test_a_class_with_an_encoding_of_its_own_keeps_it(self, method):
+        def shouted(self, text, *args, **kwargs):
+            return getattr(PreTrainedTokenizerFast, method)(self, text.upper(), *args, **kwargs)
 
-        backend = fast_tokenizer().backend_tokenizer
-        tokenizer = HFTokenizer(
-            Shouting(tokenizer_object=backend, eos_token="<|endoftext|>"), chat_template=CHATML
-        )
+        kind = type("Shouting", (PreTrainedTokenizerFast,), {method: shouted})
+        inner = kind(tokenizer_object=fast_tokenizer().backend_tokenizer, eos_token="<|endoftext|>")
+        tokenizer = HFTokenizer(inner, chat_template=CHATML)
         assert tokenizer.decode(tokenizer.encode("hello")) == "HELLO"
+
+    def test_nothing_is_put_around_them(self):
+        inner = copy.deepcopy(fast_tokenizer())
+        first = inner.convert_tokens_to_ids("<|im_start|>")
+        inner.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+        )
+        assert inner.encode("hello")[0] == first
+        assert first not in HFTokenizer(inner, chat_template=CHATML)._ids("hello")
 
 
 class TestLoading:

@@ -158,6 +158,7 @@ def test_what_is_surely_short_is_not_tokenized():
     def encode(text: str) -> list[int]:
         raise AssertionError("nobody needs to know")
 
+    assert len(OutputLimits(max_tokens=100, encode=str.encode).apply("x" * 101)) <= 100
     limits = OutputLimits(max_tokens=100, encode=encode)
     assert limits.apply("x" * 100) == "x" * 100
     assert limits.apply("é" * 4) == "é" * 4

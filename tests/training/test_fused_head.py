@@ -142,6 +142,25 @@ def test_kept_logits_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> 
     assert fused_head.kept_places(weight) == 0  # there is nothing to spare on a host
 
 
+def test_nothing_is_kept_where_no_gradient_will_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+    monkeypatch.setattr(fused_head, "summarise_and_keep", lambda *given: kept.append(given[2]))
+    hidden, weight = torch.randn(10, 4), torch.randn(7, 4).requires_grad_()
+    with torch.no_grad():
+        linear_logprobs(hidden, weight, torch.zeros(10, dtype=torch.long), 1.0, rows=4, kept=9)
+    assert not kept
+
+
+def test_a_second_backward_pass_computes_what_the_first_has_used_up() -> None:
+    hidden, weight = torch.randn(10, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    logprobs_A, _ = linear_logprobs(hidden, weight, torch.arange(10) % 7, 1.0, rows=4, kept=9)
+    once, twice = (
+        torch.autograd.grad(logprobs_A.sum(), [hidden, weight], retain_graph=True) for _ in range(2)
+    )
+    for one, other in zip(once, twice, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_chunks_are_bounded_by_bytes() -> None:
     rows = chunk_rows(151_936, torch.device("cpu"))
     assert 128 <= rows <= (1 << 30) // (6 * 151_936)

@@ -329,4 +329,3 @@ def test_what_cannot_be_loaded_is_found_out_without_loading(tmp_path, monkeypatc
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(ConfigError, match=message):
         check_source(ModelConfig(**model))
-    check_source(ModelConfig(name="somebody/model"))  # a hub's name can be anything

@@ -81,25 +81,20 @@ def logit_gradient(
 
 
 def kept_gradient(
-    kept_cV: Tensor,
-    shifts_cB: Tensor,
-    tokens_c: Tensor,
-    temperature: float,
-    logprobs_c: Tensor,
-    dlogprobs_c: Tensor,
+    kept_cV: Tensor, shifts_cB: Tensor, tokens_c: Tensor, temperature: float, dlogprobs_c: Tensor
 ) -> Tensor:
     """The gradient of logits from what `summarise_and_keep` kept, for a loss of log-probabilities alone.
 
-    It takes their place in memory. Probabilities in half precision are off by a 500th of themselves, as their
-    gradient is anyway; but not what is left to 1, which for the token itself comes from its exact
-    log-probability.
+    It takes their place in memory. A probability in half precision is off by a few thousandths of itself, as
+    its gradient is anyway; but not one above a half, which is its block's highest and has kept an exact 1. What
+    is left to certainty, all there is of a confident token's gradient, so keeps its digits.
     """
     if unavailable(kept_cV.device) is None:
         from ludus.kernels.compiled import logprobs
 
-        return logprobs.kept_gradient(kept_cV, shifts_cB, tokens_c, temperature, logprobs_c, dlogprobs_c)
+        return logprobs.kept_gradient(kept_cV, shifts_cB, tokens_c, temperature, dlogprobs_c)
     slope_cV = -kept_cV.float() * shifts_cB.exp()
-    slope_cV.scatter_(1, tokens_c[:, None], -torch.expm1(logprobs_c)[:, None])
+    slope_cV.scatter_add_(1, tokens_c[:, None], torch.ones_like(slope_cV[:, :1]))
     return kept_cV.copy_(dlogprobs_c[:, None] * slope_cV / temperature)
 
 

@@ -253,13 +253,13 @@ class Episode:
 
 
 async def _together(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
-    """The results of all; when one fails, or the caller is cancelled, the others are stopped first."""
-    if len(running) == 1:
-        return [await running[0]]
+    """The results of all; when one fails, or the caller is cancelled, all the others are stopped first."""
     pending = [asyncio.ensure_future(one) for one in running]
     try:
+        # Tasks of their own even for a single one: it may take a cancellation for a result, its caller may not.
         return await asyncio.gather(*pending)
     finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        if not all(task.done() for task in pending):
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)

@@ -87,6 +87,7 @@ def linear_logprobs(
     """
     rows = rows or chunk_rows(len(weight_VD), hidden_AD.device)
     kept = kept_places(weight_VD) if kept is None else kept
+    kept = kept if torch.is_grad_enabled() else 0  # which nobody can ask inside the function
     logprobs_A, entropies_A = _LinearLogprobs.apply(
         hidden_AD, weight_VD, tokens_A, temperature, rows, kept
     )
@@ -121,19 +122,17 @@ class _LinearLogprobs(torch.autograd.Function):
             chosen_A[part] = logits_cV.gather(1, tokens_A[part, None])[:, 0]
             del logits_cV  # before the next chunk's are made
         ctx.kept = (kept_KV, torch.cat(shifts)) if shifts else None
-        logprobs_A = chosen_A / temperature - lse_A
-        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A, logprobs_A)
+        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)  # so that it can be seen whether the entropies matter
-        return logprobs_A, entropies_A
+        return chosen_A / temperature - lse_A, entropies_A
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden_AD, weight_VD, tokens_A, *found = ctx.saved_tensors
-        lse_A, entropies_A, logprobs_A = found
+        hidden_AD, weight_VD, tokens_A, lse_A, entropies_A = ctx.saved_tensors
         dlogprobs_A, dentropies_A = (
             torch.zeros_like(lse_A) if grad is None else grad.float().contiguous() for grad in grads
         )
@@ -154,7 +153,7 @@ class _LinearLogprobs(torch.autograd.Function):
             kept_KV, shifts_KB = kept
             first = len(kept_KV)
             own = slice(0, first)
-            known = tokens_A[own], ctx.temperature, logprobs_A[own], dlogprobs_A[own]
+            known = tokens_A[own], ctx.temperature, dlogprobs_A[own]
             add(own, kept_gradient(kept_KV, shifts_KB, *known))
             del kept_KV
         del kept

@@ -15,7 +15,8 @@ from torch import nn
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter, require_peft
-from ludus.training.pretrained import check_file, located, without_bars
+from ludus.training.hub import check_hub
+from ludus.training.pretrained import check_file, is_packed, located, without_bars
 from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,13 @@ def check_source(config: ModelConfig) -> None:
         )
     if not folder.exists() and config.name.startswith((".", "/", "~")):
         raise ConfigError(f"model.name = {config.name!r}: there is no such folder")
-    if not folder.exists() and "://" not in config.name and not _HUB_NAME.fullmatch(config.name):
+    if folder.exists() or is_packed(config.name) or "://" in config.name:
+        return
+    if not _HUB_NAME.fullmatch(config.name):
         raise ConfigError(
             f"model.name = {config.name!r} is neither a folder nor a name that a hub could have (owner/name)"
         )
+    check_hub(config.name)
 
 
 def _has_gpu() -> bool:
@@ -101,7 +105,7 @@ def load_model(
     if is_adapter(config.name):
         model, tokenizer = _load_adapted(Path(config.name), config.lora, dtype)
     else:
-        folder = located(config.name)
+        folder = _source(config.name)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, dtype)
         if config.lora is not None:
@@ -114,7 +118,7 @@ def _load_adapted(
 ) -> tuple[nn.Module, HFTokenizer]:
     base = base_of(folder)
     try:
-        weights = located(base)
+        weights = _source(base)
         model = load_weights(weights, dtype)
     except ConfigError as error:
         raise ConfigError(
@@ -123,6 +127,14 @@ def _load_adapted(
         ) from error
     own = (folder / "tokenizer_config.json").is_file()
     return load_adapter(model, folder, config), load_tokenizer(folder if own else weights)
+
+
+def _source(name: str) -> str:
+    """The folder to load a model from, or a name that a hub has."""
+    found = located(name)
+    if not Path(found).exists():
+        check_hub(found)
+    return found
 
 
 def _lasting(name: str) -> str:

@@ -66,6 +66,12 @@ def located(name: str) -> str:
     return name
 
 
+def is_packed(name: str) -> bool:
+    """Whether this is a short name or a GGUF file's, for which `located` finds a folder."""
+    is_short = name.lower() in SHORT_NAMES and not Path(name).is_dir()
+    return is_short or name.lower().endswith(".gguf")
+
+
 def check_file(name: str) -> None:
     """Refuse a short name or a GGUF file that `located` could not find or read; other names are left alone."""
     packaged = SHORT_NAMES.get(name.lower())

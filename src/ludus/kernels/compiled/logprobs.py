@@ -58,18 +58,15 @@ def _gradient(
 
 
 @triton.jit
-def _kept_gradient(KEPT, SHIFT, TOKENS, LOGPROB, DLOGPROB, size, blocks, inverse, BLOCK: tl.constexpr):
+def _kept_gradient(KEPT, SHIFT, TOKENS, DLOGPROB, size, blocks, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.load(KEPT + row * size + at, mask=inside, other=0.0).to(tl.float32)
     p = weight * tl.exp(tl.load(SHIFT + row * blocks + block))
-    logprob = tl.load(LOGPROB + row)
-    # 1 - p of the token itself, from its exact logarithm: a rounded p near 1 would leave nothing of it
-    rest = tl.where(logprob > -1e-3, -logprob * (1.0 + 0.5 * logprob), 1.0 - tl.exp(logprob))
-    slope = tl.where(at == tl.load(TOKENS + row), rest, -p)
-    grad = tl.load(DLOGPROB + row) * slope * inverse
+    hit = (at == tl.load(TOKENS + row)).to(tl.float32)
+    grad = tl.load(DLOGPROB + row) * (hit - p) * inverse
     tl.store(KEPT + row * size + at, grad.to(KEPT.dtype.element_ty), mask=inside)
 
 
@@ -79,7 +76,7 @@ def summarise(
     """(log of the sum of exponentials, entropy) of logits / temperature, in float32, and the blocks' shifts.
 
     `kept` gets the exponentials of each block of logits below its highest; times the exponential of the block's
-    shift, they are probabilities. Whoever reads a logit once need not read it again for that.
+    shift, they are probabilities. Logits are so read once for both.
     """
     rows, size = logits.shape
     blocks = triton.cdiv(size, _BLOCK)
@@ -121,12 +118,12 @@ def gradient(
 
 
 def kept_gradient(
-    kept: Tensor, shifts: Tensor, tokens: Tensor, temperature: float, logprob: Tensor, dlogprob: Tensor
+    kept: Tensor, shifts: Tensor, tokens: Tensor, temperature: float, dlogprob: Tensor
 ) -> Tensor:
     """The gradient of the logits of which `summarise` kept this, in its place."""
     rows, size = kept.shape
     blocks = triton.cdiv(size, _BLOCK)
     _kept_gradient[(rows, blocks)](
-        kept, shifts, tokens, logprob, dlogprob, size, blocks, 1 / temperature, BLOCK=_BLOCK, num_warps=8
+        kept, shifts, tokens, dlogprob, size, blocks, 1 / temperature, BLOCK=_BLOCK, num_warps=8
     )
     return kept

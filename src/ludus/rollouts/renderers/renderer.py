@@ -53,7 +53,7 @@ class Renderer:
         self.history = history
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
-        self._bound: Recent[Self] = Recent(MOST_BOUND)
+        self._bound: Recent[Self | None] = Recent(MOST_BOUND)
         self.abilities = probe(self._template, format)
         self.end_of_turn = self._find_end_of_turn()
         if history == "strict" and self.abilities.rewrites:
@@ -69,12 +69,13 @@ class Renderer:
 
         Episodes with the same tools get the same one, and what one of them renders serves the others.
         """
-        return self._bound.get(tools_key(tools), lambda: self._bind(tools))
+        return self._bound.get(tools_key(tools), lambda: self._bind(tools)) or self
 
-    def _bind(self, tools: Sequence[ToolSpec]) -> Self:
+    def _bind(self, tools: Sequence[ToolSpec]) -> Self | None:
+        """None where the format has nothing to fit."""
         format = self.format.bind(tools)
         if format is self.format:
-            return self
+            return None
         self._refuse_special_tags(format)
         made = copy.copy(self)
         made.format = format
