@@ -126,6 +126,8 @@ def test_checks(project: Path) -> None:
     assert "recipe.toml: ok" in ludus("check", "recipe", "recipe.toml", 'rewards=["exact_match"]')
     done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml"])
     assert done.exit_code == 1 and "gold_fails" in done.output, "a right answer must get full marks"
+    done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml", "budgets.max_tokens=4"])
+    assert done.exit_code == 1 and "far longer than budgets.max_tokens = 4" in done.output
     said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "2", "b": 3}')
     assert '"integer"' in said and "result: 5" in said
     said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "two"}')

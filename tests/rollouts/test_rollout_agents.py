@@ -295,6 +295,13 @@ async def test_an_expert_whose_call_the_format_cannot_write() -> None:
     def lost(task: Task) -> Generator[ToolCall | str, str, None]:
         yield ToolCall("double", {"number": 2})
 
-    by = renderer("bytes", "fenced")
+    @tool
+    def echo(text: str) -> str:
+        """Say it again."""
+        return text
+
+    by = renderer("bytes", "fenced")  # in which there is a way to call echo
     with pytest.raises(ConfigError, match="the expert calls 'double'"):
+        await play_one(rollout([], tools=[double, echo], agent=Demonstrator(lost), rendered_by=by))
+    with pytest.raises(ConfigError, match="'fenced' has no way to call double"):
         await play_one(rollout([], tools=[double], agent=Demonstrator(lost), rendered_by=by))

@@ -389,3 +389,11 @@ async def test_attempts_can_be_told_apart_by_their_session() -> None:
     playing = rollout(lambda tokens, sampling, session: f"I am {attempt_of(session)}", attempts=3)
     [group] = await play(playing)
     assert [t.answer for t in group.trajectories] == ["I am 0", "I am 1", "I am 2"]
+
+
+async def test_a_prompt_that_leaves_no_room_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    playing = rollout(lambda *_: "done", budgets={"max_tokens": 100}, attempts=4)
+    [group] = await play(playing, Task.of("far too long " * 50, id="long"))
+    assert [t.turns for t in group.trajectories] == [0] * 4
+    [told] = [record.message for record in caplog.records if "task long" in record.message]
+    assert "budgets.max_tokens = 100" in told

@@ -390,6 +390,31 @@ class TestBoundToTools:
         assert renderer.bound([self.spec("tool0")]) is not first
 
 
+class TestTools:
+    @pytest.mark.parametrize(
+        "format", [load_format("fenced"), load_format("tags", tags={"python": "python.code"})]
+    )
+    def test_a_format_in_which_no_tool_can_be_called_is_refused(self, format, caplog):
+        renderer = Renderer(hf_tokenizer("chatml"), format)
+        with pytest.raises(
+            ConfigError, match=r"has no way to call lookup: say how in agent\.format_options"
+        ):
+            renderer.bound([LOOKUP])
+        assert not caplog.records
+        python = ToolSpec(
+            "python", "Run it.", {"type": "object", "properties": {"code": {"type": "string"}}}
+        )
+        renderer.bound([python])
+        assert not caplog.records
+        renderer.bound([python, LOOKUP])
+        assert "has no way to call lookup" in caplog.text
+
+    @pytest.mark.parametrize("format", sorted(set(FORMATS) - {"fenced"}))
+    def test_the_others_reach_any(self, format, caplog):
+        Renderer(hf_tokenizer("chatml"), load_format(format)).bound([LOOKUP])
+        assert not caplog.records
+
+
 class TestPlaceholders:
     WORD = f"zq{'0123456789abcdef01234567'}x5z"
 

@@ -266,13 +266,16 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path):
     asyncio.run(until(lambda: not any(is_running(pid) for pid in pids)))
 
 
-def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path):
+@pytest.mark.parametrize("work", ["work", "load_reference(f'{__file__}:work')"])
+def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path, work: str):
+    """Whether the worker runs it again as the main script, or as the file that a function was named by."""
     script = tmp_path / "main.py"
     script.write_text(
         textwrap.dedent(
-            """
+            f"""
             import asyncio
             from ludus.core.processes import ProcessExecutor
+            from ludus.core.registry import load_reference
 
             def work():
                 return 1
@@ -280,13 +283,14 @@ def test_a_main_script_without_its_guard_is_told_so(tmp_path: Path):
             async def main():
                 executor = ProcessExecutor(1)
                 try:
-                    return await executor.run(work)
+                    return await executor.run({work})
                 finally:
                     await executor.close()
 
-            print(asyncio.run(main()))
+            if not __name__.startswith("ludus_user") or IS_WORKER:
+                print(asyncio.run(main()))
             """
-        )
+        ).replace("IS_WORKER", "'process_worker' in __import__('sys').argv[0]")
     )
     done = subprocess.run([sys.executable, str(script)], timeout=40, capture_output=True, text=True)
     assert done.returncode == 1

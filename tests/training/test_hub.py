@@ -89,6 +89,13 @@ def test_an_unknown_name_is_refused_before_there_is_a_folder(
     assert len(server.asked) == 1
 
 
+def test_what_no_hub_could_have_is_not_asked_for(server: Hub) -> None:
+    for name in ("./nowhere", "-somebody/model", "a/b/c"):
+        with pytest.raises(ConfigError, match="nor a name that a hub could have"):
+            load_model(ModelConfig(name=name), seed=0)
+    assert not server.asked
+
+
 def test_loading_asks_too(server: Hub) -> None:
     with pytest.raises(ConfigError, match="look at its spelling"):
         load_model(ModelConfig(name="somebody/modle"), seed=0)

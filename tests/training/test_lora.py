@@ -387,3 +387,12 @@ def test_a_damaged_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(ConfigError, match="does not fit its base"):
         load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+
+
+def test_an_adapter_without_weights_is_refused_without_asking_a_hub(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"no adapter_model\.safetensors: the adapter's weights are missing"
+    ):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), seed=0)

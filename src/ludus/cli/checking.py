@@ -28,6 +28,8 @@ from ludus.training.workshop import build_rollout, play_expert
 Findings = list[tuple[str, str]]
 SAMPLE = 16
 """How many tasks a check looks at."""
+BYTES_PER_TOKEN = 8
+"""More than the text of any language takes."""
 
 
 def recipe_findings(path: Path, overrides: list[str]) -> Findings:
@@ -80,6 +82,9 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
     rollout = build_rollout(recipe, parts, engine, tokenizer)
+    # a token here is a byte, of which the model's own tokenizer makes fewer tokens
+    room = BYTES_PER_TOKEN * recipe.budgets.max_tokens
+    rollout.budgets = recipe.budgets.model_copy(update={"max_tokens": room})
     try:
         trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
     finally:
@@ -87,6 +92,11 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     if trajectory.failure is not None:
         failure = trajectory.failure
         return [("error", f"an episode failed at the boundary '{failure.boundary}': {failure.message}")]
+    if not trajectory.turns:
+        text = (
+            "an episode ended before the model could say anything: the first prompt is far longer than "
+        )
+        return [("error", f"{text}budgets.max_tokens = {recipe.budgets.max_tokens}")]
     if trajectory.reward is None and not parts.group_rewards:
         return [("warning", "an episode was played and not scored: every reward returned None")]
     return [("info", f"an episode was played: {trajectory.stop}, reward {trajectory.reward}")]

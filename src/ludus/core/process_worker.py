@@ -30,6 +30,9 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 
+is_reading = False
+"""Whether this is a worker that imports what a call needs, which must not start workers of its own."""
+
 
 def send(connection: socket.socket, data: bytes) -> None:
     """Write one frame."""
@@ -151,11 +154,15 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def _answer(data: bytes, connection: socket.socket) -> bytes:
+    global is_reading
+    is_reading = True
     try:
         files, call = pickle.loads(data)
         function, args, kwargs = _CallReader(call, files).load()
     except BaseException as error:  # noqa: BLE001 - reported, and the worker lives on
         return pickle.dumps(("lost", f"the call could not be read: {type(error).__name__}: {error}"))
+    finally:
+        is_reading = False
     send(connection, pickle.dumps("started"))
     try:
         return pickle.dumps(("value", function(*args, **kwargs)))
@@ -175,6 +182,9 @@ def _pack_error(error: BaseException) -> bytes:
 
 def main() -> None:
     """Serve calls until the parent closes the connection."""
+    sys.modules["ludus.core.process_worker"] = sys.modules[
+        "__main__"
+    ]  # not a second one, that knows nothing
     connection = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(int(sys.argv[2]))
     sys.path[:] = pickle.loads(receive(connection))

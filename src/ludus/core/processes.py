@@ -169,10 +169,10 @@ class _Worker:
     """A worker process and the socket to it. Used by one driver thread at a time."""
 
     def __init__(self) -> None:
-        if _is_loading_main_script():
+        if process_worker.is_reading:
             raise WorkerError(
-                "a worker process tried to start workers of its own; put what the main script does "
-                'behind `if __name__ == "__main__":`'
+                "a worker process tried to start workers of its own while it imported what it was to run; put "
+                'what the script does behind `if __name__ == "__main__":`'
             )
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
@@ -258,13 +258,6 @@ class _Worker:
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return f"a worker process {how} under its call"
-
-
-def _is_loading_main_script() -> bool:
-    """Whether this is a worker that is running a main script which lacks its guard."""
-    main, script = sys.modules["__main__"], sys.modules.get("__mp_main__", None)
-    in_worker = getattr(main, "__file__", None) == process_worker.__file__
-    return in_worker and script is not None and script is not main
 
 
 _alive: weakref.WeakSet[_Worker] = weakref.WeakSet()

@@ -124,6 +124,11 @@ def _compare(model: nn.Module, expected: Tensor) -> None:
     if context.calls == 0:
         raise ConfigError(f"{name} does not hand keyword arguments down to its attention")
     _check_windows(model, context.windows)
+    if not bool(expected.isfinite().all()):
+        raise ConfigError(
+            f"{name} computes what is no finite number even on its own: its weights are damaged (look for NaN "
+            "or infinity in them), or too large for their number format"
+        )
     if not agree(given, expected):
         raise ConfigError(
             f"{name} gives other hidden states with packed sequences than with each one alone: "

@@ -9,9 +9,11 @@ the segments recorded so far, which is why the record cannot differ from what th
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from ludus.core.failures import Aborted, Fault
@@ -25,6 +27,8 @@ from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequenc
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.renderers import NextContext, Renderer
 from ludus.tools.results import OutputLimits
+
+log = logging.getLogger(__name__)
 
 
 class EpisodeOver(Exception):
@@ -218,6 +222,8 @@ class Episode:
         conversation.extend(new)
         before = 0 if step.restart else len(self._sequence)
         if before + len(step.tokens) >= self.budgets.max_tokens:
+            if not self.trajectory.turns:
+                _tell_long_prompt(self.task.id, len(step.tokens), self.budgets.max_tokens)
             self._end(StopReason.MAX_TOKENS)
         if step.restart and self._sequence.segments:
             self.trajectory.sequences.append(TokenSequence())
@@ -250,6 +256,18 @@ class Episode:
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
         return [*new[:-1], replace(new[-1], content=text)]
+
+
+@lru_cache(maxsize=1024)
+def _tell_long_prompt(task: str, tokens: int, limit: int) -> None:
+    """Once for each task: the model is not to blame."""
+    log.warning(
+        "the prompt of task %s has %d tokens and budgets.max_tokens = %d, so its episodes end before the model "
+        "says anything, and count as failed: raise the budget, or leave the task out",
+        task,
+        tokens,
+        limit,
+    )
 
 
 async def _together(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:

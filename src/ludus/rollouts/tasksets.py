@@ -37,6 +37,10 @@ def load_tasks(source: str) -> list[Task]:
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:
     """Checked tasks with unique ids; the error says which row is wrong, and how."""
     tasks: list[Task] = []
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
+        raise ConfigError(
+            f"{source} is a list of tasks, or the name of a file or a function; not {type(rows).__name__}"
+        )
     for number, row in enumerate(rows, start=1):
         try:
             tasks.append(Task.parse(row))

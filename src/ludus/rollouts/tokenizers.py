@@ -149,7 +149,7 @@ class HFTokenizer:
         return list(self.inner.encode(sound, add_special_tokens=False))
 
     def _is_direct(self) -> bool:
-        """Whether the library below would be asked for just this.
+        """Whether `transformers` would ask the library below for exactly this.
 
         `transformers` asks it for a batch of one, for which it lets go of the interpreter and wakes a
         thread on every core. An engine's thread then takes the interpreter, for longer than it takes to

@@ -84,6 +84,10 @@ def base_of(folder: Path) -> str:
 def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> nn.Module:
     """The base model with the adapter of a folder, ready to be trained further."""
     peft = require_peft()
+    if not any((folder / name).is_file() for name in (WEIGHTS, "adapter_model.bin")):
+        raise ConfigError(
+            f"{folder} has an {CONFIG} and no {WEIGHTS}: the adapter's weights are missing"
+        )
     settings = peft.LoraConfig.from_pretrained(str(folder))
     if config is not None:
         given = (config.rank, config.alpha, set(_targets(model, config)))

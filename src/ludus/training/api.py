@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from ludus.core.config import apply_overrides, read_toml
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.core.heap import settled_heap
+from ludus.core.looping import run_to_end
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.envs import Env
@@ -90,7 +90,7 @@ def train(
         agent=agent,
         demonstrations=demonstrations,
     )
-    return asyncio.run(train_async(resolved, parts, run, on_step))
+    return run_to_end(train_async(resolved, parts, run, on_step))
 
 
 def rollout(
@@ -106,7 +106,7 @@ def rollout(
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
     tasks = {one.name: one.parts.tasks for one in plans_of(resolved, parts)}
-    return asyncio.run(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
+    return run_to_end(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
 
 
 def evaluate(
@@ -129,7 +129,7 @@ def evaluate(
     if not any(tasks.values()):
         raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
     drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
-    return asyncio.run(
+    return run_to_end(
         play(resolved, parts, tasks, attempts or resolved.evaluation.attempts, drawn, seed)
     )
 

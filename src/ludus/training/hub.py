@@ -11,10 +11,20 @@ _known: set[str] = set()
 def check_hub(name: str) -> None:
     """Refuse a name that is neither in the hub's local cache nor known to a hub that can be reached."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
-    if name in _known or isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
+    try:
+        if name in _known or isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    except HFValidationError as error:
+        raise ConfigError(
+            f"model.name = {name!r} is neither a folder nor a name that a hub could have (owner/name)"
+        ) from error
     hub = constants.ENDPOINT
     try:
         HfApi(endpoint=hub).model_info(name, timeout=_PATIENCE)

@@ -110,7 +110,20 @@ def load_model(
         model = load_weights(folder, dtype)
         if config.lora is not None:
             model = add_adapter(model, config.lora, _lasting(config.name), seed)
+    _compare_vocabularies(model, tokenizer, config.name)
     return _moved(model, device), tokenizer
+
+
+def _compare_vocabularies(model: Any, tokenizer: HFTokenizer, name: str) -> None:
+    size = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocabulary_size > size:
+        log.warning(
+            "the tokenizer of %s has %d tokens and the model only %d: an episode in which one of the others "
+            "comes up fails. Is it another model's tokenizer, or were the embeddings not resized?",
+            name,
+            tokenizer.vocabulary_size,
+            size,
+        )
 
 
 def _load_adapted(
@@ -159,17 +172,26 @@ def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
 
     try:
         with without_bars():
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.name = {name!r} is neither a folder with a whole model in Hugging Face format nor a "
             f"name that the hub answers to: {error}"
         ) from error
-    for parameter in model.parameters():
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"model.name = {name!r}: its files lack {len(missing)} of the weights that its config.json asks "
+            f"for, such as {missing[0]}; they would be random numbers. Are all files there, and of one model?"
+        )
+    loaded: nn.Module = model
+    for parameter in loaded.parameters():
         # A file's tensors lie wherever the file has them. Matrix products round differently on memory that
         # is not aligned, and a resumed run must not differ from one that was never stopped.
         parameter.data = parameter.data.clone()
-    return model
+    return loaded
 
 
 def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module:

@@ -47,6 +47,10 @@ class ActionFormat(ABC):
         """The format for exactly these tools, where its grammar depends on them."""
         return self
 
+    def unreachable(self, tools: Sequence[ToolSpec]) -> list[str]:
+        """The tools among these that cannot be called in this format."""
+        return []
+
     @abstractmethod
     def parse(self, text: str) -> ParsedAction:
         """What `text` asks for. Never raises: a call that cannot be read is one with a fault."""

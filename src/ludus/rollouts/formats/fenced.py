@@ -42,6 +42,10 @@ class FencedFormat(ActionFormat):
         """`languages` says which tool runs what, such as `{"python": "python.code"}`."""
         self.languages = targets({name.lower(): target for name, target in languages.items()})
 
+    def unreachable(self, tools: Sequence[ToolSpec]) -> list[str]:
+        reached = {target.tool for target in self.languages.values()}
+        return [tool.name for tool in tools if tool.name not in reached]
+
     def parse(self, text: str) -> ParsedAction:
         thought, spoken, closed = split_thinking(text)
         if not closed:

@@ -70,6 +70,10 @@ class TagsFormat(ActionFormat):
         made._set({tool.name: Target.of(tool) for tool in usable})
         return made
 
+    def unreachable(self, tools: Sequence[ToolSpec]) -> list[str]:
+        reached = {target.tool for target in self.tags.values()}
+        return [tool.name for tool in tools if self._given and tool.name not in reached]
+
     def parse(self, text: str) -> ParsedAction:
         thought, spoken, closed = split_thinking(text)
         if not closed:

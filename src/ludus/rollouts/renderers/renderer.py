@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -19,6 +20,8 @@ from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described
 from ludus.rollouts.renderers.placeholders import unused_word
 from ludus.rollouts.renderers.probes import TOOL, is_rewritten, probe
 from ludus.rollouts.renderers.template import SafeTemplate
+
+log = logging.getLogger(__name__)
 
 History = Literal["strict", "keep", "split"]
 
@@ -74,6 +77,7 @@ class Renderer:
     def _bind(self, tools: Sequence[ToolSpec]) -> Self | None:
         """None where the format has nothing to fit."""
         format = self.format.bind(tools)
+        _refuse_unreachable(format, tools)
         if format is self.format:
             return None
         self._refuse_special_tags(format)
@@ -214,3 +218,16 @@ class Renderer:
 
     def _is_stop(self, token: int) -> bool:
         return token in self.tokenizer.stop_tokens
+
+
+def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None:
+    """Tools that nobody could call: a mistake if they are all there is, worth a word if they are some."""
+    lost = format.unreachable(tools)
+    told = (
+        f"the format {format.name!r} has no way to call {', '.join(lost)}: say how in agent.format_options "
+        "(docs/formats.md), or choose another agent.format"
+    )
+    if lost and len(lost) == len(tools):
+        raise ConfigError(told)
+    if lost:
+        log.warning("%s", told)
