@@ -182,9 +182,8 @@ def _pack_error(error: BaseException) -> bytes:
 
 def main() -> None:
     """Serve calls until the parent closes the connection."""
-    sys.modules["ludus.core.process_worker"] = sys.modules[
-        "__main__"
-    ]  # not a second one, that knows nothing
+    # Whoever imports this module here gets this one, and not a second one that reads nothing.
+    sys.modules["ludus.core.process_worker"] = sys.modules["__main__"]
     connection = socket.socket(fileno=int(sys.argv[1]))
     end_with_parent(int(sys.argv[2]))
     sys.path[:] = pickle.loads(receive(connection))
