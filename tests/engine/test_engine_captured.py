@@ -94,7 +94,7 @@ def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> 
     )
     runner = worker._runner
     assert isinstance(runner, StaticRunner)
-    state = runner._prefill._state
+    state = runner._prefill._parts.state
     if source.random() < 0.5:
         state.tables = state.tables[:, :2].clone()  # too narrow for most
     graphs = runner._graphs

@@ -293,18 +293,17 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make()
-    states = short.turn_states
+    states = short.TurnParts.hidden_states
     counts: list[int] = []
 
-    def scarce(model: Any, store: Any, inputs: dict[str, Tensor], tables: Tensor) -> Any:
+    def scarce(parts: short.TurnParts, inputs: dict[str, Tensor], tables: Tensor) -> Any:
         tokens = len(inputs["ids_T"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
         counts.append(tokens)
-        return states(model, store, inputs, tables)
+        return states(parts, inputs, tables)
 
-    for module in (short, prefill):
-        monkeypatch.setattr(module, "turn_states", scarce)
+    monkeypatch.setattr(short.TurnParts, "hidden_states", scarce)
     monkeypatch.setattr(short, "SIZES", sizes)
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -16,7 +16,7 @@ from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter, require_peft
 from ludus.training.hub import check_hub
-from ludus.training.pretrained import check_file, is_packed, located, without_bars
+from ludus.training.pretrained import check_file, located, without_bars
 from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 
 log = logging.getLogger(__name__)
@@ -49,17 +49,18 @@ def check_source(config: ModelConfig) -> None:
         require_peft()
     if config.name is None:
         return
-    check_file(config.name)
+    if check_file(config.name):
+        return
     folder = Path(config.name).expanduser()
     if folder.is_dir() and not is_adapter(folder) and not (folder / "config.json").is_file():
         raise ConfigError(f"model.name = {config.name!r} is a folder without a config.json: not a model")
-    if folder.is_file() and folder.suffix != ".gguf":
+    if folder.is_file():
         raise ConfigError(
             f"model.name = {config.name!r} is a file, and neither a folder nor a GGUF file"
         )
     if not folder.exists() and config.name.startswith((".", "/", "~")):
         raise ConfigError(f"model.name = {config.name!r}: there is no such folder")
-    if folder.exists() or is_packed(config.name) or "://" in config.name:
+    if folder.exists() or "://" in config.name:
         return
     if not _HUB_NAME.fullmatch(config.name):
         raise ConfigError(

@@ -58,27 +58,24 @@ SHORT_NAMES: Mapping[str, Packaged] = {"smollm2": _SMOLLM2, "smollm2-135m-instru
 
 def located(name: str) -> str:
     """The folder to load a model from, where the name is a short one or a GGUF file; else the name itself."""
+    file = _packed(name)
+    return name if file is None else str(converted(file))
+
+
+def check_file(name: str) -> bool:
+    """Refuse a short name or a GGUF file that `located` could not find or read; whether it is one at all."""
+    file = _packed(name)
+    if file is not None:
+        _readable(file)
+    return file is not None
+
+
+def _packed(name: str) -> Path | None:
+    """The GGUF file that a short name or a file's stands for."""
     packaged = SHORT_NAMES.get(name.lower())
     if packaged is not None and not Path(name).is_dir():
-        return str(converted(_file_of(name, packaged)))
-    if name.lower().endswith(".gguf"):
-        return str(converted(Path(name).expanduser()))
-    return name
-
-
-def is_packed(name: str) -> bool:
-    """Whether this is a short name or a GGUF file's, for which `located` finds a folder."""
-    is_short = name.lower() in SHORT_NAMES and not Path(name).is_dir()
-    return is_short or name.lower().endswith(".gguf")
-
-
-def check_file(name: str) -> None:
-    """Refuse a short name or a GGUF file that `located` could not find or read; other names are left alone."""
-    packaged = SHORT_NAMES.get(name.lower())
-    if packaged is not None and not Path(name).is_dir():
-        _readable(_file_of(name, packaged))
-    elif name.lower().endswith(".gguf"):
-        _readable(Path(name).expanduser())
+        return _file_of(name, packaged)
+    return Path(name).expanduser() if name.lower().endswith(".gguf") else None
 
 
 def cache_folder() -> Path:

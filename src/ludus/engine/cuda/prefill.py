@@ -12,13 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ludus.engine.cuda.decode import DecodeStep, RowState
 from ludus.engine.cuda.draws import RowDraws
-from ludus.engine.cuda.graphs import StepGraphs
-from ludus.engine.cuda.pages import FixedStore
-from ludus.engine.cuda.short import ShortPass, turn_states
+from ludus.engine.cuda.short import ShortPass, TurnParts
 from ludus.engine.cuda.turns import Turns, turns_of
 from ludus.engine.head import head_logits
 from ludus.engine.runner import sample_chunks, score
@@ -38,26 +35,16 @@ _FEWEST_TOKENS = 64
 class PrefillStep:
     """Runs the chunks of a step that are not plain decoding, and keeps what they draw with the decoder's."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        store: FixedStore,
-        state: RowState,
-        decode: DecodeStep,
-        draws: RowDraws,
-        graphs: StepGraphs,
-        copies: int,
-    ) -> None:
-        self._model, self._store = model, store
-        self._state, self._decode, self._draws, self._graphs = state, decode, draws, graphs
-        self._short = ShortPass(model, store, state, decode, graphs, copies)
+    def __init__(self, parts: TurnParts, draws: RowDraws, copies: int) -> None:
+        self._parts, self._draws = parts, draws
+        self._short = ShortPass(parts, copies)
         self._most_tokens: int | None = None
         self._has_room = True
         """For short passes, which are padded."""
 
     def launch(self, copy: int, chunks: Sequence[Chunk], tables: Ints) -> Scores:
         """Begin the step; the scores of the chunks that score. First tokens follow the decoder's results."""
-        place, scores = self._state.idle, Scores()
+        place, scores = self._parts.state.idle, Scores()
         todo = [list(chunks)]
         may_be_short = self._has_room
         while todo:
@@ -67,7 +54,7 @@ class PrefillStep:
                 todo += reversed(halves(part))
                 may_be_short = False  # there is one set of static buffers a step
                 continue
-            turns = turns_of(part, tables, self._store.page_size, self._draws)
+            turns = turns_of(part, tables, self._parts.store.page_size, self._draws)
             size = self._short.size_for(turns) if may_be_short else None
             has_failed = False
             try:
@@ -111,22 +98,22 @@ class PrefillStep:
         )
 
     def _launch_long(self, turns: Turns, place: int) -> Scores:
-        *values, tables_RP = sent([*turns.arrays.values(), turns.tables_RP], self._state.tables.device)
+        *values, tables_RP = sent([*turns.arrays.values(), turns.tables_RP], self._parts.device)
         inputs = dict(zip(turns.arrays, values, strict=True))
-        if self._state.keep_tables(inputs["rows_R"], tables_RP):
-            self._graphs.clear()
-        hidden_TD = turn_states(self._model, self._store, inputs, tables_RP)
+        model, decode = self._parts.model, self._parts.decode
+        self._parts.keep_tables(inputs["rows_R"], tables_RP)
+        hidden_TD = self._parts.hidden_states(inputs, tables_RP)
         if turns.drawing:
-            logits_SV = head_logits(self._model, hidden_TD.index_select(0, inputs["last_S"]))
+            logits_SV = head_logits(model, hidden_TD.index_select(0, inputs["last_S"]))
             if any(chunk.request.sampling.is_truncated for chunk in turns.drawing):
                 drawn = sample_chunks(logits_SV, turns.drawing)
-                self._decode.keep_known(place, turns.drawing_S, drawn)
+                decode.keep_known(place, turns.drawing_S, drawn)
             else:
                 drawn_S = sample(logits_SV, inputs["temperatures_S"], inputs["shares_S"])
-                self._decode.keep(place, inputs["drawing_S"], drawn_S)
+                decode.keep(place, inputs["drawing_S"], drawn_S)
         starts = turns.starts_R1.tolist()
         return [
-            (chunk, score(self._model, chunk, hidden_TD[start:stop]))
+            (chunk, score(model, chunk, hidden_TD[start:stop]))
             for chunk, start, stop in zip(turns.chunks, starts[:-1], starts[1:], strict=True)
             if chunk.request.is_score
         ]

@@ -22,6 +22,7 @@ from ludus.engine.cuda.draws import RowDraws
 from ludus.engine.cuda.graphs import StepGraphs
 from ludus.engine.cuda.pages import FixedStore
 from ludus.engine.cuda.prefill import PrefillStep
+from ludus.engine.cuda.short import TurnParts
 from ludus.engine.memory import device_of, on_device
 from ludus.engine.runner import Results, sample_chunks
 from ludus.engine.scheduler import Chunk
@@ -53,9 +54,8 @@ class StaticRunner:
         self._draws = RowDraws(rows)
         self._graphs = StepGraphs(self._device, stats)
         self._decode = DecodeStep(model, store, state, self._copies, self._graphs)
-        self._prefill = PrefillStep(
-            model, store, state, self._decode, self._draws, self._graphs, self._copies
-        )
+        parts = TurnParts(model, store, state, self._decode, self._graphs)
+        self._prefill = PrefillStep(parts, self._draws, self._copies)
         self._known: object = None
 
     def launch(self, chunks: Sequence[Chunk], tables: Ints, pages: int) -> InFlight:
