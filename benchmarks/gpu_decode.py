@@ -200,6 +200,7 @@ def peers(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
             row["continuous batching"] = attempt(
                 "batching", batching_rate, model, contexts, given.device
             )
+            say(f"  peers: {shown([row]).splitlines()[-1]}")
         del model
 
 
