@@ -125,8 +125,13 @@ def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attem
             size = int(mine.sum())
             if size > 1:
                 scale = ((2 * size - 1) / (2 * (size - 1))) ** 0.5
+                # this share of (deviation + 1e-8) is the deviation, and scaled
+                share = float((expected[mine].square().sum() / (size - 1)).sqrt())
                 torch.testing.assert_close(
-                    found[: len(expected)][mine], expected[mine] * scale, atol=1e-6, rtol=1e-6
+                    found[: len(expected)][mine],
+                    expected[mine] / (share / scale + 1 - share),
+                    atol=1e-6,
+                    rtol=1e-6,
                 )
     else:
         torch.testing.assert_close(found[: len(expected)], expected)

@@ -69,7 +69,7 @@ def operations(request, monkeypatch):
     """What the forward is made of: torch operations, or the kernels (in the interpreter without a GPU)."""
     if request.param == "compiled":
         pytest.importorskip("triton")
-        for module in (blocks, kernels.gating, kernels.norm, kernels.rotary):
+        for module in (blocks, kernels.gating, kernels.low_rank, kernels.norm, kernels.rotary):
             monkeypatch.setattr(module, "unavailable", lambda device: None)
 
 

@@ -9,11 +9,12 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ludus.kernels import adamw, attention, gating, logprobs, norm, rotary, sampling  # noqa: E402
+from ludus.kernels import adamw, attention, gating, logprobs, low_rank, norm, rotary, sampling  # noqa: E402
 from ludus.kernels.compiled import adamw as adamw_kernels  # noqa: E402
 from ludus.kernels.compiled import decode  # noqa: E402
 from ludus.kernels.compiled import gating as gating_kernels  # noqa: E402
 from ludus.kernels.compiled import logprobs as logprob_kernels  # noqa: E402
+from ludus.kernels.compiled import low_rank as low_rank_kernels  # noqa: E402
 from ludus.kernels.compiled import norm as norm_kernels  # noqa: E402
 from ludus.kernels.compiled import prefill as prefill_kernels  # noqa: E402
 from ludus.kernels.compiled import rotary as rotary_kernels  # noqa: E402
@@ -166,6 +167,53 @@ def rows_of_logits(rows, size):
     logits = randn(rows, size) * 4
     logits[0, size // 2 :] = -math.inf  # what cannot be drawn
     return logits
+
+
+CASES = [
+    (1, 100, 5, [(0, 40)]),
+    (37, 300, 16, [(0, 64), (64, 32), (96, 32)]),
+    (9, 900, 8, [(0, 70), (102, 33)]),  # what lies between them gets nothing
+    (130, 64, 70, [(16, 48), (64, 129), (193, 7)]),
+    (1100, 48, 4, [(0, 96)]),
+]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "depth", "rank", "columns"), CASES)
+def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind):
+    x, width = randn(tokens, depth).to(kind), sum(columns[-1]) + 11
+    down = randn(rank * len(columns), depth, seed=1)
+    up = randn(sum(count for _, count in columns), rank, seed=2)
+    start = randn(tokens, width, seed=3).to(kind)
+    out = start.clone()
+    inner = low_rank_kernels.add(out, x, down, up, columns, 0.3)
+    exact = x.double() @ down.double().t()
+    close(inner.sum(0).double(), exact, 1e-3 if kind == torch.bfloat16 else 1e-5)
+    expected, row = start.double(), 0
+    for number, (first, count) in enumerate(columns):
+        own = exact[:, number * rank : (number + 1) * rank]
+        expected[:, first : first + count] += 0.3 * own @ up[row : row + count].double().t()
+        row += count
+    # half of the last bit of bf16 on average; the interpreter cuts where a GPU rounds
+    close(out.double(), expected, 5e-3 if kind == torch.bfloat16 else 1e-5)
+    untouched = torch.ones(width, dtype=torch.bool)
+    for first, count in columns:
+        untouched[first : first + count] = False
+    assert torch.equal(out[:, untouched], start[:, untouched])
+    twin = start.clone()
+    low_rank.plain_low_rank_add(twin, x, down, up, columns, 0.3)
+    close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
+
+
+def test_sums_are_split_for_few_tokens_only(monkeypatch):
+    monkeypatch.setattr(low_rank_kernels, "_ENOUGH", 8)
+    down, up = randn(4, 1024), randn(32, 4)
+    parts = {}
+    for tokens in (0, 2, 300):
+        out, x = randn(tokens, 32), randn(tokens, 1024)
+        parts[tokens] = len(low_rank_kernels.add(out, x, down, up, [(0, 32)], 1.0))
+    assert parts[2] > 1
+    assert parts[300] == 1
 
 
 @pytest.mark.parametrize("size", [50, 4096, 9001])

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ludus.kernels.compiled import adamw, decode, logprobs, prefill
+from ludus.kernels.compiled import adamw, decode, logprobs, low_rank, prefill
 
 def text(kernel, kinds, constants, capability):
     names = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
@@ -22,16 +22,17 @@ def text(kernel, kinds, constants, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
 numbers = dict.fromkeys(
-    "window table_width rows heads kv_heads page_size size least count blocks STRIDE".split(), "i32"
+    "window table_width rows heads kv_heads page_size size least count blocks STRIDE "
+    "tokens width ranks chunk parts total rank width0 width1 width2 first0 first1 first2".split(), "i32"
 )
 floats = dict.fromkeys(
     "scaling softcap rate eps rest1 beta2 rest2 log_beta1 log_beta2 inverse".split(), "fp32"
 )
-states = dict.fromkeys(["Q", "KEYS", "VALUES", "OUT", "KEPT"], "*bf16")
+states = dict.fromkeys(["Q", "KEYS", "VALUES", "OUT", "KEPT", "X"], "*bf16")
 places = dict.fromkeys(["TABLES", "STARTS", "LENGTHS", "TENSORS", "SOUND"], "*i32")
 tables = dict.fromkeys(["OFFSETS", "TABLE", "SIZES", "TOKENS"], "*i64")
 sums = dict.fromkeys(
-    "PART LSE DECAYS SCALE LOGITS TOP SUM MOMENT SHIFT DLOGPROB".split(), "*fp32"
+    "PART LSE DECAYS SCALE LOGITS TOP SUM MOMENT SHIFT DLOGPROB DOWN UP".split(), "*fp32"
 )
 kinds = {**numbers, **floats, **states, **places, **tables, **sums}
 tiles = {"SIZE": 64, "HAS_CAP": True, "HAS_WINDOW": True}
@@ -43,6 +44,12 @@ for capability in (80, 90):
     ptx = text(adamw._step, kinds, half, capability)
     text(logprobs._summaries, kinds, {"KEEPS": True, "BLOCK": 4096}, capability)
     text(logprobs._kept_gradient, kinds, {"BLOCK": 4096}, capability)
+    for precision in ("ieee", "tf32"):
+        small = {"TOKENS": 16, "DEPTH": 64, "PRECISION": precision}
+        text(low_rank._inner, kinds, {**small, "RANKS": 64}, capability)
+        for single in ({}, {"parts": 1}):
+            adding = {**small, "DEPTH": 16, "COLUMNS": 64, "ADAPTERS": 3, **single}
+            text(low_rank._add, kinds, adding, capability)
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "memory is not read in pieces of 16 bytes"
 """
 

@@ -241,13 +241,16 @@ def test_a_trained_adapter_s_reference_is_the_start_or_the_base(
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("bare", [False, True])
 def test_gradients_with_a_shared_reference_are_those_with_a_copy(
-    base: Path, tmp_path: Path, bare: bool
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare: bool, is_fused: bool
 ) -> None:
     """The reference is read between the policy's forward and backward pass, of the same module."""
     from ludus.training.learner import frozen
 
+    if is_fused:
+        monkeypatch.setattr("ludus.engine.forward.unavailable", lambda device: None)
     model, copy = adapted(base), adapted(base)
     save_adapter(tmp_path, model)
     shared = adapter_reference(model, tmp_path, bare=bare)
@@ -286,6 +289,27 @@ def test_the_fused_forward_runs_adapters_too(
     monkeypatch.setattr("ludus.engine.forward.unavailable", lambda device: None)
     for one, logits in zip((model, *references), expected, strict=True):
         torch.testing.assert_close(hidden(one), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_joined_factors_are_saved_and_loaded_as_their_own(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.engine.forward.unavailable", lambda device: None)
+    model = adapted(base)
+    expected = hidden(model)  # joins them
+    save_adapter(tmp_path, model)
+    for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items():
+        assert torch.equal(tensor, model.state_dict()[name.replace(".weight", ".default.weight")]), name
+    again, _ = load_model(ModelConfig(name=str(base), device="cpu"), seed=1)
+    use_ludus_attention(again)
+    import peft
+
+    loaded: Any = peft.PeftModel.from_pretrained(again, str(tmp_path))
+    torch.testing.assert_close(hidden(loaded), expected, rtol=1e-5, atol=1e-5)
+    copied = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    shaken(model, 0.2, seed=3)
+    model.load_state_dict(copied)
+    torch.testing.assert_close(hidden(model), expected, rtol=0, atol=0)
 
 
 # Numbers

@@ -16,6 +16,7 @@ from ludus.kernels.logprobs import (
     summarise_logits,
     token_logprobs,
 )
+from ludus.kernels.low_rank import low_rank_add
 from ludus.kernels.norm import add_rms_norm, rms_norm
 from ludus.kernels.rotary import rotate, rotate_and_store
 from ludus.kernels.sampling import sample
@@ -30,6 +31,7 @@ __all__ = [
     "kept_gradient",
     "linear_float32",
     "logit_gradient",
+    "low_rank_add",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

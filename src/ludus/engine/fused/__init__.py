@@ -6,7 +6,8 @@ alike. What it does not recognise stays with the module's own forward.
 
 from ludus.engine.fused.blueprint import Blueprint, blueprint_of, distrust, unrecognised
 from ludus.engine.fused.forward import fused_hidden_states
-from ludus.engine.fused.joining import is_joined, join, joint_linear
+from ludus.engine.fused.joining import is_joined, join
+from ludus.engine.fused.projection import joint_linear
 
 __all__ = [
     "Blueprint",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ludus.engine.fused.joining import can_join, is_joined, join, joint_parameters
+from ludus.engine.fused.joining import can_join, joined_parameters, joint_parameters
 from ludus.kernels import unavailable
 
 
@@ -35,7 +35,7 @@ def qkv_block(
     heads: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(query, key, value, residual): add, norm, project, rotate."""
-    parameters = _joined_parameters(projections)
+    parameters = joined_parameters(projections)
     query, key, value, total = _Qkv.apply(
         added, residual, *norm, *angles, *heads, len(projections), *parameters
     )
@@ -50,16 +50,9 @@ def mlp_block(
     down: nn.Module,
 ) -> tuple[Tensor, Tensor]:
     """(what the block adds, residual): add, norm, open the gate, project."""
-    parameters = _joined_parameters(gate_up)
+    parameters = joined_parameters(gate_up)
     out, total = _Mlp.apply(added, residual, *norm, down.weight, len(gate_up), *parameters)
     return out, total
-
-
-def _joined_parameters(layers: Sequence[nn.Module]) -> list[Any]:
-    if not is_joined(layers):
-        join(layers)
-    weights: list[Any] = [layer.weight for layer in layers]
-    return weights if layers[0].bias is None else weights + [layer.bias for layer in layers]
 
 
 def _slopes(

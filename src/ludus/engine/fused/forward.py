@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ludus.engine.attention import AttentionContext
 from ludus.engine.fused.blocks import fits, mlp_block, qkv_block
 from ludus.engine.fused.blueprint import Blueprint, Layer, Norm
-from ludus.engine.fused.joining import joint_linear
+from ludus.engine.fused.projection import joint_linear
 from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul
 
 
@@ -66,12 +66,13 @@ def _layer(
             mixed = context.attend_joint(layer.index, qkv_TC, *angles, *heads, layer.rule)
         else:
             mixed = _attended(layer, *rotate(qkv_TC, *angles, *heads), context)
-    added_TD = layer.attention.o_proj(mixed)
+    added_TD = joint_linear([layer.attention.o_proj], mixed)
     if fits(residual_TD, layer.gate_up, [layer.mlp.down_proj]):
         norm = (layer.before_mlp.weight, layer.before_mlp.variance_epsilon)
         return mlp_block(added_TD, residual_TD, norm, layer.gate_up, layer.mlp.down_proj)
     normed_TD, residual_TD = _normed(layer.before_mlp, added_TD, residual_TD)
-    return layer.mlp.down_proj(silu_mul(joint_linear(layer.gate_up, normed_TD))), residual_TD
+    opened_TI = silu_mul(joint_linear(layer.gate_up, normed_TD))
+    return joint_linear([layer.mlp.down_proj], opened_TI), residual_TD
 
 
 def _attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:

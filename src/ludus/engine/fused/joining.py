@@ -14,15 +14,9 @@ import torch
 from torch import Tensor, nn
 
 
-def joint_linear(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
-    """The outputs of several layers side by side, [T, sum of their widths]."""
-    if not can_join(layers):  # adapters, quantised layers: each computes in its own way
-        return torch.cat([layer(x_TD) for layer in layers], dim=-1)
-    if not is_joined(layers):
-        join(layers)
-    parameters: list[Any] = [layer.weight for layer in layers]
-    if layers[0].bias is not None:
-        parameters += [layer.bias for layer in layers]
+def joint_product(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
+    """The outputs of several plain layers side by side, [T, sum of their widths]."""
+    parameters = joined_parameters(layers)
     if not torch.is_grad_enabled():
         return _product(x_TD, *joint_parameters(parameters, len(layers)))
     result: Tensor = _JointProduct.apply(x_TD, len(layers), *parameters)
@@ -56,6 +50,14 @@ def join(layers: Sequence[nn.Module]) -> None:
             pieces = torch.split(whole, [len(parameter) for parameter in parameters])
             for parameter, piece in zip(parameters, pieces, strict=True):
                 parameter.data = piece
+
+
+def joined_parameters(layers: Sequence[nn.Module]) -> list[Any]:
+    """The weights, and then the biases, of layers that are joined now if they were not."""
+    if not is_joined(layers):
+        join(layers)
+    weights: list[Any] = [layer.weight for layer in layers]
+    return weights if layers[0].bias is None else weights + [layer.bias for layer in layers]
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> bool:

@@ -1,0 +1,187 @@
+"""Adapters in the fused forward against peft's own layers, whose parameters it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ludus import kernels
+from ludus.engine import PackedContext, decoder_of, hidden_states, use_ludus_attention
+from ludus.engine.fused import blocks, blueprint_of, fused_hidden_states, is_joined
+
+peft: Any = pytest.importorskip("peft")
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+COMPUTED: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "queries and values": {"target_modules": ["q_proj", "v_proj"]},
+    "keys and the last product": {"target_modules": ["k_proj", "down_proj"]},
+    "another scale": {"use_rslora": True, "lora_alpha": 7},
+    "ranks that differ": {"rank_pattern": {"k_proj": 2, "up_proj": 5}},
+    "scales that differ": {"alpha_pattern": {"v_proj": 1, "gate_proj": 9}},
+    "dropout at rest": {"lora_dropout": 0.5},
+}
+LEFT: dict[str, dict[str, Any]] = {
+    "magnitudes": {"use_dora": True},
+    "biases": {"lora_bias": True},
+}
+
+
+def adapted(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    base: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)).to(dtype)
+    for parameter in base.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    use_ludus_attention(base)
+    common = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    model = peft.get_peft_model(base, peft.LoraConfig(**{**common, **settings}))
+    return model.eval()
+
+
+@pytest.fixture(params=["plain twins", "compiled"])
+def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward is made of: torch operations, or the kernels (in the interpreter without a GPU)."""
+    if request.param == "compiled":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("compiled kernels want tensors of the GPU")
+        for module in (blocks, kernels.gating, kernels.low_rank, kernels.norm, kernels.rotary):
+            monkeypatch.setattr(module, "unavailable", lambda device: None)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers whose own forward ran."""
+    names: list[str] = []
+    layer = peft.tuners.lora.Linear
+    own = layer.forward
+
+    def forward(self: Any, *given: Any, **others: Any) -> Any:
+        names.append(type(self).__name__)
+        return own(self, *given, **others)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    return names
+
+
+def both(model: Any, recomputed: int = 0) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Hidden states and gradients: the module's, and those of the fused forward."""
+    tokens = torch.randint(0, 60, (19,), generator=torch.Generator().manual_seed(1))
+    context = PackedContext([12, 7])
+    slope = torch.randn(19, 32, generator=torch.Generator().manual_seed(2))
+    blueprint = blueprint_of(decoder_of(model))
+    assert blueprint is not None
+    states, gradients = [], []
+    for is_fused in (False, True):
+        model.zero_grad()
+        given = (tokens, context.position_ids, context)
+        out = (
+            fused_hidden_states(blueprint, *given, recomputed)
+            if is_fused
+            else hidden_states(model, *given)
+        )
+        if out.requires_grad:
+            out.backward(slope.to(out.dtype))
+        states.append(out.detach())
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return states, gradients
+
+
+def assert_same(model: Any, recomputed: int = 0) -> None:
+    states, gradients = both(model, recomputed)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-5)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("settings", COMPUTED.values(), ids=COMPUTED)
+def test_states_and_gradients_are_those_of_peft(
+    settings: dict[str, Any], operations: None, called: list[str]
+) -> None:
+    model = adapted(**settings)
+    expected = sum(1 for module in model.modules() if type(module) is peft.tuners.lora.Linear)
+    assert_same(model, recomputed=1)
+    assert len(called) == expected, "the fused forward calls none of them"
+    names = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert names == {name for name, _ in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("settings", LEFT.values(), ids=LEFT)
+def test_other_adapters_compute_in_their_own_way(settings: dict[str, Any], called: list[str]) -> None:
+    model = adapted(**settings)
+    assert_same(model)
+    assert len(called) == 2 * 14
+
+
+def test_dropout_is_left_to_the_layer(called: list[str]) -> None:
+    model = adapted(lora_dropout=0.5).train()
+    blueprint, context = blueprint_of(decoder_of(model)), PackedContext([9])
+    assert blueprint is not None
+    tokens = torch.arange(9)
+    one, other = (
+        fused_hidden_states(blueprint, tokens, context.position_ids, context) for _ in range(2)
+    )
+    assert len(called) == 28
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+def test_adapters_that_are_off_or_merged_or_two(called: list[str]) -> None:
+    model = adapted()
+    with model.disable_adapter():
+        assert_same(model)
+    assert len(called) == 14, "the bases alone are one product"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    assert_same(model)
+    model.base_model.set_adapter(["default", "second"])
+    assert_same(model)
+    model.merge_adapter()
+    assert_same(model)
+
+
+def test_a_base_that_learns_too_is_left_to_its_layers() -> None:
+    model = adapted()
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    assert_same(model)
+
+
+def test_float32_adapters_of_a_bfloat16_base() -> None:
+    model = adapted(torch.bfloat16)
+    kinds = {p.dtype for name, p in model.named_parameters() if "lora_" in name}
+    assert kinds == {torch.float32}
+    states, gradients = both(model)
+    assert states[1].dtype == torch.bfloat16
+    torch.testing.assert_close(states[1], states[0], rtol=0.05, atol=0.05)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        found = gradients[1][name]
+        assert found.dtype == expected.dtype == torch.float32
+        assert float((found - expected).norm() / expected.norm()) < 0.05, name
+
+
+def test_joined_factors_stay_the_optimizer_s_own() -> None:
+    model = adapted()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    both(model)
+    attention = decoder_of(model).layers[0].self_attn
+    downs = [getattr(attention, name).lora_A["default"] for name in ("q_proj", "k_proj", "v_proj")]
+    assert is_joined(downs)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    before = downs[1].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(downs[1].weight, before)
+    assert_same(model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
