@@ -134,6 +134,8 @@ def test_checks(project: Path) -> None:
     assert "bad_arguments" in said
     said = ludus("check", "env", "safe", "--tasks", "ludus.envs.safe:training_tasks")
     assert "safe: ok" in said
+    done = CliRunner().invoke(app, ["check", "env", "safe"])
+    assert done.exit_code == 1 and "give it one of its own by --tasks" in done.output
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
@@ -204,6 +206,7 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("eval", "recipe.toml", "-m", "./no-such-folder"), "no-such-folder"),
         (("check", "tool", "task.py:nothing"), "has no 'nothing'"),
         (("check", "env", "sofe"), "Did you mean 'safe'"),
+        (("train", "recipe.toml", "run.folder=/proc/nothing"), "name another one as run.folder"),
         (("train", "recipe.toml", "sampling.top_k=5"), "importance ratios"),
         (("train", "rl.steps=9", "--resume", "somewhere"), "goes on by its own recipe"),
         (("train", "recipe.toml", "rl.attempts=1"), "can teach nothing"),

@@ -35,6 +35,7 @@ class Day(Config):
     by_name: dict[str, Walk] = Field(default_factory=dict)
     places: tuple[str | dict[str, Any], ...] = ()
     pairs: tuple[tuple[int, float], ...] = ()
+    is_fine: bool = True
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,20 @@ class Day(Config):
         ),
         ({"plan": [{"kind": "walk", "steps": 0}]}, "plan.0.steps: must be greater than or equal to 1"),
         ({"plan": [{"kind": "walk", "steps": 1.5}]}, "plan.0.steps: must be a whole number"),
+        (
+            {"plan": [{"kind": "walk", "steps": "3"}]},
+            "plan.0.steps: must be a whole number (given: '3')",
+        ),
+        (
+            {"plan": [{"kind": "walk", "steps": True}]},
+            "plan.0.steps: must be a whole number (given: True)",
+        ),
+        (
+            {"plan": [{"kind": "rest", "seconds": "1.5"}]},
+            "plan.0.seconds: must be a number (given: '1.5')",
+        ),
+        ({"is_fine": "yes"}, "is_fine: must be true or false (given: 'yes')"),
+        ({"is_fine": 1}, "is_fine: must be true or false (given: 1)"),
         ({"plan": [{"kind": "walk", "weights": 1}]}, "plan.0.weights: must be a table"),
         ({"places": [3]}, "places.0: must be text, or a table (given: 3)"),
         ({"pairs": [[0, "x"]]}, "pairs.0.1: must be a number (given: 'x')"),

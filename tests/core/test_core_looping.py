@@ -24,6 +24,15 @@ def test_without_a_loop_it_runs_here() -> None:
     assert run_to_end(work(3)) == (3, "none", threading.current_thread().name)
 
 
+def test_errors_have_no_other_error_behind_them() -> None:
+    async def fail() -> None:
+        raise ValueError("so it is")
+
+    with pytest.raises(ValueError, match="so it is") as found:
+        run_to_end(fail())
+    assert found.value.__context__ is None
+
+
 async def test_inside_a_loop_it_runs_in_a_thread_that_sees_the_same_context() -> None:
     word.set("given")
     value, seen, thread = run_to_end(work(3))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stage_runs import assert_same_tensors, episodes, numbers
 from training_helpers import TINY, Chatty, add, even, expert, tasks
 
@@ -420,3 +420,88 @@ def test_an_adapter_without_weights_is_refused_without_asking_a_hub(base: Path, 
         ConfigError, match=r"no adapter_model\.safetensors: the adapter's weights are missing"
     ):
         load_model(ModelConfig(name=str(tmp_path), device="cpu"), seed=0)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def rewritten(folder: Path, weights: dict[str, torch.Tensor]) -> ModelConfig:
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return ModelConfig(name=str(folder), device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_an_adapter_that_lacks_weights_is_refused(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    weights = weights_of(tmp_path)
+    name = next(name for name in weights if "q_proj.lora_B" in name)
+    del weights[name]
+    with pytest.raises(ConfigError, match=r"lack 1 of those .*q_proj\.lora_B"):
+        load_model(rewritten(tmp_path, weights), 0)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_an_adapter_with_weights_that_nobody_asks_for_is_refused(base: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapted(base))
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "target_modules": ["q_proj"]}))
+    with pytest.raises(ConfigError, match=r"does not ask for, such as .*lora_A"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+    file.write_text(json.dumps({**settings, "use_dora": True}))
+    with pytest.raises(ConfigError, match="adapter"):
+        load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+
+
+def test_an_adapter_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    for name in ("inner", "outer"):
+        (tmp_path / name).mkdir()
+        save_adapter(tmp_path / name, adapted(base))
+    file = tmp_path / "outer" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    inner = {"base_model_name_or_path": str(tmp_path / "inner")}
+    file.write_text(json.dumps({**settings, **inner}))
+    with pytest.raises(ConfigError, match="an adapter itself: merge"):
+        load_model(ModelConfig(name=str(tmp_path / "outer"), device="cpu"), 0)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True, "target_modules": ["q_proj", "up_proj"]},
+        {"target_modules": ["embed_tokens", "v_proj"]},
+        {"target_modules": ["k_proj"], "use_rslora": True, "rank_pattern": {"k_proj": 2}},
+    ],
+    ids=["magnitudes", "embeddings", "ranks"],
+)
+def test_other_people_s_adapters_have_a_reference_too(
+    base: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    import peft
+
+    plain, _ = load_model(ModelConfig(name=str(base), device="cpu"), 0)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **settings)
+    own: Any = peft.get_peft_model(plain, config)
+    own.peft_config["default"].base_model_name_or_path = str(base)
+    own.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    model, _ = load_model(ModelConfig(name=str(tmp_path), device="cpu"), 0)
+    use_ludus_attention(model)
+    start = hidden(model)
+    reference = adapter_reference(model, tmp_path, bare=False)
+    shaken(model, 0.3)
+    assert not torch.allclose(hidden(model), start, atol=1e-2)
+    torch.testing.assert_close(hidden(reference), start, rtol=1e-5, atol=1e-5)
+
+
+def test_what_peft_cannot_adapt_is_told(base: Path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    from ludus.training.adapters import add_adapter
+    from ludus.training.recipe import LoraConfig
+
+    shape = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4)
+    with pytest.raises(ConfigError, match="peft cannot adapt 'a state-space model'"):
+        add_adapter(MambaForCausalLM(shape), LoraConfig(), "a state-space model", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_helpers import TINY, add, even, expert, tasks
+from transformers import AutoTokenizer
 
 import ludus
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.observe import RunFolder, undefined
+from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training import Parts, Recipe
+from ludus.training.checkpoint import save_learner
+from ludus.training.learner import Learner
+from ludus.training.settings import OptimizerConfig
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:
@@ -120,6 +126,66 @@ def test_conversations_can_be_imitated(tmp_path: Path) -> None:
                            sampling=Sampling(temperature=0))  # fmt: skip
     trajectory = played[0].trajectories[0]
     assert [call.name for call in trajectory.calls] == ["add"] and trajectory.answer == "3"
+
+
+ANSWER = [{"role": "user", "content": "1 plus 2?"}, {"role": "assistant", "content": "3"}]
+
+
+@pytest.mark.parametrize("given", [[ANSWER], [{"messages": ANSWER}]])
+def test_conversations_can_be_passed_as_dictionaries(tmp_path: Path, given: Any) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    result = ludus.train(**tables, **code(), demonstrations=given)
+    assert any("sft/loss" in row for row in result.metrics)
+
+
+def test_a_demonstration_that_is_none_is_named(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    wrong: Any = [ANSWER, ["user: 1 plus 2?"]]
+    with pytest.raises(ConfigError, match="demonstration 2 is not a list of messages"):
+        ludus.train(**tables, **code(), demonstrations=wrong)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_what_the_model_cannot_read_is_refused(tmp_path: Path, kind: str) -> None:
+    long = [ANSWER[0], {"role": "assistant", "content": "3 " * 800}]
+    shape = {**TINY["model"]["scratch"], "context": 1024}
+    tables = settings(tmp_path / "run", model={"scratch": shape})
+    if kind == "sft":
+        stage: dict[str, Any] = {"kind": "sft", "steps": 1, "batch": 1}
+        match = "demonstration 2 has .* tokens, and the model can look at 1024"
+    else:
+        pairs = [{"chosen": ANSWER, "rejected": ANSWER}, {"chosen": ANSWER, "rejected": long}]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        stage = {"kind": "dpo", "steps": 1, "batch": 1, "pairs": str(tmp_path / "pairs.jsonl")}
+        match = "what was rejected in pair 2 has .* tokens, and the model can look at 1024"
+    tables = {name: value for name, value in tables.items() if name != "rl"}
+    shown = {"demonstrations": [ANSWER, long]} if kind == "sft" else {}
+    with pytest.raises(ConfigError, match=match):
+        ludus.train(**tables, stage=[stage], **code(), **shown)
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "first", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    base = ludus.train(**tables, **code(), demonstrations=[ANSWER]).model
+    unmeasured = {name: part for name, part in code().items() if name != "held_out"}
+    tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(base)).inner
+    tokenizer.add_tokens(["plus"])
+    tokenizer.save_pretrained(base)
+    tables = settings(tmp_path / "run", model=base, rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    with pytest.raises(ConfigError, match=r"demonstration 1 holds the token .* and the model has"):
+        ludus.train(**tables, **unmeasured, demonstrations=[ANSWER])
+
+
+def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(400, 400).bfloat16()  # its masters are float32
+    learner = Learner(layer, OptimizerConfig(), 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(LudusError, match=r"could not be written to .* MiB are free"):
+            save_learner(tmp_path, learner)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
         return [("error", f"{text}budgets.max_tokens = {recipe.budgets.max_tokens}")]
     if trajectory.reward is None and not parts.group_rewards:
         return [("warning", "an episode was played and not scored: every reward returned None")]
-    return [("info", f"an episode was played: {trajectory.stop}, reward {trajectory.reward}")]
+    ended = f"{trajectory.stop}, reward {trajectory.reward}"
+    return [("info", f"an episode was played, by a script in the model's place: {ended}")]
 
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
@@ -130,7 +131,10 @@ def _env(factory: object, tasks: list[Task], name: str) -> Findings:
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
     task = tasks[0] if tasks else Task.of("check", id="check")
     found = asyncio.run(check_env(factory, task, name=name))
-    return [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
+    findings = [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
+    if not tasks and any(severity == "error" for severity, _ in findings):
+        findings.append(("info", "it was given a task without data; give it one of its own by --tasks"))
+    return findings
 
 
 def tool_findings(reference: str, arguments: str | None) -> Findings:

@@ -70,7 +70,10 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
     """Train, show, report."""
     console = Console(stderr=True)
     if recipe_path is not None and resume is not None:
-        raise ConfigError(f"a resumed run goes on by its own recipe: leave out {str(recipe_path)!r}")
+        raise ConfigError(
+            f"a resumed run goes on by its own recipe: leave out {str(recipe_path)!r}, or begin a "
+            "new run from its last checkpoint with model.name=FOLDER"
+        )
     if recipe_path is None and resume is None:
         raise ConfigError("give either a recipe, or --resume and a run's folder")
     if resume is not None:

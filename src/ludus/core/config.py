@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from ludus.core.config_problems import explained
+from ludus.core.config_problems import explained, refuse_lookalikes
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 
@@ -24,6 +24,13 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,  # nothing is computed with them, and JSON cannot hold them
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_are_meant(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping):
+            refuse_lookalikes(cls, raw)
+        return raw
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: str = "the recipe") -> Self:

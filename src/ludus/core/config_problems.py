@@ -6,12 +6,12 @@ stand among the keys. `_follow` walks the models along such a place, and keeps w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ludus.core.messages import Json
 
@@ -40,6 +40,45 @@ def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
         f"  {where}: {_joined(texts)}{given}" if where else f"  {_joined(texts)}{given}"
         for (where, given), texts in lines.items()
     ]
+
+
+def refuse_lookalikes(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
+    """Raise where a text stands for a number, or a truth does, or either for a truth.
+
+    Pydantic would convert them. A recipe has kinds of its own for all three, so this is a mistake.
+    """
+    found: list[Any] = [
+        {"type": kind, "loc": (name,), "input": raw[name]}
+        for name, field in model.model_fields.items()
+        if name in raw and (kind := _lookalike(field.annotation, raw[name]))
+    ]
+    if found:
+        raise ValidationError.from_exception_data(model.__name__, found)
+
+
+def _lookalike(annotation: Any, value: Any) -> str | None:
+    """Pydantic's name for what is wrong with a value of the wrong kind; None when there is nothing wrong."""
+    kinds = set(_kinds(annotation))
+    is_plain = kinds <= {int, float, bool, type(None)}  # a union with others has a say of its own
+    if not is_plain or type(value) in kinds or not isinstance(value, str | bool | int | float):
+        return None
+    if bool in kinds and not isinstance(value, bool):
+        return "bool_type"
+    if isinstance(value, str | bool) and kinds & {int, float}:
+        return "int_type" if int in kinds else "float_type"
+    return None
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    else:
+        yield annotation
 
 
 def _joined(texts: Sequence[str]) -> str:

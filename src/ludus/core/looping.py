@@ -17,9 +17,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
     The caller waits either way. An interrupt cancels the coroutine, and is raised when that has ended.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_in_a_loop():
         return asyncio.run(coroutine)
     outcome: Future[T] = Future()
     began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
@@ -47,3 +45,11 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
     finally:
         thread.join()
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

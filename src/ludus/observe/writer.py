@@ -46,7 +46,7 @@ class RunWriter(RunFolder):
         text = _recipe_text(recipe)
         if writer.path.is_dir():
             writer._refuse_content()  # before a lock is left in a folder that is somebody else's
-        writer.path.mkdir(parents=True, exist_ok=True)
+        _make_folder(writer.path)
         with writer._locked():
             clean_leftovers(writer.path)
             writer._refuse_content()
@@ -79,7 +79,7 @@ class RunWriter(RunFolder):
     def create_numbered(cls, name: str, recipe: Mapping[str, Any], *, root: str | Path = "runs") -> Self:
         """Start a run in `<root>/<name>-001`, or the next number that is free."""
         _recipe_text(recipe)  # what cannot be stored makes no folder
-        Path(root).mkdir(parents=True, exist_ok=True)
+        _make_folder(Path(root))
         stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
         taken = [re.fullmatch(re.escape(stem) + r"-(\d+)", entry.name) for entry in Path(root).iterdir()]
         number = 1 + max((int(match[1]) for match in taken if match), default=0)
@@ -191,6 +191,15 @@ class RunWriter(RunFolder):
             len(files),
             len(checkpoints),
         )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder can be made at {path} ({error.strerror}); name another one as run.folder"
+        ) from None
 
 
 def _recipe_text(recipe: Mapping[str, Any]) -> str:

@@ -58,7 +58,10 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> n
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted: Any = peft.get_peft_model(model, settings)
+        try:
+            adapted: Any = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(f"model.lora: peft cannot adapt {base!r}: {error}") from error
     adapted.peft_config["default"].base_model_name_or_path = base
     return _checked(adapted)
 
@@ -77,6 +80,11 @@ def base_of(folder: Path) -> str:
     if not isinstance(base, str):
         raise ConfigError(
             f"{folder / CONFIG} does not say which model its adapter is for: set base_model_name_or_path"
+        )
+    if is_adapter(base):
+        raise ConfigError(
+            f"the adapter in {folder} is for {base!r}, which is an adapter itself: merge that one into its "
+            "base first (peft's merge_and_unload), and name the folder with the merged model"
         )
     return base
 
@@ -104,12 +112,31 @@ def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> n
         adapted: Any = peft.PeftModel.from_pretrained(
             model, str(folder), config=settings, is_trainable=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"the adapter in {folder} does not fit its base "
             f"{settings.base_model_name_or_path!r}: {str(error).strip():.300}"
         ) from error
+    _compare_weights(adapted, folder)
     return _checked(adapted)
+
+
+def _compare_weights(adapted: nn.Module, folder: Path) -> None:
+    """Refuse a file that has not the weights its configuration asks for: peft makes up what is missing."""
+    from peft.utils import load_peft_weights
+
+    saved = {name for name in load_peft_weights(str(folder), device="cpu") if "lora_" in name}
+    wanted = {_saved_name(name) for name, _ in _adapter_parameters(adapted)}
+    if missing := sorted(wanted - saved):
+        raise ConfigError(
+            f"the adapter's weights in {folder} lack {len(missing)} of those that its {CONFIG} asks for, such "
+            f"as {missing[0]}; they would be random numbers. Are both files of one adapter?"
+        )
+    if foreign := sorted(saved - wanted):
+        raise ConfigError(
+            f"the adapter's weights in {folder} have {len(foreign)} that its {CONFIG} does not ask for, such "
+            f"as {foreign[0]}; they would be ignored. Are both files of one adapter?"
+        )
 
 
 def save_adapter(folder: Path, model: nn.Module) -> None:
@@ -190,7 +217,8 @@ def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterRefe
         name: saved[_saved_name(name)].to(parameter.device, parameter.dtype)
         for name, parameter in _adapter_parameters(adapted)
     }
-    untrained = not any(bool(tensor.any()) for name, tensor in start.items() if "lora_B" in name)
+    zeros = ("lora_B", "lora_embedding_A")  # in a new adapter
+    untrained = not any(bool(tensor.any()) for n, tensor in start.items() if any(z in n for z in zeros))
     return AdapterReference(adapted, start, None if bare or untrained else start)
 
 
@@ -220,7 +248,8 @@ def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _saved_name(name: str) -> str:
     """What peft calls a parameter in a file: without the adapter's own name."""
-    return name.replace(".default.", ".")
+    bare = name.replace(".default.", ".").removesuffix(".default")
+    return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
 
 def _targets(model: nn.Module, config: LoraConfig) -> list[str]:

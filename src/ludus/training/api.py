@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def train(
         settings["agent"], agent = agent, None
     if resume is not None and (recipe is not None or settings):
         raise ConfigError(
-            "a resumed run goes on by its own recipe; leave out the recipe and its settings"
+            "a resumed run goes on by its own recipe; leave out the recipe and its settings. To train further "
+            "or otherwise, begin a new run whose model is the last checkpoint's folder"
         )
     run = RunWriter.resume(resume) if resume is not None else None
     resolved = Recipe.parse(run.recipe(), f"{resume}/recipe.json") if run else resolve(recipe, settings)
@@ -172,7 +174,8 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
         raw = {}
     refuse_empty(settings)
     for name, value in settings.items():
-        if name == "model" and isinstance(value, str):
+        if name == "model" and isinstance(value, str | PathLike):
+            value = str(value)
             value = (
                 {"scratch": {}, "name": None} if value == "scratch" else {"name": value, "scratch": None}
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,7 +90,14 @@ def load_rewards(folder: Path, scorers: Mapping[str, Scorer]) -> None:
 
 def save_learner(folder: Path, learner: Learner) -> None:
     """Write an optimizer's state."""
-    torch.save(learner.state_dict(), folder / OPTIMIZER)
+    try:
+        torch.save(learner.state_dict(), folder / OPTIMIZER)
+    except RuntimeError as error:  # what torch makes of a full disk does not say so
+        free = shutil.disk_usage(folder).free
+        raise LudusError(
+            f"the optimizer's state could not be written to {folder.parent}, where {free / 2**20:.0f} MiB are "
+            f"free: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def load_learner(folder: Path, learner: Learner) -> None:

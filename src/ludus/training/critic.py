@@ -74,11 +74,11 @@ class Lesson:
 class Critic:
     """A value function and its optimizer."""
 
-    def __init__(self, policy: nn.Module, config: CriticConfig, total_steps: int) -> None:
+    def __init__(self, policy: nn.Module, config: CriticConfig, total_steps: int, seed: int = 0) -> None:
         self.config = config
         self.policy = policy
         self.model = ValueModel(policy, own_trunk=config.kind == "model")
-        self.descent = Descent(self.model, config.optimizer, total_steps)
+        self.descent = Descent(self.model, config.optimizer, total_steps, seed)
 
     def is_warming_up(self, step: int) -> bool:
         """Whether only the critic learns in this step of RL, counted from 0."""

@@ -7,9 +7,10 @@ another tokenizer's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
@@ -42,6 +43,18 @@ def _read_jsonl(path: Path) -> Iterator[Conversation]:
             yield [Message.parse(message) for message in json.loads(line)["messages"]]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path}, line {number}, is not a conversation: {error}") from None
+
+
+def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
+    """Conversations as code has them: lists of messages, or of dictionaries like those of a file."""
+    conversations: list[Conversation] = []
+    for number, conversation in enumerate(given, start=1):
+        messages = conversation["messages"] if isinstance(conversation, Mapping) else conversation
+        try:
+            conversations.append([Message.parse(message) for message in messages])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"demonstration {number} is not a list of messages: {error}") from None
+    return conversations
 
 
 def trajectory_of(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ludus.core.failures import LudusError
 from ludus.engine.memory import on_device
 from ludus.training.adamw import MasterAdamW
+from ludus.training.dropout import SeededDropout
 from ludus.training.gradients import GradientSum
 from ludus.training.logprobs import action_logprobs
 from ludus.training.memory_budget import MemoryBudget
@@ -88,7 +89,9 @@ def _read(rows: Sequence[Tensor]) -> list[list[float]]:
 class Descent:
     """Owns the updates of a module's parameters; a policy's and a critic's alike."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, total_steps: int, seed: int = 0
+    ) -> None:
         self.model = model
         self.config = config
         self.total_steps = total_steps
@@ -98,6 +101,7 @@ class Descent:
         self._gradient = GradientSum(_trainable(model))
         self._passes = Passes(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
+        self._dropout = SeededDropout(model, self.device, seed)
 
     def forget_gradients(self) -> None:
         """Free what the last step left behind: two models that learn in turns need room for one's only."""
@@ -137,7 +141,7 @@ class Descent:
             tally.rows.append(row)
 
         with on_device(self.device):
-            with self._gradient.collecting():
+            with self._gradient.collecting(), self._dropout.drawn_for(self.steps_done):
                 self._passes.over(map(_Try, packs), work, self._memory.recompute_everything)
             metrics, norm = tally.read(self._update())
         if self.device.type == "cuda":
@@ -186,9 +190,14 @@ class Learner(Descent):
     """A policy's updates. It does not know whether it imitates, reinforces or prefers."""
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, total_steps: int, temperature: float = 1.0
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        temperature: float = 1.0,
+        seed: int = 0,
     ) -> None:
-        super().__init__(model, config, total_steps)
+        super().__init__(model, config, total_steps, seed)
         self.temperature = temperature
 
     def step(self, packs: Iterable[Pack], objective: Objective) -> dict[str, float]:

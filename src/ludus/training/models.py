@@ -15,6 +15,7 @@ from torch import nn
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter, require_peft
+from ludus.training.dropout import without_dropout
 from ludus.training.hub import check_hub
 from ludus.training.pretrained import check_file, located, without_bars
 from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
@@ -169,12 +170,14 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
     """A causal LM from a folder or the hub."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        config = AutoConfig.from_pretrained(name)
+        silenced = without_dropout(config)
         with without_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True
+                name, config=config, dtype=dtype, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
@@ -187,6 +190,8 @@ def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
             f"model.name = {name!r}: its files lack {len(missing)} of the weights that its config.json asks "
             f"for, such as {missing[0]}; they would be random numbers. Are all files there, and of one model?"
         )
+    if silenced:
+        log.info("%s is trained without its own dropout (%s)", name, ", ".join(silenced))
     loaded: nn.Module = model
     for parameter in loaded.parameters():
         # A file's tensors lie wherever the file has them. Matrix products round differently on memory that

@@ -18,7 +18,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.rollouts.tasksets import load_tasks, parse_tasks
 from ludus.tools.library import build_toolset
-from ludus.training.imitation import Conversation, read_conversations
+from ludus.training.imitation import Conversation, parse_conversations, read_conversations
 from ludus.training.recipe import Recipe
 
 
@@ -86,7 +86,9 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
         return [build_group_reward(s) if isinstance(s, str | Mapping) else s for s in value]
     if name == "agent":
         return _agent(load_reference(value) if isinstance(value, str) else value)
-    return _demonstrations(value) if isinstance(value, str) else value
+    if callable(value):
+        return value
+    return _demonstrations(value) if isinstance(value, str) else parse_conversations(value)
 
 
 def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:

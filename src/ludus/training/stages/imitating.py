@@ -11,6 +11,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
+from ludus.training.readable import check_readable
 from ludus.training.settings import ImitationConfig
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.updates import imitate
@@ -27,12 +28,13 @@ class Imitation(Stage):
         super().__init__(workshop, folder, config.steps)
         self._config = config
         self._demonstrations: list[Trajectory] = []
-        self._learner = Learner(workshop.model, config.optimizer, config.steps)
+        self._learner = Learner(workshop.model, config.optimizer, config.steps, seed=self.seed)
 
     async def begin(self) -> None:
         self._demonstrations = await self.workshop.demonstrations(self._config.demonstrations)
         if not self._demonstrations:
             raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
+        check_readable(self._demonstrations, self.workshop.model, "demonstration")
 
     async def advance(self, number: int) -> Step:
         started = time.perf_counter()

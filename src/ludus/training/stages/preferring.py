@@ -18,6 +18,7 @@ from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
 from ludus.training.playing import Player
 from ludus.training.preference import Pair, pair_of, pairs_of, prefer, read_pairs
+from ludus.training.readable import check_readable
 from ludus.training.settings import PreferenceConfig, RLConfig
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.reference import load_reference
@@ -37,7 +38,11 @@ class Preference(Stage):
         super().__init__(workshop, folder, config.steps)
         self._config = config
         self._learner = Learner(
-            workshop.model, config.optimizer, config.steps, workshop.recipe.sampling.temperature
+            workshop.model,
+            config.optimizer,
+            config.steps,
+            workshop.recipe.sampling.temperature,
+            self.seed,
         )
         self._player = _miner(workshop, config, self.seed) if config.pairs is None else None
         self._given: list[Pair] = []
@@ -56,6 +61,9 @@ class Preference(Stage):
             self._given = [
                 pair_of(chosen, rejected, rollout.renderer, specs) for chosen, rejected in given
             ]
+            for side in ("chosen", "rejected"):
+                shown = [getattr(pair, side) for pair in self._given]
+                check_readable(shown, self.workshop.model, f"what was {side} in pair")
 
     async def advance(self, number: int) -> Step:
         assert self._reference is not None

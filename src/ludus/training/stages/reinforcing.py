@@ -37,7 +37,7 @@ class Reinforcement(Stage):
         warm_up = config.critic.warmup_steps if config.critic is not None else 0
         total = max(0, config.steps - warm_up) * config.updates
         self._learner = Learner(
-            workshop.model, config.optimizer, total, workshop.recipe.sampling.temperature
+            workshop.model, config.optimizer, total, workshop.recipe.sampling.temperature, self.seed
         )
         self._player = Player(workshop.task_sets, config, self.seed)
         self._curriculum = Curriculum(config.curriculum)
@@ -51,7 +51,7 @@ class Reinforcement(Stage):
         if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
-            self._critic = Critic(self.workshop.model, settings, total)
+            self._critic = Critic(self.workshop.model, settings, total, self.seed)
 
     async def advance(self, number: int) -> Step:
         started = time.perf_counter()

@@ -102,7 +102,7 @@ class Rejection(Stage):
     def _new_learner(self) -> Learner:
         """Its schedule runs over all rounds, or over one where each begins anew."""
         total = self._config.steps if self._config.restart else self.steps
-        return Learner(self.workshop.model, self._config.optimizer, total)
+        return Learner(self.workshop.model, self._config.optimizer, total, seed=self.seed)
 
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)

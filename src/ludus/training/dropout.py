@@ -1,0 +1,48 @@
+"""Dropout: a model's own is off, and an adapter's is drawn from the run's seed.
+
+What is trained must be what was sampled. With dropout, a policy's probabilities in the trainer are not those of
+the engine, ratios are off before anything was learned, and a model diverges from itself. So a model is loaded
+without the dropout that its configuration asks for (GPT-2's and OPT's do, by 0.1). An adapter's
+(`model.lora.dropout`) is asked for by whoever writes the recipe, and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludus.core.random import key
+
+
+def without_dropout(config: Any) -> list[str]:
+    """Set every rate in a Hugging Face configuration to 0; those that were not, as "name = rate"."""
+    silenced: list[str] = []
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):  # the configuration of a part
+            silenced += without_dropout(value)
+        elif "drop" in name and isinstance(value, float | int) and not isinstance(value, bool) and value:
+            silenced.append(f"{name} = {value:g}")
+            setattr(config, name, 0.0)
+    return silenced
+
+
+class SeededDropout:
+    """Makes what a module drops out in a step a function of a seed and the step."""
+
+    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._devices = [device] if device.type == "cuda" else []
+
+    @contextmanager
+    def drawn_for(self, step: int) -> Iterator[None]:
+        """Where nothing is dropped out, nothing happens; other random draws go on afterwards as before."""
+        if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in self._model.modules()):
+            yield
+            return
+        with torch.random.fork_rng(devices=self._devices):
+            torch.manual_seed(key(self._seed, "dropout", step))
+            yield
