@@ -426,6 +426,18 @@ def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:
     assert len(cleared) == 1
 
 
+def test_a_graph_is_told_of_a_merge() -> None:
+    """It changes the base in place, so that nothing moves; and the adapter must not be added any more."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(make(), config)
+    before = fingerprint(model)
+    model.merge_adapter()
+    assert fingerprint(model) != before
+    model.unmerge_adapter()
+    assert fingerprint(model) == before
+
+
 def test_a_step_without_memory_goes_on_with_half_the_cache(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

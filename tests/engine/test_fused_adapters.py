@@ -28,6 +28,11 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "keys and the last product": {"target_modules": ["k_proj", "down_proj"]},
     "another scale": {"use_rslora": True, "lora_alpha": 7},
     "ranks that differ": {"rank_pattern": {"k_proj": 2, "up_proj": 5}},
+    "ranks that differ at one scale": {
+        "lora_alpha": 8,
+        "rank_pattern": {"k_proj": 2, "up_proj": 5},
+        "alpha_pattern": {"k_proj": 4, "up_proj": 10},
+    },
     "scales that differ": {"alpha_pattern": {"v_proj": 1, "gate_proj": 9}},
     "dropout at rest": {"lora_dropout": 0.5},
 }
@@ -141,6 +146,8 @@ def test_adapters_that_are_off_or_merged_or_two(called: list[str]) -> None:
     with model.disable_adapter():
         assert_same(model)
     assert len(called) == 14, "the bases alone are one product"
+    attention = decoder_of(model).layers[0].self_attn
+    assert is_joined([getattr(attention, name).base_layer for name in ("q_proj", "k_proj", "v_proj")])
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model.add_adapter("second", config)
     model.set_adapter("second")
@@ -185,3 +192,79 @@ def test_joined_factors_stay_the_optimizer_s_own() -> None:
     assert not torch.equal(downs[1].weight, before)
     assert_same(model)
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def fused(model: Any, count: int = 9) -> torch.Tensor:
+    blueprint, context = blueprint_of(decoder_of(model)), PackedContext([count])
+    assert blueprint is not None
+    return fused_hidden_states(blueprint, torch.arange(count), context.position_ids, context)
+
+
+def test_bases_and_factors_of_different_kinds() -> None:
+    model = adapted()
+    attention = decoder_of(model).layers[0].self_attn
+    attention.k_proj.base_layer.bias = None
+    for factor in (attention.v_proj.lora_A, attention.v_proj.lora_B):
+        factor.to(torch.bfloat16)
+    states, _ = both(model)
+    torch.testing.assert_close(states[1], states[0], rtol=0.02, atol=0.02)
+    assert not is_joined([attention.q_proj.base_layer, attention.k_proj.base_layer])
+
+
+def test_factors_that_are_joined_otherwise_before_the_backward_pass() -> None:
+    """Which layers are computed together may change with a switch, and moves parameters."""
+    model = adapted()
+    key = decoder_of(model).layers[0].self_attn.k_proj
+    slope = torch.randn(9, 32)
+
+    def gradients(interrupts: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        key.enable_adapters(False)
+        out = fused(model)
+        key.enable_adapters(True)
+        if interrupts:
+            with torch.no_grad():
+                fused(model)
+        out.backward(slope)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
+
+
+def test_a_change_before_the_backward_pass_is_noticed() -> None:
+    model = adapted()
+    out = fused(model)
+    with torch.no_grad():
+        decoder_of(model).layers[1].self_attn.v_proj.lora_A["default"].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_model_that_was_read_in_inference_mode_can_be_trained() -> None:
+    model = adapted()
+    with torch.inference_mode():
+        fused(model)
+    fused(model).sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["layer", "base", "factor", "forward"])
+def test_what_others_have_hung_onto_a_layer_is_called(where: str) -> None:
+    model = adapted()
+    layer = decoder_of(model).layers[0].self_attn.q_proj
+    if where == "forward":
+        own = layer.forward
+        layer.forward = lambda x: 2 * own(x)
+    else:
+        module = {"layer": layer, "base": layer.base_layer, "factor": layer.lora_A["default"]}[where]
+        module.register_forward_hook(lambda module, given, out: 2 * out)
+    assert_same(model)
+
+
+def test_sums_in_parts_give_the_gradient_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, operations: None
+) -> None:
+    low_rank = pytest.importorskip("ludus.kernels.compiled.low_rank")
+    monkeypatch.setattr(low_rank, "_DEPTH", 16)
+    monkeypatch.setattr(low_rank, "_CHUNK", 16)
+    assert_same(adapted())

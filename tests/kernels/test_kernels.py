@@ -200,6 +200,10 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     for first, count in columns:
         untouched[first : first + count] = False
     assert torch.equal(out[:, untouched], start[:, untouched])
+    strided = torch.stack([x, x], dim=2)[:, :, 0]
+    again = start.clone()
+    low_rank_kernels.add(again, strided, down, up, columns, 0.3)
+    assert torch.equal(again, out)
     twin = start.clone()
     low_rank.plain_low_rank_add(twin, x, down, up, columns, 0.3)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)

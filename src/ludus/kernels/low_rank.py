@@ -15,7 +15,7 @@ Columns = Sequence[tuple[int, int]]
 def low_rank_add(
     out_TN: Tensor, x_TD: Tensor, down_RD: Tensor, up_MK: Tensor, columns: Columns, scaling: float
 ) -> Tensor:
-    """Add scaling * (x down^T) up^T to `out`, in place.
+    """Add scaling * (x down^T) up^T to `out`, in place; all but `x` are contiguous.
 
     `down` holds the adapters' first factors one below the other, K rows each, and `up` their second ones. They
     may be finer than `x`. Sums are float32, and so is what comes back: x down^T in P parts [P, T, R] to be

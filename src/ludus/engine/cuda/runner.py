@@ -160,6 +160,7 @@ def fingerprint(model: nn.Module) -> object:
         (
             bool(getattr(module, "disable_adapters", False)),
             str(module.active_adapters),
+            str(getattr(module, "merged_adapters", None)),
             str(getattr(module, "scaling", None)),
         )
         for module in model.modules()

@@ -2,7 +2,8 @@
 
 An adapter's own forward (peft's) casts its input, multiplies twice, scales, adds and casts back, and keeps a
 float32 copy of the input for the backward pass: six small kernels beside each product, and several times the
-memory. What is computed here is the same, from the same parameters, which stay float32 and unmerged.
+memory. What is computed here is the same, from the same parameters, which stay float32 and unmerged; beside a
+half-precision base, their gradients are products of half-precision operands, as those of its own weights are.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from torch.nn import functional
 
 from ludus.engine.fused.joining import can_join, joined_parameters, joint_parameters
 from ludus.kernels import linear_float32, low_rank_add
-
-_MOST = 3
-"""Adapters that the kernels take at once."""
+from ludus.kernels.low_rank import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,11 @@ def adapted(layers: Sequence[nn.Module]) -> Adapted | None:
     found = Adapted(tuple(base for base, _ in known), tuple(adapter for _, adapter in known))
     present = [adapter for adapter in found.adapters if adapter is not None]
     kinds = {(a.scaling, a.down.weight.shape, a.down.weight.dtype, a.up.weight.dtype) for a in present}
-    if len(kinds) > 1 or len(present) > _MOST or not can_join(found.bases):
+    if len(kinds) > 1 or not can_join(found.bases):
         return None
-    if present and any(p.requires_grad for base in found.bases for p in base.parameters()):
+    if present and any(
+        p is not None and p.requires_grad for b in found.bases for p in (b.weight, b.bias)
+    ):
         return None
     return found
 
@@ -61,7 +62,7 @@ def _parts(layer: Any) -> tuple[nn.Module, Adapter | None] | None:
     if type(layer) is nn.Linear:
         return layer, None
     peft = sys.modules.get("peft.tuners.lora.layer")  # whoever has such a layer has imported it
-    if peft is None or type(layer) is not peft.Linear or layer.merged or layer.fan_in_fan_out:
+    if peft is None or type(layer) is not peft.Linear or layer.merged:
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or not active:
@@ -69,10 +70,16 @@ def _parts(layer: Any) -> tuple[nn.Module, Adapter | None] | None:
     name, *others = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     is_plain = all(type(factor) is nn.Linear and factor.bias is None for factor in (down, up))
+    is_plain &= not any(map(_is_tampered_with, (layer, layer.base_layer, down, up)))
     is_whole = isinstance(dropout, nn.Identity) or not dropout.training or dropout.p == 0
     if others or name in layer.lora_variant or not (is_plain and is_whole):
         return None
     return layer.base_layer, Adapter(down, up, float(layer.scaling[name]))
+
+
+def _is_tampered_with(module: Any) -> bool:
+    """Whether calling the module does more than its class says."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
@@ -84,62 +91,57 @@ def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
             columns.append((first, width))
         first += width
     present = [adapter for adapter in layers.adapters if adapter is not None]
-    bases = joined_parameters(layers.bases)
-    downs = joined_parameters([adapter.down for adapter in present])
-    ups = joined_parameters([adapter.up for adapter in present])
-    counts = (len(layers.bases), len(present))
-    given = (counts, tuple(columns), present[0].scaling, *bases, *downs, *ups)
+    parameters = (
+        *joined_parameters(layers.bases),
+        *joined_parameters([adapter.down for adapter in present]),
+        *joined_parameters([adapter.up for adapter in present]),
+    )
+    given = (len(layers.bases), columns, present[0].scaling, *parameters)
     if not torch.is_grad_enabled():
-        return _forward(x_TD, *given)[0]
+        plain, down, up = _matrices(len(layers.bases), len(present), parameters)
+        out = functional.linear(x_TD, *plain)
+        low_rank_add(out, x_TD, down, up, columns, present[0].scaling)
+        return out
     result: Tensor = _AdaptedProduct.apply(x_TD, *given)
     return result
 
 
-def _matrices(counts: tuple[int, int], parameters: Sequence[Tensor]) -> tuple[Any, Tensor, Tensor]:
+def _matrices(
+    layers: int, adapters: int, parameters: Sequence[Tensor]
+) -> tuple[tuple[Tensor, Tensor | None], Tensor, Tensor]:
     """((weight, bias) of the bases, down, up), each as one matrix."""
-    layers, adapters = counts
     bases, factors = parameters[: -2 * adapters], parameters[-2 * adapters :]
     down, _ = joint_parameters(factors[:adapters], adapters)
     up, _ = joint_parameters(factors[adapters:], adapters)
     return joint_parameters(bases, layers), down, up
 
 
-def _forward(
-    x: Tensor, counts: tuple[int, int], columns: Any, scaling: float, *parameters: Tensor
-) -> tuple[Tensor, Tensor]:
-    base, down, up = _matrices(counts, parameters)
-    out = functional.linear(x, *base)
-    return out, low_rank_add(out, x, down, up, columns, scaling)
-
-
 class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, counts: tuple[int, int], columns: Any, scaling: float, *parameters: Tensor
+        ctx: Any, x: Tensor, layers: int, columns: Columns, scaling: float, *parameters: Tensor
     ) -> Tensor:
-        out, inner_PTR = _forward(x, counts, columns, scaling, *parameters)
+        plain, down, up = _matrices(layers, len(columns), parameters)
+        out = functional.linear(x, *plain)
+        inner_PTR = low_rank_add(out, x, down, up, columns, scaling)
+        # The matrices are what the backward pass reads: until then, parameters may be joined in another way.
+        # The parameters are saved all the same, so that autograd notices when one of them is changed.
         ctx.save_for_backward(x, inner_PTR.sum(0), *parameters)
-        ctx.given = counts, columns, scaling
+        ctx.given = columns, scaling, plain[0], down, up
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, inner_TR, *parameters = ctx.saved_tensors
-        counts, columns, scaling = ctx.given
-        (weight, _), down, up = _matrices(counts, parameters)
+        columns, scaling, weight, down, up = ctx.given
         grad, kind = grads[0], x.dtype
         slopes = [grad[:, first : first + width] for first, width in columns]
-        ups = up.to(kind).split([width for _, width in columns])
-        dinner = (
-            torch.cat([slope @ own for slope, own in zip(slopes, ups, strict=True)], dim=1) * scaling
-        )
-        inner = (inner_TR * scaling).to(kind).split(up.shape[1], dim=1)
+        ups = torch.split((up * scaling).to(kind), [width for _, width in columns])
+        dinner = torch.cat([slope @ own for slope, own in zip(slopes, ups, strict=True)], dim=1)
+        inner = torch.split((inner_TR * scaling).to(kind), up.shape[1], dim=1)
         dups = [linear_float32(slope.t(), own.t()) for slope, own in zip(slopes, inner, strict=True)]
-        ddowns = linear_float32(dinner.t(), x.t()).split(up.shape[1])
+        ddowns = torch.split(linear_float32(dinner.t(), x.t()), up.shape[1])
         dx = torch.addmm(grad @ weight, dinner, down.to(kind)) if ctx.needs_input_grad[0] else None
-        frozen = [None] * (len(parameters) - 2 * counts[1])
-        factors = (
-            g.to(p.dtype) for g, p in zip((*ddowns, *dups), parameters[len(frozen) :], strict=True)
-        )
-        return dx, None, None, None, *frozen, *factors
+        frozen = [None] * (len(parameters) - 2 * len(columns))
+        return dx, None, None, None, *frozen, *ddowns, *dups

@@ -41,7 +41,7 @@ def is_joined(layers: Sequence[nn.Module]) -> bool:
 
 def join(layers: Sequence[nn.Module]) -> None:
     """Move the parameters into one storage. What knew their old addresses must look again."""
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # what is made in that mode can never be trained
         for name in ("weight", "bias"):
             parameters: list[Any] = [getattr(layer, name) for layer in layers]
             if parameters[0] is None:

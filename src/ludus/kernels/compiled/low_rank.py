@@ -25,6 +25,16 @@ _ENOUGH = 64
 
 
 @triton.jit
+def _ready(values, PRECISION: tl.constexpr):
+    """Float32 as the matrix units take it: they drop the last 13 bits, so these are rounded off before."""
+    values = values.to(tl.float32)
+    if PRECISION == "tf32":
+        bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        values = bits.to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
 def _inner(
     X, DOWN, PART, tokens, width, ranks, chunk,
     TOKENS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -41,7 +51,7 @@ def _inner(
         down = tl.load(
             DOWN + rank[:, None] * width + at[None, :], mask=(rank < ranks)[:, None] & inside, other=0.0
         )
-        acc += tl.dot(x.to(tl.float32), tl.trans(down.to(tl.float32)), input_precision=PRECISION)
+        acc += tl.dot(x.to(tl.float32), tl.trans(_ready(down, PRECISION)), input_precision=PRECISION)
     place = (tl.program_id(2) * tokens + token).to(tl.int64)[:, None] * ranks + rank[None, :]
     tl.store(PART + place, acc, mask=(token < tokens)[:, None] & (rank < ranks)[None, :])
 
@@ -79,7 +89,7 @@ def _add(
         up = tl.load(
             UP + (row + column)[:, None] * rank + at[None, :], mask=inside[:, None] & known, other=0.0
         )
-        acc += tl.dot(own, tl.trans(up.to(tl.float32)), input_precision=PRECISION)
+        acc += tl.dot(_ready(own, PRECISION), tl.trans(_ready(up, PRECISION)), input_precision=PRECISION)
     spot = OUT + token.to(tl.int64)[:, None] * total + (first + column)[None, :]
     mask = real[:, None] & inside[None, :]
     out = tl.load(spot, mask=mask, other=0.0).to(tl.float32) + scaling * acc
@@ -90,6 +100,8 @@ def add(
     out: Tensor, x: Tensor, down: Tensor, up: Tensor, columns: Sequence[tuple[int, int]], scaling: float
 ) -> Tensor:
     """See `ludus.kernels.low_rank.low_rank_add`; `out` and the factors are contiguous."""
+    assert out.is_contiguous() and down.is_contiguous() and up.is_contiguous()
+    assert len(columns) <= MOST
     (tokens, depth), ranks, rank = x.shape, len(down), up.shape[1]
     x = x.contiguous()
     rows = 16 if tokens <= 128 else 32 if tokens <= 1024 else 64
@@ -100,7 +112,7 @@ def add(
     inner = torch.empty(parts, tokens, ranks, dtype=torch.float32, device=x.device)
     if not tokens:
         return inner
-    # Matrix units take 10 of float32's 23 bits, which is more than a half-precision input has.
+    # Matrix units take 10 of float32's 23 bits, which is as much as a half-precision input has.
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     _inner[(*tiles, parts)](
         x, down, inner, tokens, depth, ranks, chunk,
