@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus import kernels
 from ludus.engine import PackedContext, decoder_of, hidden_states, use_ludus_attention
-from ludus.engine.fused import blocks, blueprint_of, fused_hidden_states, is_joined
+from ludus.engine.fused import blocks, blueprint_of, fused_hidden_states, is_joined, projection
 
 peft: Any = pytest.importorskip("peft")
 
@@ -139,6 +139,15 @@ def test_dropout_is_left_to_the_layer(called: list[str]) -> None:
     )
     assert len(called) == 28
     assert not torch.allclose(one, other, atol=1e-3)
+
+
+def test_where_the_kernels_are_distrusted_layers_compute_their_own(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "low_rank_distrusted", lambda device: True)
+    model = adapted()
+    assert_same(model)
+    assert len(called) == 2 * 14
 
 
 def test_adapters_that_are_off_or_merged_or_two(called: list[str]) -> None:

@@ -209,6 +209,27 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
 
 
+def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
+    monkeypatch.setattr(low_rank, "unavailable", lambda device: None)
+    device, real = torch.device(DEVICE), low_rank_kernels.add
+
+    def wrong(out, *given):
+        inner = real(out, *given)
+        out[3, 60] += 40
+        return inner
+
+    def broken(*given):
+        raise RuntimeError("no such instruction")
+
+    for kernel, is_distrusted in ((real, False), (wrong, True), (broken, True)):
+        low_rank.low_rank_distrusted.cache_clear()
+        monkeypatch.setattr(low_rank_kernels, "add", kernel)
+        assert low_rank.low_rank_distrusted(device) is is_distrusted
+    low_rank.low_rank_distrusted.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "other numbers" in said[0] and "no such instruction" in said[1]
+
+
 def test_sums_are_split_for_few_tokens_only(monkeypatch):
     monkeypatch.setattr(low_rank_kernels, "_ENOUGH", 8)
     down, up = randn(4, 1024), randn(32, 4)

@@ -12,6 +12,8 @@ from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
 from ludus.engine import PackedContext, hidden_states, use_ludus_attention
+from ludus.engine.fused import projection
+from ludus.kernels import low_rank_distrusted
 from ludus.training.adapters import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model
 from ludus.training.recipe import ModelConfig, ScratchConfig
@@ -53,6 +55,19 @@ def test_what_is_sampled_is_what_is_trained(base: Path, tmp_path: Path) -> None:
     found = inner.unload().state_dict()
     for name, tensor in load_file(base / "model.safetensors").items():
         assert torch.equal(found[name].cpu(), tensor.bfloat16()), name
+
+
+def test_the_kernels_give_what_peft_s_layers_give(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load_model(ModelConfig.parse({"name": str(base), "lora": LORA}), 0)
+    use_ludus_attention(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    beside = states(model)
+    assert not low_rank_distrusted(beside.device)
+    monkeypatch.setattr(projection, "adapted", lambda layers: None)
+    torch.testing.assert_close(beside, states(model), rtol=0.05, atol=0.05)
 
 
 def test_the_reference_is_the_base_or_the_start(base: Path, tmp_path: Path) -> None:

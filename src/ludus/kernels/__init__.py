@@ -16,7 +16,7 @@ from ludus.kernels.logprobs import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.kernels.low_rank import low_rank_add
+from ludus.kernels.low_rank import low_rank_add, low_rank_distrusted
 from ludus.kernels.norm import add_rms_norm, rms_norm
 from ludus.kernels.rotary import rotate, rotate_and_store
 from ludus.kernels.sampling import sample
@@ -32,6 +32,7 @@ __all__ = [
     "linear_float32",
     "logit_gradient",
     "low_rank_add",
+    "low_rank_distrusted",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from ludus.kernels.support import unavailable
+
+log = logging.getLogger(__name__)
 
 Columns = Sequence[tuple[int, int]]
 """Of each adapter the first column that it adds to, and how many."""
@@ -39,3 +44,34 @@ def plain_low_rank_add(
         part = out_TN[:, first : first + width]
         part.copy_(part.float() + scaling * (own_TK @ up.t()))
     return inner_TR[None]
+
+
+@cache
+def low_rank_distrusted(device: torch.device) -> bool:
+    """Whether the kernels give something else than plain operations on this device, found out by trying."""
+    if unavailable(device) is not None:
+        return False  # plain operations it is
+    try:
+        if _agree(device):
+            return False
+        reason = "the kernels give other numbers than plain operations"
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernels
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every pass
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)
+    return True
+
+
+def _agree(device: torch.device) -> bool:
+    """Whether two adapters add to a few numbers what they should."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(20, 90), (20, 700), (10, 700), (80, 5)]
+    out, x, down, up = (torch.randn(*size, generator=draw) for size in sizes)
+    columns = ((0, 40), (50, 40))
+    results = []
+    for add, place in ((low_rank_add, device), (plain_low_rank_add, torch.device("cpu"))):
+        sums = out.bfloat16().to(place, copy=True)
+        add(sums, x.bfloat16().to(place), down.to(place), up.to(place), columns, 0.1)
+        results.append(sums.float().cpu())
+    return bool((results[0] - results[1]).norm() < 0.01 * results[1].norm())
