@@ -34,13 +34,14 @@ class SeededDropout:
     """Makes what a module drops out in a step a function of a seed and the step."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        self._model, self._seed = model, seed
+        self._seed = seed
+        self._layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         self._devices = [device] if device.type == "cuda" else []
 
     @contextmanager
     def drawn_for(self, step: int) -> Iterator[None]:
         """Where nothing is dropped out, nothing happens; other random draws go on afterwards as before."""
-        if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in self._model.modules()):
+        if not any(layer.p > 0 for layer in self._layers):
             yield
             return
         with torch.random.fork_rng(devices=self._devices):

@@ -101,6 +101,7 @@ class Descent:
         self._gradient = GradientSum(_trainable(model))
         self._passes = Passes(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
+        self._modules = list(model.modules())
         self._dropout = SeededDropout(model, self.device, seed)
 
     def forget_gradients(self) -> None:
@@ -122,7 +123,8 @@ class Descent:
         A pack that does not fit into memory is tried again in halves, and a single row with its layers computed
         again in the backward pass. `evaluate` is called anew each time, so it should have no effects.
         """
-        self.model.train()
+        if not all(module.training for module in self._modules):  # telling them takes longer than asking
+            self.model.train()
         self.forget_gradients()
         self.optimizer.masters.adopt_changes()
         tally = _Tally()
