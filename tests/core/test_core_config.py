@@ -96,6 +96,11 @@ def test_mistakes_are_named_by_the_key_as_it_is_written(raw: dict[str, Any], lin
         assert jargon not in said
 
 
+def test_an_override_is_one_value() -> None:
+    assert apply_overrides({}, ["a=1\nb=2"]) == {"a": "1\nb=2"}
+    assert apply_overrides({}, ["a=[1,\n2]"]) == {"a": [1, 2]}
+
+
 def test_overrides_reach_into_lists() -> None:
     raw = {"plan": [{"kind": "walk"}, {"kind": "rest", "seconds": 1}], "name": "x"}
     found = apply_overrides(raw, ["plan.0.steps=5", "plan.0.weights.first=2", "plan.1.seconds = 0.5"])

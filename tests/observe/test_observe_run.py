@@ -68,6 +68,23 @@ def test_an_empty_run_reads_as_empty(tmp_path):
     assert not run.path.exists()
 
 
+def test_a_damaged_recipe_is_told(tmp_path):
+    RunWriter.create(tmp_path / "run", {}).close()
+    (tmp_path / "run" / "recipe.json").write_text("")
+    with pytest.raises(ConfigError, match=r"recipe\.json is damaged"):
+        RunFolder(tmp_path / "run").recipe()
+
+
+def test_a_run_that_came_to_nothing_can_be_discarded(tmp_path):
+    run = RunWriter.create(tmp_path / "run", {})
+    assert run.is_new
+    run.close()
+    run.discard()
+    assert list(tmp_path.iterdir()) == []
+    RunWriter.create(tmp_path / "run", {}).close()
+    assert not RunWriter.resume(tmp_path / "run").is_new
+
+
 def test_only_new_or_empty_folders_are_taken(tmp_path):
     (tmp_path / "empty").mkdir()
     RunWriter.create(tmp_path / "empty", {}).close()

@@ -145,6 +145,51 @@ def test_a_demonstration_that_is_none_is_named(tmp_path: Path) -> None:
         ludus.train(**tables, **code(), demonstrations=wrong)
 
 
+@pytest.mark.parametrize("given", [5, [{"msgs": ANSWER}], ANSWER, [[{"role": "nobody", "content": ""}]]])
+def test_what_is_no_conversation_is_refused(tmp_path: Path, given: Any) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    with pytest.raises(ConfigError, match="demonstration"):
+        ludus.train(**tables, **code(), demonstrations=given)
+
+
+def test_a_file_of_demonstrations_can_be_a_path(tmp_path: Path) -> None:
+    file = tmp_path / "shown.jsonl"
+    file.write_text(json.dumps({"messages": ANSWER}))
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    tables["run"]["folder"] = tmp_path / "run"
+    result = ludus.train(**tables, **code(), demonstrations=file)
+    assert any("sft/loss" in row for row in result.metrics)
+
+
+@pytest.mark.parametrize("wrong", ["long", "silent"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_what_a_later_stage_cannot_read_is_refused_before_the_first(
+    tmp_path: Path, kind: str, wrong: str
+) -> None:
+    long = [ANSWER[0], {"role": "assistant", "content": "3 " * 2000}]
+    bad = long if wrong == "long" else [ANSWER[0]]
+    stages: list[dict[str, Any]] = [{"kind": "rl", **TINY["rl"]}]
+    shown: dict[str, Any] = {}
+    if kind == "sft":
+        stages.append({"kind": "sft", "steps": 1, "batch": 1})
+        shown = {"demonstrations": [ANSWER, bad]}
+    else:
+        pairs = [{"chosen": ANSWER, "rejected": ANSWER}, {"chosen": ANSWER, "rejected": bad}]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        path = str(tmp_path / "pairs.jsonl")
+        stages.append({"kind": "dpo", "steps": 1, "batch": 1, "pairs": path})
+    shape = {**TINY["model"]["scratch"], "context": 1024}
+    tables = settings(tmp_path / "run", model={"scratch": shape})
+    del tables["rl"]
+    played: list[str] = []
+    with pytest.raises(ConfigError, match=r"demonstration 2|pair 2"):
+        ludus.train(
+            **tables, stage=stages, **code(), **shown, on_step=lambda phase, *_: played.append(phase)
+        )
+    assert played == []
+    assert not (tmp_path / "run").exists(), "nothing was trained, so there is no run"
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_what_the_model_cannot_read_is_refused(tmp_path: Path, kind: str) -> None:
     long = [ANSWER[0], {"role": "assistant", "content": "3 " * 800}]
@@ -194,6 +239,13 @@ def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_p
         ({"modle": {}}, "did you mean 'model'"),
         ({"rl": {"step": 3}}, "rl.step: unknown key; did you mean 'steps'"),
         ({"rl": {"steps": "many"}}, "rl.steps"),
+        ({"rl": {"steps": "3"}}, "rl.steps: must be a whole number"),
+        (
+            {"rl": {"broken": {"no_answer": True}}},
+            "rl.broken.no_answer: must be 'keep' or 'mask', or a number",
+        ),
+        ({"rl": {"broken": {"void_turn": "0.5"}}}, "rl.broken.void_turn: must be 'keep' or 'mask'"),
+        ({"rl": {"optimizer": {"betas": ["0.9", 0.99]}}}, "rl.optimizer.betas.0: must be a number"),
         ({"model": {}}, "exactly one of model.name and model.scratch"),
         ({"sampling": {"top_p": 0.9}}, "importance ratios wrong"),
         ({"sampling": {"repetition_penalty": 1.1}}, "importance ratios wrong"),

@@ -104,6 +104,7 @@ def _copied(raw: Any) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text.strip()
+    return table["value"] if len(table) == 1 else text.strip()  # several lines are several keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,7 +67,7 @@ class Message:
         """A message from a dictionary such as a task file holds; unknown roles are refused."""
         if isinstance(raw, Message):
             return raw
-        role, content = raw.get("role"), raw.get("content")
+        role, content = raw.get("role"), _text(raw.get("content"), bool(raw.get("tool_calls")))
         if role not in ("system", "user", "assistant", "tool"):
             raise ValueError(f"a message's role must be system, user, assistant or tool, not {role!r}")
         if not isinstance(content, str):
@@ -77,9 +78,27 @@ class Message:
         calls = tuple(
             ToolCall(
                 name=call["function"]["name"],
-                arguments=dict(call["function"]["arguments"]),
+                arguments=_arguments(call["function"]["arguments"]),
                 id=call.get("id", ""),
             )
             for call in raw.get("tool_calls") or ()
         )
         return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))
+
+
+def _text(content: Any, has_calls: bool) -> Any:
+    """A message's text; a call may come without any, and a text may come in parts."""
+    if content is None and has_calls:
+        return ""
+    parts = content if isinstance(content, list) else []
+    if parts and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        return "".join(str(part.get("text", "")) for part in parts)
+    return content
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """A call's arguments: a table, or one written as JSON, as servers of chats send it."""
+    table = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(table, Mapping):
+        raise ValueError(f"the arguments of a tool call are a table, not {given!r:.80}")
+    return dict(table)

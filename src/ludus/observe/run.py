@@ -91,6 +91,8 @@ class RunFolder:
             recipe: Json = json.loads((self.path / RECIPE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"{self.path} is not a run: it has no {RECIPE}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.path / RECIPE} is damaged ({error})") from None
         return recipe
 
     def metrics(self) -> list[Json]:

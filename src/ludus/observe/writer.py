@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
-from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write
+from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write, remove_directory
 from ludus.observe.checkpoints import (
     Checkpoint,
     new_checkpoint,
@@ -36,6 +36,8 @@ class RunWriter(RunFolder):
         super().__init__(path)
         self._lock = FolderLock(self.path / _LOCK)
         self._sinks: Sinks | None = None
+        self.is_new = False
+        """Whether it was begun by this writer."""
 
     @classmethod
     def create(cls, path: str | Path, recipe: Mapping[str, Any]) -> Self:
@@ -55,6 +57,7 @@ class RunWriter(RunFolder):
             except BaseException:
                 writer._vanish()
                 raise
+        writer.is_new = True
         return writer
 
     def _vanish(self) -> None:
@@ -105,6 +108,11 @@ class RunWriter(RunFolder):
                 if folder.is_dir():
                     clean_leftovers(folder)
         return writer
+
+    def discard(self) -> None:
+        """Remove a run that has come to nothing, after it was closed; where that cannot be, it stays."""
+        with suppress(OSError):
+            remove_directory(self.path)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

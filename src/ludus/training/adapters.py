@@ -11,7 +11,6 @@ in it, and is undone at once: a graph that waits for its backward pass finds wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,18 +26,20 @@ from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import decoder_of, hidden_states, sampling_mode
 from ludus.engine.attention import CONTEXT
 from ludus.engine.backbone import unwrapped
+from ludus.training.adapter_files import (
+    WEIGHTS,
+    base_of,
+    check_complete,
+    check_foreign,
+    check_settings,
+    read_weights,
+    saved_name,
+    splits_its_base,
+)
 from ludus.training.recipe import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What peft calls them."""
-
-
-def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter instead of a whole model."""
-    return (Path(folder) / CONFIG).is_file()
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -66,76 +67,43 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> n
     return _checked(adapted)
 
 
-def base_of(folder: Path) -> str:
-    """What the model is loaded by that an adapter was trained on."""
-    try:
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind, base = settings["peft_type"], settings["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder / CONFIG} is not an adapter's ({type(error).__name__}: {error})"
-        ) from None
-    if kind != "LORA":
-        raise ConfigError(f"{folder} holds an adapter of the kind {kind}; Ludus trains LoRA adapters")
-    if not isinstance(base, str):
-        raise ConfigError(
-            f"{folder / CONFIG} does not say which model its adapter is for: set base_model_name_or_path"
-        )
-    if is_adapter(base):
-        raise ConfigError(
-            f"the adapter in {folder} is for {base!r}, which is an adapter itself: merge that one into its "
-            "base first (peft's merge_and_unload), and name the folder with the merged model"
-        )
-    return base
-
-
 def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> nn.Module:
     """The base model with the adapter of a folder, ready to be trained further."""
     peft = require_peft()
-    if not any((folder / name).is_file() for name in (WEIGHTS, "adapter_model.bin")):
-        raise ConfigError(
-            f"{folder} has an {CONFIG} and no {WEIGHTS}: the adapter's weights are missing"
-        )
-    settings = peft.LoraConfig.from_pretrained(str(folder))
-    if config is not None:
-        given = (config.rank, config.alpha, set(_targets(model, config)))
-        found = (settings.r, settings.lora_alpha, set(settings.target_modules))
-        if given != found:
-            raise ConfigError(
-                f"the adapter in {folder} has rank {found[0]}, alpha {found[1]:g} and the targets "
-                f"{', '.join(sorted(found[2]))}, which model.lora does not say: leave model.lora out to take "
-                "the adapter as it is"
-            )
-        settings.lora_dropout = config.dropout
-    settings.inference_mode = False
+    weights = read_weights(folder)
+    check_foreign(weights, model, folder)
     try:
+        settings = peft.LoraConfig.from_pretrained(str(folder))
+        check_settings(settings, folder)
+        # asked for by a recipe or not at all: an adapter from elsewhere often has some
+        settings.lora_dropout = config.dropout if config is not None else 0.0
+        settings.inference_mode = False
         adapted: Any = peft.PeftModel.from_pretrained(
             model, str(folder), config=settings, is_trainable=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"the adapter in {folder} does not fit its base "
-            f"{settings.base_model_name_or_path!r}: {str(error).strip():.300}"
+            f"the adapter in {folder} does not fit its base {base_of(folder)!r}: {str(error).strip():.300}"
         ) from error
-    _compare_weights(adapted, folder)
+    check_complete(weights, (saved_name(name) for name, _ in _adapter_parameters(adapted)), folder)
+    if config is not None:
+        _compare(adapted, config, folder)
     return _checked(adapted)
 
 
-def _compare_weights(adapted: nn.Module, folder: Path) -> None:
-    """Refuse a file that has not the weights its configuration asks for: peft makes up what is missing."""
-    from peft.utils import load_peft_weights
-
-    saved = {name for name in load_peft_weights(str(folder), device="cpu") if "lora_" in name}
-    wanted = {_saved_name(name) for name, _ in _adapter_parameters(adapted)}
-    if missing := sorted(wanted - saved):
+def _compare(adapted: Any, config: LoraConfig, folder: Path) -> None:
+    """Refuse a recipe that says something else about an adapter than it is; "all-linear" says nothing."""
+    settings = adapted.peft_config["default"]
+    layers = {n.rpartition(".lora_")[0] for n, _ in _adapter_parameters(adapted)}
+    found = (settings.r, settings.lora_alpha, {name.rpartition(".")[2] for name in layers})
+    targets = (
+        found[2] if config.targets == "all-linear" else {t.rpartition(".")[2] for t in config.targets}
+    )
+    if (config.rank, config.alpha, targets) != found:
         raise ConfigError(
-            f"the adapter's weights in {folder} lack {len(missing)} of those that its {CONFIG} asks for, such "
-            f"as {missing[0]}; they would be random numbers. Are both files of one adapter?"
-        )
-    if foreign := sorted(saved - wanted):
-        raise ConfigError(
-            f"the adapter's weights in {folder} have {len(foreign)} that its {CONFIG} does not ask for, such "
-            f"as {foreign[0]}; they would be ignored. Are both files of one adapter?"
+            f"the adapter in {folder} has rank {found[0]}, alpha {found[1]:g} and the targets "
+            f"{', '.join(sorted(found[2]))}, which model.lora does not say: leave model.lora out to take "
+            "the adapter as it is"
         )
 
 
@@ -183,7 +151,8 @@ class AdapterReference(nn.Module):
         return unwrapped(self.policy).get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        return unwrapped(self.policy).get_output_embeddings()
+        head = unwrapped(self.policy).get_output_embeddings()
+        return head if type(head) is nn.Linear else _StandingHead(self.policy, self.decoder.weights)
 
     def state_dict(self, **options: Any) -> Any:
         """The policy's, with the adapter as it was at the start."""
@@ -196,7 +165,7 @@ class _Standing(nn.Module):
     def __init__(self, policy: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         super().__init__()
         self.__dict__["policy"] = policy  # not a part of this module: it is listed once, by its owner
-        self.__dict__["weights"] = weights
+        self.weights = weights
 
     def get_input_embeddings(self) -> Any:
         return unwrapped(self.__dict__["policy"]).get_input_embeddings()
@@ -204,17 +173,38 @@ class _Standing(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, **others: Any) -> SimpleNamespace:
         """As `hidden_states` calls it; what comes back never has a gradient."""
         policy = self.__dict__["policy"]
-        with torch.no_grad(), sampling_mode(policy), _changed(policy, self.__dict__["weights"]):
+        with torch.no_grad(), sampling_mode(policy), _changed(policy, self.weights):
             states_TD = hidden_states(policy, input_ids[0], position_ids, others[CONTEXT])
         return SimpleNamespace(last_hidden_state=states_TD[None])
+
+
+class _StandingHead(nn.Module):
+    """An adapted head, with its adapter changed while it runs."""
+
+    def __init__(self, policy: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
+        super().__init__()
+        self.__dict__["policy"] = policy
+        self.weights = weights
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        policy = self.__dict__["policy"]
+        with torch.no_grad(), sampling_mode(policy), _changed(policy, self.weights):
+            logits: Tensor = unwrapped(policy).get_output_embeddings()(hidden)
+        return logits
 
 
 def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterReference:
     """A model as it was when its adapter was saved in a folder, or with no adapter at all (`bare`)."""
     adapted: Any = model
+    settings = adapted.peft_config["default"]
+    if bare and splits_its_base(settings):
+        raise ConfigError(
+            f'model.lora.reference = "base": this adapter began with {settings.init_lora_weights}, and the '
+            'base without it is not the model it was; use "start"'
+        )
     saved = load_file(str(folder / WEIGHTS))
     start = {
-        name: saved[_saved_name(name)].to(parameter.device, parameter.dtype)
+        name: saved[saved_name(name)].to(parameter.device, parameter.dtype)
         for name, parameter in _adapter_parameters(adapted)
     }
     zeros = ("lora_B", "lora_embedding_A")  # in a new adapter
@@ -244,12 +234,6 @@ def _changed(policy: Any, weights: Mapping[str, Tensor] | None) -> Iterator[None
 
 def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if "lora_" in name)
-
-
-def _saved_name(name: str) -> str:
-    """What peft calls a parameter in a file: without the adapter's own name."""
-    bare = name.replace(".default.", ".").removesuffix(".default")
-    return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
 
 def _targets(model: nn.Module, config: LoraConfig) -> list[str]:

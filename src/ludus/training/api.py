@@ -174,8 +174,8 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
         raw = {}
     refuse_empty(settings)
     for name, value in settings.items():
-        if name == "model" and isinstance(value, str | PathLike):
-            value = str(value)
+        value = _without_paths(value)
+        if name == "model" and isinstance(value, str):
             value = (
                 {"scratch": {}, "name": None} if value == "scratch" else {"name": value, "scratch": None}
             )
@@ -183,6 +183,13 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
             value = {**raw[name], **value}
         raw[name] = value
     return Recipe.parse(raw, str(recipe or "the call of train"))
+
+
+def _without_paths(value: Any) -> Any:
+    """Settings as a file would hold them: a path is text there."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(entry) for key, entry in value.items()}
+    return str(value) if isinstance(value, PathLike) else value
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -203,8 +210,19 @@ async def train_async(
     if run is None:
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)
+    try:
+        return await _train_in(writer, recipe, parts, run is not None, on_step)
+    except ConfigError:
+        if writer.is_new and not writer.metrics() and not writer.checkpoints():
+            writer.discard()  # nothing was trained: the corrected command finds the place as this one did
+        raise
+
+
+async def _train_in(
+    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep | None
+) -> Result:
     with writer, setup_logging(writer):
-        checkpoint = _continue(writer) if run is not None else None
+        checkpoint = _continue(writer) if is_resumed else None
         _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
         async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
             with settled_heap():

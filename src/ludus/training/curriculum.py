@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, StrictFloat, StrictInt, ValidationError, model_validator
 
 from ludus.core.config import Config
 from ludus.core.config_problems import explained
@@ -70,7 +70,7 @@ class CurriculumConfig(Config):
         "rewards.strictness",
     ]
     """A budget, the difficulty of the hardest tasks to draw, or how strict rewards are."""
-    schedule: tuple[tuple[int, float], ...] = ()
+    schedule: tuple[tuple[StrictInt, StrictFloat], ...] = ()
     """Pairs of (step, value): from that step of the stage on, the value holds."""
     adaptive: AdaptiveConfig | None = None
     """Or: when to move on."""

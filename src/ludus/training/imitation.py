@@ -49,11 +49,14 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
     """Conversations as code has them: lists of messages, or of dictionaries like those of a file."""
     conversations: list[Conversation] = []
     for number, conversation in enumerate(given, start=1):
-        messages = conversation["messages"] if isinstance(conversation, Mapping) else conversation
         try:
+            messages = conversation["messages"] if isinstance(conversation, Mapping) else conversation
             conversations.append([Message.parse(message) for message in messages])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"demonstration {number} is not a list of messages: {error}") from None
+            raise ConfigError(
+                f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: '
+                f"{type(error).__name__}: {error}"
+            ) from None
     return conversations
 
 

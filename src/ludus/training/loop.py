@@ -35,6 +35,7 @@ from ludus.training.evaluation import Evaluation
 from ludus.training.report import stage_of
 from ludus.training.stages import Stage, Step, build_stage
 from ludus.training.stages.checking import check_failures
+from ludus.training.stages.given import check_given
 from ludus.training.stages.imitating import Imitation
 from ludus.training.steps import stage_ends
 from ludus.training.workshop import Workshop
@@ -65,6 +66,8 @@ class Trainer:
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
         if checkpoint is None:
+            for later in self.recipe.stages[1:]:
+                await check_given(self.workshop, later)
             await self._evaluate()
         else:
             self._go_on(checkpoint)

@@ -14,7 +14,8 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.adapters import CONFIG, add_adapter, base_of, is_adapter, load_adapter, require_peft
+from ludus.training.adapter_files import CONFIG, base_of, is_adapter
+from ludus.training.adapters import add_adapter, load_adapter, require_peft
 from ludus.training.dropout import without_dropout
 from ludus.training.hub import check_hub
 from ludus.training.pretrained import check_file, located, without_bars
@@ -52,7 +53,9 @@ def check_source(config: ModelConfig) -> None:
         return
     if check_file(config.name):
         return
-    folder = Path(config.name).expanduser()
+    folder = Path(config.name)
+    if is_adapter(folder):
+        base_of(folder)
     if folder.is_dir() and not is_adapter(folder) and not (folder / "config.json").is_file():
         raise ConfigError(f"model.name = {config.name!r} is a folder without a config.json: not a model")
     if folder.is_file():
@@ -141,7 +144,9 @@ def _load_adapted(
             f"has moved, set base_model_name_or_path in {folder / CONFIG}"
         ) from error
     own = (folder / "tokenizer_config.json").is_file()
-    return load_adapter(model, folder, config), load_tokenizer(folder if own else weights)
+    adapted: Any = load_adapter(model, folder, config)
+    adapted.peft_config["default"].base_model_name_or_path = _lasting(base)
+    return adapted, load_tokenizer(folder if own else weights)
 
 
 def _source(name: str) -> str:

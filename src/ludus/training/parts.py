@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
         return _agent(load_reference(value) if isinstance(value, str) else value)
     if callable(value):
         return value
-    return _demonstrations(value) if isinstance(value, str) else parse_conversations(value)
+    if isinstance(value, str | PathLike):
+        return _demonstrations(str(value))
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"demonstrations are conversations, a file or a function, not {value!r:.80}")
+    return parse_conversations(value)
 
 
 def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:

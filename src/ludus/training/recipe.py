@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.core.config import Config
 from ludus.engine import EngineConfig
@@ -75,6 +76,11 @@ class ModelConfig(Config):
     """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""
     device: str = "auto"
     """Where it runs: auto, cpu, cuda, cuda:1, ..."""
+
+    @field_validator("name")
+    @classmethod
+    def _at_home(cls, name: str | None) -> str | None:
+        return str(Path(name).expanduser()) if name is not None and name.startswith("~") else name
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:

@@ -10,7 +10,7 @@ from ludus.core.config import Config
 from ludus.training.curriculum import CurriculumConfig
 from ludus.training.setting_checks import check_mining, check_reinforcement
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
 class OptimizerConfig(Config):
@@ -64,7 +64,7 @@ class CriticConfig(Config):
     """Its own optimizer settings."""
 
 
-Treatment = Literal["keep", "mask"] | float
+Treatment = Literal["keep", "mask"] | Annotated[float, Field(strict=True)]
 
 
 class BrokenConfig(Config):
@@ -255,7 +255,7 @@ class MeasurementConfig(Config):
     """Episodes for each task."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
-    pass_at: tuple[int, ...] = ()
+    pass_at: tuple[Annotated[int, Field(strict=True)], ...] = ()
     """The k of pass@k; powers of two up to the attempts when left out."""
 
 

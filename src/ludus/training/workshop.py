@@ -182,7 +182,13 @@ async def demonstrate(
         unscored = replace(rollout, scorer=Scorer(()))  # judging is dear, and rewards may remember it
         return await play_expert(unscored, source, tasks, seed)
     specs = await tool_specs(rollout, parts)
-    return [trajectory_of(conversation, rollout.renderer, specs) for conversation in source[:most]]
+    shown: list[Trajectory] = []
+    for number, conversation in enumerate(source[:most], start=1):
+        try:
+            shown.append(trajectory_of(conversation, rollout.renderer, specs))
+        except ConfigError as error:
+            raise ConfigError(f"demonstration {number}: {error}") from None
+    return shown
 
 
 async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.trajectory import Trajectory
 from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
-from ludus.training.readable import check_readable
 from ludus.training.settings import ImitationConfig
+from ludus.training.stages.given import given_demonstrations
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.updates import imitate
 from ludus.training.workshop import Workshop
@@ -31,10 +30,7 @@ class Imitation(Stage):
         self._learner = Learner(workshop.model, config.optimizer, config.steps, seed=self.seed)
 
     async def begin(self) -> None:
-        self._demonstrations = await self.workshop.demonstrations(self._config.demonstrations)
-        if not self._demonstrations:
-            raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
-        check_readable(self._demonstrations, self.workshop.model, "demonstration")
+        self._demonstrations = await given_demonstrations(self.workshop, self._config)
 
     async def advance(self, number: int) -> Step:
         started = time.perf_counter()

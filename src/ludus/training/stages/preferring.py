@@ -17,13 +17,13 @@ from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
 from ludus.training.playing import Player
-from ludus.training.preference import Pair, pair_of, pairs_of, prefer, read_pairs
-from ludus.training.readable import check_readable
+from ludus.training.preference import Pair, pairs_of, prefer
 from ludus.training.settings import PreferenceConfig, RLConfig
 from ludus.training.stages.checking import check_failures
+from ludus.training.stages.given import given_pairs
 from ludus.training.stages.reference import load_reference
 from ludus.training.stages.stage import Stage, Step
-from ludus.training.workshop import Workshop, tool_specs
+from ludus.training.workshop import Workshop
 
 _STATE = "preference.json"
 
@@ -53,17 +53,7 @@ class Preference(Stage):
     async def begin(self) -> None:
         self._reference = load_reference(self.workshop, self.folder)
         if self._config.pairs is not None:
-            rollout = self.workshop.rollout
-            specs = await tool_specs(rollout, self.workshop.parts)
-            given = read_pairs(Path(self._config.pairs))
-            if not given:
-                raise ConfigError(f"{self._config.pairs} has no pairs to learn from")
-            self._given = [
-                pair_of(chosen, rejected, rollout.renderer, specs) for chosen, rejected in given
-            ]
-            for side in ("chosen", "rejected"):
-                shown = [getattr(pair, side) for pair in self._given]
-                check_readable(shown, self.workshop.model, f"what was {side} in pair")
+            self._given = await given_pairs(self.workshop, Path(self._config.pairs))
 
     async def advance(self, number: int) -> Step:
         assert self._reference is not None

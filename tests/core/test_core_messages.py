@@ -1,0 +1,53 @@
+"""Messages in the forms that files and servers of chats have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ludus.core.messages import Message
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_a_call_may_come_without_text_and_with_arguments_as_json(
+    content: dict[str, Any], arguments: Any
+) -> None:
+    call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+    message = Message.parse({"role": "assistant", "tool_calls": [call], **content})
+    assert message.content == ""
+    assert [(one.name, one.arguments, one.id) for one in message.tool_calls] == [("add", {"a": 1}, "c1")]
+
+
+def test_a_text_may_come_in_parts() -> None:
+    parts = [{"type": "text", "text": "1 plus "}, {"type": "text", "text": "2?"}]
+    assert Message.parse({"role": "user", "content": parts}).content == "1 plus 2?"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+        {"role": "user", "content": ["a"]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+        },
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+        },
+        {"role": "nobody", "content": ""},
+    ],
+)
+def test_what_is_no_message_is_refused(raw: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Message.parse(raw)
