@@ -51,6 +51,16 @@ def test_a_saved_model_knows_nothing_of_ludus(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != "ludus"
 
 
+def test_a_model_that_keeps_things_from_its_attention_is_refused_with_the_reason() -> None:
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 60}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = StableLmForCausalLM(StableLmConfig(**sizes, **heads))
+    with pytest.raises(ConfigError, match="StableLmForCausalLM does not hand keyword arguments down"):
+        use_ludus_attention(model)
+
+
 def test_what_is_not_a_causal_language_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="causal language model"):
         use_ludus_attention(make().model)

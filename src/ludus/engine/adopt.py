@@ -117,12 +117,17 @@ def _compare(model: nn.Module, expected: Tensor) -> None:
     name = type(unwrapped(model)).__name__
     tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
     context = _Recorder(_PROBE_LENGTHS, tokens.device)
-    given = hidden_states(model, tokens, context.position_ids, context)
+    try:
+        given = hidden_states(model, tokens, context.position_ids, context)
+    except ConfigError:
+        if context.calls:
+            raise
+        raise _unheard(name) from None
     if why_not_fused(model) is None and not agree(given, expected):
         distrust(decoder_of(model), "it gave other hidden states than the module itself")
         given = hidden_states(model, tokens, context.position_ids, context)
     if context.calls == 0:
-        raise ConfigError(f"{name} does not hand keyword arguments down to its attention")
+        raise _unheard(name)
     _check_windows(model, context.windows)
     if not bool(expected.isfinite().all()):
         raise ConfigError(
@@ -134,3 +139,10 @@ def _compare(model: nn.Module, expected: Tensor) -> None:
             f"{name} gives other hidden states with packed sequences than with each one alone: "
             "something in it mixes tokens besides causal attention"
         )
+
+
+def _unheard(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} does not hand keyword arguments down to its attention, which is how Ludus tells it what "
+        "belongs together"
+    )
