@@ -78,6 +78,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     assert rewards[0] == rewards[1]
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run", rl={"steps": 2}), **code())
+    run = RunFolder(tmp_path / "run")
+    before = run.metrics()
+    for file in run.checkpoints_path.glob("*/model.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged"):
+        ludus.train(resume=tmp_path / "run", **code())
+    assert run.metrics() == before and before
+
+
 def test_resuming_with_a_reference_keeps_the_first_one(tmp_path: Path) -> None:
     whole = settings(tmp_path / "whole", max_in_flight=1, rl={"kl": 0.5})
     ludus.train(**whole, **code())

@@ -244,6 +244,11 @@ def new_run(recipe: Recipe) -> RunWriter:
 def _continue(run: RunWriter) -> Checkpoint | None:
     """The checkpoint to go on from; what was written after it is dropped, because it will come again."""
     checkpoint = run.latest_checkpoint()
+    if checkpoint is None and any(run.checkpoints_path.glob("step-*")):
+        raise ConfigError(
+            f"every checkpoint in {run.checkpoints_path} is damaged (the log says how), so there is nothing to "
+            "go on from: repair one, or remove the folder to begin anew, which drops what was recorded"
+        )
     run.truncate_after(checkpoint.step if checkpoint else -1)
     return checkpoint
 
