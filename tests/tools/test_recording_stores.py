@@ -12,8 +12,10 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recording_samples import REDIS_PROGRAM, redis_server
@@ -189,6 +191,41 @@ async def test_a_killed_writer_leaves_a_sound_file_with_all_it_announced(tmp_pat
     store = SQLiteStore(path)
     for key in announced:
         assert await store.get(key) == key.encode() * 500
+    await store.close()
+
+
+async def test_a_file_that_another_process_is_just_making_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks at a new file, somebody else makes the tables."""
+    path = tmp_path / "calls.sqlite"
+    plain = SQLiteStore._plain_connection
+    makers: list[threading.Thread] = []
+
+    def make() -> None:
+        asyncio.run(put(SQLiteStore(path), label(1), b"1"))
+
+    class Watched(sqlite3.Connection):
+        def execute(self, question: str, *given: Any) -> sqlite3.Cursor:
+            rows = super().execute(question, *given)
+            if question == "PRAGMA user_version" and not makers:
+                makers.append(threading.Thread(target=make))
+                monkeypatch.setattr(SQLiteStore, "_plain_connection", plain)
+                makers[0].start()
+                makers[0].join(1.0)  # it may have to wait for us
+            return rows
+
+    def watched(store: SQLiteStore, mode: str) -> sqlite3.Connection:
+        return sqlite3.connect(
+            store.path, factory=Watched, isolation_level=None, check_same_thread=False
+        )
+
+    monkeypatch.setattr(SQLiteStore, "_plain_connection", watched)
+    store = SQLiteStore(path)
+    await put(store, label(2), b"2")
+    makers[0].join(30)
+    assert await store.get(label(1).key) == b"1"
+    assert await store.get(label(2).key) == b"2"
     await store.close()
 
 

@@ -128,6 +128,7 @@ def test_a_recipe_can_say_more_about_an_adapter(base: Path, tmp_path: Path, targ
         loaded(tmp_path, rank=4, alpha=8, targets=["o_proj"])
 
 
+@pytest.mark.filterwarnings("ignore:aLoRA is currently only supported")
 def test_what_ludus_would_compute_otherwise_is_refused(base: Path, tmp_path: Path) -> None:
     made(base, tmp_path)
     file = tmp_path / "adapter_config.json"

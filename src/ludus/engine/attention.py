@@ -100,9 +100,13 @@ def _plain(
     return attend(query, key, value, rule, mask).transpose(1, 2).contiguous()
 
 
+class LostContextError(ConfigError):
+    """Packed sequences came to the attention without what says where each begins."""
+
+
 def _refuse_packed(positions: Tensor | None) -> None:
     if positions is not None and positions.shape[-1] > 1 and not bool((positions.diff() == 1).all()):
-        raise ConfigError(
+        raise LostContextError(
             "position_ids that start anew mean packed sequences: pass ludus_attention=PackedContext(...)"
         )
 

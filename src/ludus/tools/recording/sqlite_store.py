@@ -177,9 +177,7 @@ class SQLiteStore:
 
     def _version(self, db: sqlite3.Connection) -> int:
         """The version of the schema; 0 for a new file."""
-        version: int = self._patiently(lambda: db.execute("PRAGMA user_version").fetchone()[0])
-        owner = db.execute("PRAGMA application_id").fetchone()[0]
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        version, owner, tables = self._patiently(lambda: _marks(db))
         if version == 0 and owner == 0 and tables == 0:
             return 0
         if owner != _APPLICATION:
@@ -230,6 +228,23 @@ class SQLiteStore:
             f"the recording {self.path} is damaged or no SQLite file ({error}); move it away and record "
             f"anew, or save what can be read with: sqlite3 {self.path} .recover | sqlite3 rescued.sqlite"
         )
+
+
+def _marks(db: sqlite3.Connection) -> tuple[int, int, int]:
+    """(version, owner, tables) of one moment: another process may be making the tables."""
+    db.execute("BEGIN")
+    try:
+        version, owner, tables = (
+            int(db.execute(question).fetchone()[0])
+            for question in (
+                "PRAGMA user_version",
+                "PRAGMA application_id",
+                "SELECT count(*) FROM sqlite_master",
+            )
+        )
+    finally:
+        db.execute("ROLLBACK")
+    return version, owner, tables
 
 
 def _create(db: sqlite3.Connection) -> None:
