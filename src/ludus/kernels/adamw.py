@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ludus.kernels.support import unavailable
+from ludus.kernels.support import distrust, unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,8 @@ def adamw_plainly(tensors: AdamwTensors, rule: AdamwRule) -> None:
 @cache
 def adamw_unavailable(device: torch.device) -> str | None:
     """Why the one kernel cannot make the step on this device, found out by trying; None when it can."""
-    reason = unavailable(device)
-    if reason is not None:
-        return reason
-    try:
-        same = _agree(device)
-    except torch.OutOfMemoryError:
-        raise  # says nothing about the kernel
-    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None if same else "the kernel for AdamW gives other weights than plain arithmetic"
+    otherwise = "the kernel for AdamW gives other weights than plain arithmetic"
+    return unavailable(device) or distrust(_agree, device, otherwise)
 
 
 def _agree(device: torch.device) -> bool:

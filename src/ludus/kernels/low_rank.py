@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ludus.kernels.support import unavailable
+from ludus.kernels.support import distrust, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -51,16 +51,10 @@ def low_rank_distrusted(device: torch.device) -> bool:
     """Whether the kernels give something else than plain operations on this device, found out by trying."""
     if unavailable(device) is not None:
         return False  # plain operations it is
-    try:
-        if _agree(device):
-            return False
-        reason = "the kernels give other numbers than plain operations"
-    except torch.OutOfMemoryError:
-        raise  # says nothing about the kernels
-    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every pass
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)
-    return True
+    reason = distrust(_agree, device, "the kernels give other numbers than plain operations")
+    if reason is not None:
+        log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)
+    return reason is not None
 
 
 def _agree(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -30,6 +31,16 @@ def _unavailable(index: int) -> str | None:
     except ImportError:
         return "Triton is not installed (pip install triton)"
     return None
+
+
+def distrust(agrees: Callable[[torch.device], bool], device: torch.device, otherwise: str) -> str | None:
+    """Why a kernel is not to be used on a device, found out by a trial; None when it gives what it should."""
+    try:
+        return None if agrees(device) else otherwise
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every use
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def next_power_of_2(number: int) -> int:

@@ -96,13 +96,13 @@ def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
         *joined_parameters([adapter.down for adapter in present]),
         *joined_parameters([adapter.up for adapter in present]),
     )
-    given = (len(layers.bases), columns, present[0].scaling, *parameters)
+    count, scaling = len(layers.bases), present[0].scaling
     if not torch.is_grad_enabled():
-        plain, down, up = _matrices(len(layers.bases), len(present), parameters)
+        plain, down, up = _matrices(count, len(present), parameters)
         out = functional.linear(x_TD, *plain)
-        low_rank_add(out, x_TD, down, up, columns, present[0].scaling)
+        low_rank_add(out, x_TD, down, up, columns, scaling)
         return out
-    result: Tensor = _AdaptedProduct.apply(x_TD, *given)
+    result: Tensor = _AdaptedProduct.apply(x_TD, count, columns, scaling, *parameters)
     return result
 
 
