@@ -126,7 +126,8 @@ class _AdaptedProduct(torch.autograd.Function):
         inner_PTR = low_rank_add(out, x, down, up, columns, scaling)
         # The matrices are what the backward pass reads: until then, parameters may be joined in another way.
         # The parameters are saved all the same, so that autograd notices when one of them is changed.
-        ctx.save_for_backward(x, inner_PTR.sum(0), *parameters)
+        inner_TR = inner_PTR[0] if len(inner_PTR) == 1 else inner_PTR.sum(0)
+        ctx.save_for_backward(x, (inner_TR * scaling).to(x.dtype), *parameters)
         ctx.given = columns, scaling, plain[0], down, up
         return out
 
@@ -135,13 +136,21 @@ class _AdaptedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, inner_TR, *parameters = ctx.saved_tensors
         columns, scaling, weight, down, up = ctx.given
-        grad, kind = grads[0], x.dtype
-        slopes = [grad[:, first : first + width] for first, width in columns]
+        grad, kind, rank = grads[0], x.dtype, up.shape[1]
         ups = torch.split((up * scaling).to(kind), [width for _, width in columns])
-        dinner = torch.cat([slope @ own for slope, own in zip(slopes, ups, strict=True)], dim=1)
-        inner = torch.split((inner_TR * scaling).to(kind), up.shape[1], dim=1)
-        dups = [linear_float32(slope.t(), own.t()) for slope, own in zip(slopes, inner, strict=True)]
-        ddowns = torch.split(linear_float32(dinner.t(), x.t()), up.shape[1])
+        slopes = [
+            grad[:, first : first + width] @ own
+            for (first, width), own in zip(columns, ups, strict=True)
+        ]
+        dinner = torch.cat(slopes, dim=1) if len(slopes) > 1 else slopes[0]
+        # Of all columns with all adapters, because one product costs the host less than one each: the blocks
+        # beside the diagonal are left.
+        dup_NR = linear_float32(grad.t(), inner_TR.t())
+        dups = [
+            dup_NR[first : first + width, number * rank : (number + 1) * rank]
+            for number, (first, width) in enumerate(columns)
+        ]
+        ddowns = torch.split(linear_float32(dinner.t(), x.t()), rank)
         dx = torch.addmm(grad @ weight, dinner, down.to(kind)) if ctx.needs_input_grad[0] else None
         frozen = [None] * (len(parameters) - 2 * len(columns))
         return dx, None, None, None, *frozen, *ddowns, *dups
