@@ -240,6 +240,27 @@ def test_mistakes_are_explained(
     assert not (project / "runs").exists(), "what is refused leaves no folder"
 
 
+def test_rollouts_that_all_failed_are_a_failure(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (project / "task.py").open("a") as file:
+        file.write("\n@ludus.reward\nasync def broken(trajectory):\n    raise OSError('no judge')\n")
+    arguments = [
+        "rollout",
+        "recipe.toml",
+        "rewards=['task.py:broken']",
+        "--tasks",
+        "1",
+        "--out",
+        "e.parquet",
+    ]
+    code = explained(lambda **options: app(arguments, **options))
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 2
+    assert "all episodes failed through no fault of the model's" in said and "no judge" in said
+    assert (project / "e.parquet").exists(), "they can be looked at"
+
+
 STAGES = """
 [[stage]]
 kind = "dpo"

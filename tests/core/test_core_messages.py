@@ -22,6 +22,32 @@ def test_a_call_may_come_without_text_and_with_arguments_as_json(
     assert [(one.name, one.arguments, one.id) for one in message.tool_calls] == [("add", {"a": 1}, "c1")]
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"arguments": None}, {"arguments": " "}, {"arguments": "null"}]
+)
+def test_a_call_may_come_without_arguments(arguments: dict[str, Any]) -> None:
+    call = {"id": None, "function": {"name": "look", **arguments}}
+    message = Message.parse({"role": "assistant", "content": [], "tool_calls": [call]})
+    assert [(one.name, one.arguments, one.id) for one in message.tool_calls] == [("look", {}, "")]
+
+
+def test_fields_that_clients_leave_empty_are_none() -> None:
+    empty = {
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+    assert Message.parse({"role": "assistant", "content": "5", **empty}) == Message("assistant", "5")
+
+
+def test_the_cause_is_named() -> None:
+    call = {"function": {"name": "add", "arguments": "{a"}}
+    with pytest.raises(ValueError, match="the arguments of a call of 'add' are not JSON"):
+        Message.parse({"role": "assistant", "tool_calls": [call]})
+
+
 def test_a_text_may_come_in_parts() -> None:
     parts = [{"type": "text", "text": "1 plus "}, {"type": "text", "text": "2?"}]
     assert Message.parse({"role": "user", "content": parts}).content == "1 plus 2?"
@@ -35,6 +61,14 @@ def test_a_text_may_come_in_parts() -> None:
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
         {"role": "user", "content": ["a"]},
+        {"role": "user", "content": []},
+        {"role": "user", "content": [{"type": "text", "text": None}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+        {"role": "user", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": 5},
+        {"role": "assistant", "content": "", "tool_calls": ["add"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]},
+        {"role": "assistant", "content": "", "refusal": "no"},
         {
             "role": "assistant",
             "content": "",

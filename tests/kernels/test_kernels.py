@@ -209,6 +209,18 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000])
+@pytest.mark.parametrize("which", ["down", "up"])
+def test_an_adapter_that_is_no_number_is_not_taken_for_none(which, bits):
+    """The first is the NaN that GPUs make; rounded like a number it would be a zero."""
+    factors = {"down": randn(8, 64, seed=1), "up": randn(32, 8, seed=2)}
+    factors[which].view(torch.int32).fill_(bits)
+    out = torch.zeros(5, 32, dtype=torch.bfloat16, device=DEVICE)
+    x = randn(5, 64).bfloat16()
+    low_rank_kernels.add(out, x, factors["down"], factors["up"], ((0, 32),), 1.0)
+    assert out.isnan().all()
+
+
 def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
     monkeypatch.setattr(low_rank, "unavailable", lambda device: None)
     device, real = torch.device(DEVICE), low_rank_kernels.add
@@ -221,6 +233,13 @@ def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
     def broken(*given):
         raise RuntimeError("no such instruction")
 
+    def crowded(*given):
+        raise torch.OutOfMemoryError("no room")
+
+    low_rank.low_rank_distrusted.cache_clear()
+    monkeypatch.setattr(low_rank_kernels, "add", crowded)
+    with pytest.raises(torch.OutOfMemoryError):  # which says nothing about the kernel
+        low_rank.low_rank_distrusted(device)
     for kernel, is_distrusted in ((real, False), (wrong, True), (broken, True)):
         low_rank.low_rank_distrusted.cache_clear()
         monkeypatch.setattr(low_rank_kernels, "add", kernel)

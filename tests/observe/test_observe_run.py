@@ -76,13 +76,53 @@ def test_a_damaged_recipe_is_told(tmp_path):
 
 
 def test_a_run_that_came_to_nothing_can_be_discarded(tmp_path):
-    run = RunWriter.create(tmp_path / "run", {})
-    assert run.is_new
+    for begin in (
+        lambda: RunWriter.create(tmp_path / "run", {}),
+        lambda: RunWriter.create_numbered("a", {}, root=tmp_path),
+    ):
+        run = begin()
+        run.log_path.parent.mkdir()
+        run.log_path.write_text("begun")
+        run.close()
+        run.discard()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", ["folder", "link", "here"])
+def test_a_folder_that_was_there_before_stays_and_is_as_it_was(tmp_path, monkeypatch, made):
+    path = tmp_path / "mine"
+    path.mkdir()
+    if made == "link":
+        (tmp_path / "link").symlink_to(path)
+    if made == "here":
+        monkeypatch.chdir(path)
+    run = RunWriter.create({"folder": path, "link": tmp_path / "link", "here": "."}[made], {})
     run.close()
     run.discard()
-    assert list(tmp_path.iterdir()) == []
-    RunWriter.create(tmp_path / "run", {}).close()
-    assert not RunWriter.resume(tmp_path / "run").is_new
+    assert path.is_dir() and list(path.iterdir()) == []
+    assert (tmp_path / "link").is_symlink() is (made == "link")
+
+
+@pytest.mark.parametrize(
+    "what", ["metrics.jsonl", "trajectories", "checkpoints", "calls.sqlite", "notes.md"]
+)
+def test_a_run_that_holds_something_is_not_discarded(tmp_path, what):
+    run = RunWriter.create(tmp_path / "run", {})
+    (run.path / what).write_text("1")
+    run.close()
+    before = sorted(run.path.iterdir())
+    run.discard()
+    assert sorted(run.path.iterdir()) == before and run.is_run
+
+
+def test_only_who_began_a_run_discards_it(tmp_path):
+    begun = RunWriter.create(tmp_path / "run", {})
+    begun.close()
+    with RunWriter.resume(tmp_path / "run") as resumed:
+        begun.discard()
+        assert resumed.is_run, "it is being written by another"
+    resumed.discard()
+    assert resumed.is_run
 
 
 def test_only_new_or_empty_folders_are_taken(tmp_path):

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from training_helpers import TINY, Chatty, add, even, tasks
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ludus
 from ludus.core.failures import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training.adapters import adapter_reference
 from ludus.training.models import check_source, fit_tokenizer, load_model, scratch_model
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,11 @@ def test_what_ludus_would_compute_otherwise_is_refused(base: Path, tmp_path: Pat
     for change, reason in (
         ({"alora_invocation_tokens": [3, 4]}, "wakes up at certain tokens"),
         ({"init_lora_weights": "pissa_niter_4"}, "draws anew whenever it is loaded"),
+        ({"init_lora_weights": "PiSSA_niter_4"}, "draws anew whenever it is loaded"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "repeats layers"),
         ({"lora_alpha": "8"}, "does not fit its base"),
+        ({"target_modules": "*q_proj"}, "does not fit its base .* nothing to repeat"),
+        ({"rank_pattern": [1]}, "does not fit its base"),
     ):
         file.write_text(json.dumps({**settings, **change}))
         with pytest.raises(ConfigError, match=reason):
@@ -146,9 +151,12 @@ def test_what_ludus_would_compute_otherwise_is_refused(base: Path, tmp_path: Pat
         check_source(ModelConfig(name=str(tmp_path)))
 
 
-def test_an_adapter_that_split_its_base_has_no_bare_reference(base: Path, tmp_path: Path) -> None:
-    model = loaded(made(base, tmp_path, init_lora_weights="pissa"))
-    with pytest.raises(ConfigError, match=r"began with pissa.*use \"start\""):
+@pytest.mark.parametrize("beginning", ["pissa", "olora", "OLoRA"])
+def test_an_adapter_that_split_its_base_has_no_bare_reference(
+    base: Path, tmp_path: Path, beginning: str
+) -> None:
+    model = loaded(made(base, tmp_path, init_lora_weights=beginning))
+    with pytest.raises(ConfigError, match=rf"began with {beginning}.*use \"start\""):
         adapter_reference(model, tmp_path, bare=True)
     start = logits(model)
     reference = adapter_reference(model, tmp_path, bare=False)
@@ -182,3 +190,59 @@ def test_a_base_is_found_again_from_anywhere(base: Path, tmp_path: Path) -> None
 def test_a_home_is_a_place(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(base.parent))
     assert ModelConfig(name=f"~/{base.name}").name == str(base)
+    recipe = Recipe.parse(
+        {"model": {"name": "~/m"}, "run": {"folder": "~/r"}, "tasks": {"train": "~/t.jsonl"}}
+    )
+    places = (recipe.model.name, recipe.run.folder, recipe.tasks.train)
+    assert places == tuple(str(base.parent / name) for name in ("m", "r", "t.jsonl"))
+    with pytest.raises(ConfigError, match=r"run\.folder: nobody's home is ~no-such-user"):
+        Recipe.parse({"model": {"name": "m"}, "run": {"folder": "~no-such-user/r"}})
+
+
+def test_saved_embeddings_may_be_coarser_than_the_base_s(base: Path, tmp_path: Path) -> None:
+    folder = made(base, tmp_path, saving={"save_embedding_layers": True})
+    file = folder / "adapter_model.safetensors"
+    exact = loaded(folder)
+    weights = load_file(file)
+    coarser = {
+        name: tensor if "lora_" in name else tensor.bfloat16() for name, tensor in weights.items()
+    }
+    name = "base_model.model.model.embed_tokens.weight"
+    assert not torch.equal(coarser[name].float(), weights[name])
+    save_file(coarser, file, metadata={"format": "pt"})
+    torch.testing.assert_close(logits(loaded(folder)), logits(exact), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+def test_adapters_of_experts_are_taken_by_their_old_names(tmp_path: Path) -> None:
+    """As they were written while each expert was a module of its own; peft puts them together."""
+    tokenizer = fit_tokenizer(["a plus b? add"] * 20, 400)
+    shape = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    experts, adapter = tmp_path / "experts", tmp_path / "adapter"
+    Qwen3MoeForCausalLM(shape).save_pretrained(experts)
+    tokenizer.save_pretrained(experts)
+    weights = {}
+    sizes = {"gate_proj": (16, 32), "up_proj": (16, 32), "down_proj": (32, 16)}
+    for number in range(2):
+        for layer, (outputs, inputs) in sizes.items():
+            name = f"base_model.model.model.layers.0.mlp.experts.{number}.{layer}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(4, inputs)
+            weights[f"{name}.lora_B.weight"] = torch.randn(outputs, 4)
+    settings = peft.LoraConfig(r=4, target_modules=[*sizes], base_model_name_or_path=str(experts))
+    settings.save_pretrained(str(adapter))
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    model = loaded(adapter)
+    theirs: Any = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(experts), str(adapter)
+    )
+    with torch.no_grad():
+        expected = theirs(torch.arange(6)[None]).logits[0]
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    del weights[min(weights)]
+    save_file(weights, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="adapter"):
+        loaded(adapter)

@@ -201,6 +201,49 @@ def test_what_a_later_stage_cannot_read_is_refused_before_the_first(
     assert not (tmp_path / "run").exists(), "nothing was trained, so there is no run"
 
 
+def test_an_expert_does_not_play_for_a_later_stage_before_the_first(tmp_path: Path) -> None:
+    """Passed along, it stands in for the file that the stage names, which must not be there then."""
+    seen: list[str] = []
+
+    def watched(task: ludus.Task) -> Any:
+        seen.append("expert")
+        return expert(task)
+
+    stages = [{"kind": "rl", **TINY["rl"], "steps": 1}, {"kind": "sft", "steps": 1, "batch": 1}]
+    stages[1]["demonstrations"] = tmp_path / "shown.jsonl"  # a path inside a list of tables
+    (tmp_path / "shown.jsonl").write_text(json.dumps({"messages": ANSWER}))
+    tables = settings(tmp_path / "run", model=str(trained(tmp_path)))
+    del tables["rl"]
+    parts = code() | {"demonstrations": watched}
+    ludus.train(**tables, stage=stages, **parts, on_step=lambda phase, *_: seen.append(phase))
+    assert seen.index("RL") < seen.index("expert") < seen.index("warm start")
+
+
+def trained(folder: Path) -> Path:
+    """A model with a tokenizer, for which nothing has to be played first."""
+    tables = settings(folder / "first", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    return ludus.train(**tables, **code(), demonstrations=[ANSWER]).model
+
+
+def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:
+    def broken(task: ludus.Task) -> Any:
+        raise ValueError("no idea")
+
+    tables = settings(
+        tmp_path / "run", model=str(trained(tmp_path)), warm_start={"steps": 1, "batch": 1}
+    )
+    with pytest.raises(LudusError, match=r"the expert failed on task .*no idea"):
+        ludus.train(**tables, **code(), demonstrations=broken)
+    assert "no idea" in RunFolder(tmp_path / "run").log_path.read_text()
+
+
+def test_a_file_of_another_kind_has_no_demonstrations(tmp_path: Path) -> None:
+    (tmp_path / "shown.json").write_text(json.dumps(ANSWER))
+    tables = settings(tmp_path / "run", warm_start={"steps": 1, "batch": 1})
+    with pytest.raises(ConfigError, match=r"in a \.jsonl or \.parquet file, not in .*shown\.json"):
+        ludus.train(**tables, **code(), demonstrations=tmp_path / "shown.json")
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_what_the_model_cannot_read_is_refused(tmp_path: Path, kind: str) -> None:
     long = [ANSWER[0], {"role": "assistant", "content": "3 " * 800}]

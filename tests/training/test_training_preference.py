@@ -134,12 +134,24 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(pair) for pair in given) + "\n\n", encoding="utf-8")
+    apart = {side: messages[1:] for side, messages in given[0].items()} | {"prompt": [question]}
+    (tmp_path / "apart.jsonl").write_text(json.dumps(apart), encoding="utf-8")
+    assert read_pairs(path) == read_pairs(tmp_path / "apart.jsonl")
     ((chosen, rejected),) = read_pairs(path)
     assert chosen == [Message("user", "2+3?"), Message("assistant", "5")]
     tokenizer = ByteTokenizer()
     pair = pair_of(chosen, rejected, Renderer(tokenizer, load_format("hermes")))
     texts = [tokenizer.decode(side.actions[0].tokens) for side in (pair.chosen, pair.rejected)]
     assert [text[0] for text in texts] == ["5", "6"]
+
+
+def test_sides_of_a_pair_answer_the_same_question() -> None:
+    asked = [Message("system", "Be brief."), Message("user", "2+3?")]
+    renderer = Renderer(ByteTokenizer(), load_format("hermes"))
+    pair_of([*asked, Message("assistant", "5")], [*asked, Message("assistant", "6")], renderer)
+    for other in ([Message("user", "2+3?")], [asked[0], Message("user", "2+4?")], [*asked, asked[1]]):
+        with pytest.raises(ConfigError, match="answers another question"):
+            pair_of([*asked, Message("assistant", "5")], [*other, Message("assistant", "6")], renderer)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +163,8 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
         '{"chosen": []}',
         '{"chosen": 3, "rejected": []}',
         '{"chosen": [1], "rejected": []}',
+        '{"prompt": "2+3?", "chosen": [], "rejected": []}',
+        '{"prompt": null, "chosen": [], "rejected": []}',
     ],
 )
 def test_a_broken_file_of_pairs_says_where(line: str, tmp_path: Path) -> None:

@@ -217,6 +217,19 @@ def test_preferences_given_in_a_file(tmp_path: Path) -> None:
         run(tmp_path / "empty", {**given, "pairs": str(tmp_path / "none.jsonl")})
 
 
+def test_pairs_of_equals_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = pairs_file(tmp_path)
+    given = {"kind": "dpo", "pairs": str(file), "steps": 1, "batch": 2}
+    run(tmp_path / "different", given, tasks=None, held_out=None, rewards=None)
+    assert "both sides say the same" not in capsys.readouterr().err
+    equal = json.loads(file.read_text())
+    equal["rejected"] = equal["chosen"]
+    with file.open("a") as lines:
+        lines.write(json.dumps(equal) + "\n")
+    run(tmp_path / "equal", given, tasks=None, held_out=None, rewards=None)
+    assert "in 1 of 2 pairs both sides say the same" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_rejection_sampling_in_rounds(tmp_path: Path, restart: bool) -> None:
     rate = {"learning_rate": 1e-3, "schedule": "linear"}

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ludus.cli.play_options import Options, StudyOptions
 from ludus.core.config import apply_overrides
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, LudusError, most_frequent
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
@@ -232,6 +232,11 @@ def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], opt
     if options.out is not None:
         write_groups(options.out, result.groups, split="rollout")
         console.print(Text(f"episodes: {options.out}"))
+    failures = [t.failure for t in result.trajectories if t.failure is not None]
+    if failures and len(failures) == len(result.trajectories):
+        raise LudusError(
+            f"all episodes failed through no fault of the model's. {most_frequent(failures)}"
+        )
 
 
 def _show_episodes(console: Console, trajectories: Sequence[Trajectory]) -> None:

@@ -5,13 +5,28 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from ludus.core.config_problems import explained, refuse_lookalikes
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
+
+
+def _at_home(place: str) -> str:
+    if not place.startswith("~"):
+        return place
+    try:
+        return str(Path(place).expanduser())
+    except RuntimeError:
+        raise ValueError(
+            f"nobody's home is {Path(place).parts[0]}: name the folder (given: {place!r})"
+        ) from None
+
+
+Place = Annotated[str, AfterValidator(_at_home)]
+"""A file or folder, or something by a name; what begins with ~ is in a home."""
 
 
 class Config(BaseModel):

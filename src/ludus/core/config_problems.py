@@ -69,6 +69,27 @@ def _lookalike(annotation: Any, value: Any) -> str | None:
     return None
 
 
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def misfit(annotation: Any, value: Any) -> str | None:
+    """What a value must be to fit an annotation of plain kinds; None where it fits, or others decide."""
+    kinds = set(_kinds(annotation))
+    named = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    plain = {kind for kind in kinds if get_origin(kind) is not Literal} - {type(None)}
+    if not plain <= _SCALARS.keys() or value in named:
+        return None
+    fits = {None if value is None else type(value)}
+    if (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and value.is_integer()
+    ):
+        fits = {int, float}
+    if (value is None and type(None) in kinds) or fits & plain:
+        return None
+    wanted = [*map(repr, named), *(words for kind, words in _SCALARS.items() if kind in plain)]
+    return "must be " + ", or ".join(wanted)
+
+
 def _kinds(annotation: Any) -> Iterator[Any]:
     """The types that an annotation is made of."""
     origin = get_origin(annotation)

@@ -10,6 +10,8 @@ crossed. A failure is never turned into a reward.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,6 +57,13 @@ class Failure:
             boundary, attempts = error.boundary, max(attempts, error.attempts)
         cause = error.__cause__ if isinstance(error, InfraError) and error.__cause__ else error
         return cls(boundary, type(cause).__name__, str(error) or type(error).__name__, attempts)
+
+
+def most_frequent(failures: Iterable[Failure]) -> str:
+    """What to say of many failures: the one that happened most often, and how often."""
+    counted = Counter((failure.boundary, failure.message) for failure in failures)
+    (boundary, message), count = counted.most_common(1)[0]
+    return f"Most often ({count} times), at the boundary '{boundary}': {message}"
 
 
 class LudusError(Exception):

@@ -72,33 +72,54 @@ class Message:
             raise ValueError(f"a message's role must be system, user, assistant or tool, not {role!r}")
         if not isinstance(content, str):
             raise ValueError(f"a message's content must be a string, not {type(content).__name__}")
-        unknown = set(raw) - {"role", "content", "name", "tool_calls", "tool_call_id"}
+        known = {"role", "content", "name", "tool_calls", "tool_call_id"}
+        unknown = sorted(
+            str(field) for field in set(raw) - known if raw[field]
+        )  # clients list empty ones
         if unknown:
-            raise ValueError(f"a message has no field {sorted(unknown)[0]!r}")
-        calls = tuple(
-            ToolCall(
-                name=call["function"]["name"],
-                arguments=_arguments(call["function"]["arguments"]),
-                id=call.get("id", ""),
-            )
-            for call in raw.get("tool_calls") or ()
-        )
+            raise ValueError(f"a message has no field {unknown[0]!r}")
+        made = raw.get("tool_calls") or ()
+        if not isinstance(made, list | tuple):
+            raise ValueError(f"a message's tool_calls are a list, not {made!r:.80}")
+        calls = tuple(_call(call) for call in made)
+        if calls and role != "assistant":
+            raise ValueError(f"the assistant calls tools, not {role!r}")
         return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))
 
 
 def _text(content: Any, has_calls: bool) -> Any:
     """A message's text; a call may come without any, and a text may come in parts."""
-    if content is None and has_calls:
+    if has_calls and (content is None or content == []):
         return ""
     parts = content if isinstance(content, list) else []
-    if parts and all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return "".join(str(part.get("text", "")) for part in parts)
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in parts}
+    if kinds == {"text"} and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
     return content
 
 
-def _arguments(given: Any) -> dict[str, Any]:
-    """A call's arguments: a table, or one written as JSON, as servers of chats send it."""
-    table = json.loads(given) if isinstance(given, str) else given
+def _call(raw: Any) -> ToolCall:
+    """A call as servers of chats send it."""
+    function = raw.get("function") if isinstance(raw, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise ValueError(
+            f'a tool call is {{"function": {{"name": ..., "arguments": ...}}}}, not {raw!r:.80}'
+        )
+    return ToolCall(name, _arguments(name, function.get("arguments")), str(raw.get("id") or ""))
+
+
+def _arguments(name: str, given: Any) -> dict[str, Any]:
+    """A call's arguments: a table, one written as JSON, or none at all."""
+    try:
+        table = json.loads(given.strip() or "{}") if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(
+            f"the arguments of a call of {name!r} are not JSON ({error}): {given!r:.80}"
+        ) from None
+    if table is None:
+        return {}
     if not isinstance(table, Mapping):
-        raise ValueError(f"the arguments of a tool call are a table, not {given!r:.80}")
+        raise ValueError(f"the arguments of a call of {name!r} are a table, not {given!r:.80}")
     return dict(table)

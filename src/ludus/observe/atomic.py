@@ -76,7 +76,7 @@ def _temporary(target: Path) -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        _remove(temporary)
+        remove(temporary)
         _active.discard(temporary.name)
 
 
@@ -84,7 +84,7 @@ def clean_leftovers(folder: Path) -> list[Path]:
     """Remove what killed writers have left in `folder`, and say what that was."""
     leftovers = [entry for entry in folder.iterdir() if _is_abandoned(entry)]
     for leftover in leftovers:
-        _remove(leftover)
+        remove(leftover)
     return leftovers
 
 
@@ -121,7 +121,8 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:60]
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder, or nothing where there is nothing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

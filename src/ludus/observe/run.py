@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from pathlib import Path
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Trajectory
-from ludus.observe.checkpoints import Checkpoint, list_checkpoints
+from ludus.observe.checkpoints import Checkpoint, damage, list_checkpoints
 from ludus.observe.sinks import read_metrics
 from ludus.observe.store import read_trajectories
+
+_log = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 _TRAJECTORIES = re.compile(r"step-(\d{6,})(?:-(\w+))?\.parquet")
@@ -121,10 +124,14 @@ class RunFolder:
         """The complete checkpoints, the oldest first."""
         return list_checkpoints(self.checkpoints_path)
 
-    def latest_checkpoint(self) -> Checkpoint | None:
-        """Where a resumed run goes on from."""
-        found = self.checkpoints()
-        return found[-1] if found else None
+    def latest_checkpoint(self, *, thorough: bool = False) -> Checkpoint | None:
+        """The newest that is whole, by the sizes of its files; `thorough`: and by what is in them."""
+        for checkpoint in reversed(self.checkpoints()):
+            problems = damage(checkpoint.path, thorough=True) if thorough else []
+            if not problems:
+                return checkpoint
+            _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])
+        return None
 
 
 def find_runs(root: str | Path = "runs") -> Sequence[RunFolder]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.trajectory import Group
-from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write, remove_directory
+from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write, remove
 from ludus.observe.checkpoints import (
     Checkpoint,
     new_checkpoint,
@@ -26,6 +26,8 @@ from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
 from ludus.observe.store import write_groups
 
 _LOCK = ".lock"
+_BEGINNING = (RECIPE, "logs", "tensorboard", "stages")
+"""What is in a run's folder before anything has been recorded."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,13 +38,20 @@ class RunWriter(RunFolder):
         super().__init__(path)
         self._lock = FolderLock(self.path / _LOCK)
         self._sinks: Sinks | None = None
-        self.is_new = False
+        self._is_new = False
         """Whether it was begun by this writer."""
+        self._made_folder = False
+        """Whether the folder was, too."""
 
     @classmethod
     def create(cls, path: str | Path, recipe: Mapping[str, Any]) -> Self:
         """Start a run in a new or empty folder; any other is refused."""
+        return cls._begun(path, recipe, makes_folder=not Path(path).exists())
+
+    @classmethod
+    def _begun(cls, path: str | Path, recipe: Mapping[str, Any], *, makes_folder: bool) -> Self:
         writer = cls(path)
+        writer._made_folder = makes_folder
         if writer.path.exists() and not writer.path.is_dir():
             raise ConfigError(f"{path} is a file; a run needs a folder")
         text = _recipe_text(recipe)
@@ -57,14 +66,15 @@ class RunWriter(RunFolder):
             except BaseException:
                 writer._vanish()
                 raise
-        writer.is_new = True
+        writer._is_new = True
         return writer
 
     def _vanish(self) -> None:
-        """Leave no folder in which there is nothing but our lock, which is still held."""
+        """Remove our lock, which is still held, and a folder that was made for us and holds nothing else."""
         self._lock.file.unlink(missing_ok=True)
-        with suppress(OSError):  # it holds something after all
-            self.path.rmdir()
+        if self._made_folder:
+            with suppress(OSError):  # it holds something after all
+                self.path.rmdir()
 
     def _refuse_content(self) -> None:
         """A new run begins in an empty folder; leftovers of a write that was cut off do not count."""
@@ -93,7 +103,7 @@ class RunWriter(RunFolder):
             except FileExistsError:
                 number += 1
                 continue
-            return cls.create(path, recipe)
+            return cls._begun(path, recipe, makes_folder=True)
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
@@ -110,9 +120,28 @@ class RunWriter(RunFolder):
         return writer
 
     def discard(self) -> None:
-        """Remove a run that has come to nothing, after it was closed; where that cannot be, it stays."""
-        with suppress(OSError):
-            remove_directory(self.path)
+        """Take back a run that was begun here and has come to nothing, after it was closed.
+
+        One that has recorded something, or holds what is somebody else's, stays as it is; and so does a folder
+        that was there before.
+        """
+        with suppress(OSError, LudusError):  # where that cannot be, it stays
+            if not self._is_new or self._holds_something():
+                return
+            self._lock.acquire()
+            try:
+                for name in _BEGINNING:
+                    remove(self.path / name)
+                self._vanish()
+            finally:
+                self._lock.release()
+
+    def _holds_something(self) -> bool:
+        """Whether there is more than what a run begins with."""
+        return any(
+            entry.name not in (*_BEGINNING, _LOCK) and not is_hidden_write(entry.name)
+            for entry in self.path.iterdir()
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

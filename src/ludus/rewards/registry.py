@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, get_type_hints
 
+from ludus.core.config_problems import misfit
 from ludus.core.failures import ConfigError
 from ludus.core.protocols import GroupReward, Reward
 from ludus.core.registry import Registry
 from ludus.rewards.evaluate import TurnReward, as_scoring
 from ludus.rewards.function import UserFunction
 from ludus.rewards.groups import as_group_reward
+from ludus.rewards.parameters import SETTINGS
 
 REWARDS = Registry(
     "reward",
@@ -73,6 +76,7 @@ def _build(spec: Any, registry: Registry) -> Any:
             f"a {registry.kind} is a name, or a table whose key 'reward' names it: {spec!r}"
         )
     found = registry.load(name)
+    _check_kinds(found, name, options)
     if isinstance(found, type):
         return _construct(found, name, options)
     if not options:
@@ -80,6 +84,19 @@ def _build(spec: Any, registry: Registry) -> Any:
     if isinstance(found, UserFunction):
         return found.using(**options)
     raise ConfigError(f"{name!r} takes no options ({', '.join(options)}); decorate it with @reward")
+
+
+def _check_kinds(found: Any, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what would be taken for something else: the text "no" is true, and true is the number 1."""
+    hints: dict[str, Any] = {}
+    function = found.function if isinstance(found, UserFunction) else found.__init__
+    with suppress(NameError, TypeError, AttributeError):  # what cannot be read is not checked
+        hints = get_type_hints(function)
+    if isinstance(found, UserFunction):
+        hints |= {key: get_type_hints(UserFunction.__init__)[key] for key in SETTINGS}
+    for key, value in options.items():
+        if key in hints and (wanted := misfit(hints[key], value)):
+            raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
 
 
 def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:

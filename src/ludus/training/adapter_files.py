@@ -7,7 +7,8 @@ and takes whatever a configuration asks for. What Ludus would sample, train or s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from ludus.core.failures import ConfigError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What peft calls them."""
 
-_SPLITTING = ("pissa", "olora", "corda", "lora_ga")
-"""Ways to begin in which an adapter takes its start out of the base: the base without it is not the model."""
+_BASE = "base.json"
+"""What we write beside them: which weights the adapter was trained beside."""
+
+_SPLITTING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Ways to begin in which an adapter changes the base: the base without it is not the model."""
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -51,6 +55,33 @@ def base_of(folder: Path) -> str:
     return base
 
 
+def revision_of(folder: Path) -> str | None:
+    """Which version of its base a hub is asked for."""
+    revision = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("revision")
+    return revision if isinstance(revision, str) and revision else None
+
+
+def write_base(fingerprint: str, folder: Path) -> None:
+    """Note which weights an adapter belongs to."""
+    (folder / _BASE).write_text(json.dumps({"fingerprint": fingerprint}), encoding="utf-8")
+
+
+def check_base(fingerprint: str, folder: Path) -> None:
+    """Refuse other weights than an adapter was trained beside, where that is noted."""
+    try:
+        noted = json.loads((folder / _BASE).read_text(encoding="utf-8"))["fingerprint"]
+    except FileNotFoundError:
+        return  # others do not note it
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / _BASE} cannot be read ({type(error).__name__}: {error})") from None
+    if noted != fingerprint:
+        raise ConfigError(
+            f"the adapter in {folder} was trained beside other weights than {base_of(folder)!r} has now: put "
+            f"those back, or set base_model_name_or_path in {CONFIG}; to use it with these all the same, "
+            f"remove {_BASE}"
+        )
+
+
 def check_settings(settings: Any, folder: Path) -> None:
     """Refuse what a configuration asks for and Ludus does not do."""
     if getattr(settings, "alora_invocation_tokens", None):
@@ -58,7 +89,11 @@ def check_settings(settings: Any, folder: Path) -> None:
             f"the adapter in {folder} wakes up at certain tokens (alora_invocation_tokens), which Ludus does "
             "not know"
         )
-    if str(settings.init_lora_weights).startswith("pissa_niter"):
+    if getattr(settings, "layer_replication", None):
+        raise ConfigError(
+            f"the adapter in {folder} repeats layers (layer_replication), which Ludus does not"
+        )
+    if _beginning(settings).startswith("pissa_niter"):
         raise ConfigError(
             f"the adapter in {folder} begins with {settings.init_lora_weights}, which peft draws anew whenever "
             "it is loaded: save it as a plain one first (peft's path_initial_model_for_weight_conversion)"
@@ -67,7 +102,12 @@ def check_settings(settings: Any, folder: Path) -> None:
 
 def splits_its_base(settings: Any) -> bool:
     """Whether the model without its adapter is not the model that the adapter was made for."""
-    return str(settings.init_lora_weights).startswith(_SPLITTING)
+    return _beginning(settings).startswith(_SPLITTING) or bool(getattr(settings, "kasa_config", None))
+
+
+def _beginning(settings: Any) -> str:
+    """How its weights begin; peft does not mind the case."""
+    return str(settings.init_lora_weights).lower()
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -87,33 +127,43 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def check_foreign(weights: Mapping[str, Tensor], model: nn.Module, folder: Path) -> None:
-    """Refuse weights of the base itself, unless they are those that it has: they would not be saved again."""
+@contextmanager
+def keeping_the_base(weights: Mapping[str, Tensor], model: nn.Module, folder: Path) -> Iterator[None]:
+    """Refuse weights of the base itself, unless they are those that it has: they would not be saved again.
+
+    peft loads them, and an adapter may have them in a coarser format: what the base had comes back.
+    """
     own = model.state_dict()
+    coarser: list[tuple[Tensor, Tensor]] = []
     for name, tensor in weights.items():
         if "lora_" in name:
             continue
         known = own.get(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
-        if (
-            known is None
-            or known.shape != tensor.shape
-            or not torch.equal(known.cpu(), tensor.to(known.dtype))
-        ):
+        if known is None or not _is_same(known.cpu(), tensor):
             raise ConfigError(
                 f"the adapter's weights in {folder} have {name}, which is no part of an adapter and not what "
                 "the base has; Ludus keeps and saves low-rank matrices alone"
             )
+        if tensor.dtype != known.dtype:
+            coarser.append((known, known.clone()))
+    yield
+    for known, value in coarser:
+        known.copy_(value)
 
 
-def check_complete(weights: Iterable[str], wanted: Iterable[str], folder: Path) -> None:
+def _is_same(known: Tensor, saved: Tensor) -> bool:
+    """Whether these are the same numbers, in the finer or in the coarser of the two formats."""
+    return torch.equal(known, saved.to(known.dtype)) or torch.equal(known.to(saved.dtype), saved)
+
+
+def check_complete(missing: Sequence[str], foreign: Sequence[str], folder: Path) -> None:
     """Refuse a file that has not just the weights that its configuration asks for."""
-    saved, asked = {name for name in weights if "lora_" in name}, set(wanted)
-    if missing := sorted(asked - saved):
+    if missing:
         raise ConfigError(
             f"the adapter's weights in {folder} lack {len(missing)} of those that its {CONFIG} asks for, such "
             f"as {missing[0]}; they would be random numbers. Are both files of one adapter?"
         )
-    if foreign := sorted(saved - asked):
+    if foreign:
         raise ConfigError(
             f"the adapter's weights in {folder} have {len(foreign)} that its {CONFIG} does not ask for, such "
             f"as {foreign[0]}; they would be ignored. Are both files of one adapter?"

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,17 +28,23 @@ from ludus.engine.backbone import unwrapped
 from ludus.training.adapter_files import (
     WEIGHTS,
     base_of,
+    check_base,
     check_complete,
-    check_foreign,
     check_settings,
+    keeping_the_base,
     read_weights,
     saved_name,
     splits_its_base,
+    write_base,
 )
+from ludus.training.fingerprint import fingerprint
 from ludus.training.recipe import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+RANK, ALPHA = 16, 32.0
+"""Of a new adapter, where a recipe leaves them open."""
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -51,12 +56,13 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> n
     """The model with a new adapter, which changes nothing yet. `base` is what the model is loaded by."""
     peft = require_peft()
     settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
+        r=config.rank or RANK,
+        lora_alpha=config.alpha or ALPHA,
         lora_dropout=config.dropout,
         target_modules=_targets(model, config),
         task_type="CAUSAL_LM",
     )
+    print_of_base = fingerprint(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -64,6 +70,7 @@ def add_adapter(model: nn.Module, config: LoraConfig, base: str, seed: int) -> n
         except ValueError as error:
             raise ConfigError(f"model.lora: peft cannot adapt {base!r}: {error}") from error
     adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.base_fingerprint = print_of_base
     return _checked(adapted)
 
 
@@ -71,39 +78,48 @@ def load_adapter(model: nn.Module, folder: Path, config: LoraConfig | None) -> n
     """The base model with the adapter of a folder, ready to be trained further."""
     peft = require_peft()
     weights = read_weights(folder)
-    check_foreign(weights, model, folder)
+    print_of_base = fingerprint(model)
+    check_base(print_of_base, folder)
     try:
         settings = peft.LoraConfig.from_pretrained(str(folder))
         check_settings(settings, folder)
         # asked for by a recipe or not at all: an adapter from elsewhere often has some
         settings.lora_dropout = config.dropout if config is not None else 0.0
-        settings.inference_mode = False
-        adapted: Any = peft.PeftModel.from_pretrained(
-            model, str(folder), config=settings, is_trainable=True
-        )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        with keeping_the_base(weights, model, folder):
+            adapted: Any = peft.PeftModel.from_pretrained(
+                model, str(folder), config=settings, is_trainable=True
+            )
+            loaded = peft.set_peft_model_state_dict(adapted, weights)  # again, to be told what is amiss
+    except ConfigError:
+        raise
+    except Exception as error:  # peft passes on whatever its parts raise
         raise ConfigError(
-            f"the adapter in {folder} does not fit its base {base_of(folder)!r}: {str(error).strip():.300}"
+            f"the adapter in {folder} does not fit its base {base_of(folder)!r}: "
+            f"{type(error).__name__}: {str(error).strip():.300}"
         ) from error
-    check_complete(weights, (saved_name(name) for name, _ in _adapter_parameters(adapted)), folder)
+    missing, foreign = (
+        sorted(name for name in names if "lora_" in name)
+        for names in (loaded.missing_keys, loaded.unexpected_keys)
+    )
+    check_complete(missing, foreign, folder)
     if config is not None:
         _compare(adapted, config, folder)
+    adapted.base_fingerprint = print_of_base
     return _checked(adapted)
 
 
 def _compare(adapted: Any, config: LoraConfig, folder: Path) -> None:
-    """Refuse a recipe that says something else about an adapter than it is; "all-linear" says nothing."""
+    """Refuse a recipe that says something else about an adapter than it is."""
     settings = adapted.peft_config["default"]
     layers = {n.rpartition(".lora_")[0] for n, _ in _adapter_parameters(adapted)}
     found = (settings.r, settings.lora_alpha, {name.rpartition(".")[2] for name in layers})
-    targets = (
-        found[2] if config.targets == "all-linear" else {t.rpartition(".")[2] for t in config.targets}
-    )
-    if (config.rank, config.alpha, targets) != found:
+    named = config.targets != "all-linear"  # which says nothing of a saved one
+    targets = {target.rpartition(".")[2] for target in config.targets} if named else found[2]
+    if (config.rank or found[0], config.alpha or found[1], targets) != found:
         raise ConfigError(
             f"the adapter in {folder} has rank {found[0]}, alpha {found[1]:g} and the targets "
-            f"{', '.join(sorted(found[2]))}, which model.lora does not say: leave model.lora out to take "
-            "the adapter as it is"
+            f"{', '.join(sorted(found[2]))}, which model.lora does not say: leave them out to take the adapter "
+            "as it is"
         )
 
 
@@ -114,6 +130,7 @@ def save_adapter(folder: Path, model: nn.Module) -> None:
     state = require_peft().get_peft_model_state_dict(adapted, save_embedding_layers=False)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    write_base(adapted.base_fingerprint, folder)
     settings.inference_mode = (
         True  # as peft leaves it on disk: a plain load is for use, not for training
     )

@@ -30,6 +30,7 @@ from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.report import Report, write_report
 from ludus.training.set_building import plans_of
+from ludus.training.settings import ImitationConfig
 from ludus.training.workshop import assemble
 
 PARTS = tuple(field.name for field in fields(Parts))
@@ -189,6 +190,8 @@ def _without_paths(value: Any) -> Any:
     """Settings as a file would hold them: a path is text there."""
     if isinstance(value, Mapping):
         return {key: _without_paths(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(entry) for entry in value]
     return str(value) if isinstance(value, PathLike) else value
 
 
@@ -213,8 +216,7 @@ async def train_async(
     try:
         return await _train_in(writer, recipe, parts, run is not None, on_step)
     except ConfigError:
-        if writer.is_new and not writer.metrics() and not writer.checkpoints():
-            writer.discard()  # nothing was trained: the corrected command finds the place as this one did
+        writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
         raise
 
 
@@ -222,7 +224,7 @@ async def _train_in(
     writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep | None
 ) -> Result:
     with writer, setup_logging(writer):
-        checkpoint = _continue(writer) if is_resumed else None
+        checkpoint = _continue(writer, recipe) if is_resumed else None
         _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
         async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
             with settled_heap():
@@ -241,16 +243,30 @@ def new_run(recipe: Recipe) -> RunWriter:
     return RunWriter.create_numbered(recipe.name, raw)
 
 
-def _continue(run: RunWriter) -> Checkpoint | None:
+def _continue(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
     """The checkpoint to go on from; what was written after it is dropped, because it will come again."""
-    checkpoint = run.latest_checkpoint()
+    checkpoint = run.latest_checkpoint(thorough=True)
     if checkpoint is None and any(run.checkpoints_path.glob("step-*")):
         raise ConfigError(
             f"every checkpoint in {run.checkpoints_path} is damaged (the log says how), so there is nothing to "
-            "go on from: repair one, or remove the folder to begin anew, which drops what was recorded"
+            "go on from: put back what they were, or begin a new run"
+        )
+    if checkpoint is None and _must_have_saved(run, recipe):
+        raise ConfigError(
+            f"{run.path} has recorded steps and has no checkpoint of them in {run.checkpoints_path.name}, so "
+            "there is nothing to go on from: put the folder back, or begin a new run"
         )
     run.truncate_after(checkpoint.step if checkpoint else -1)
     return checkpoint
+
+
+def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
+    """Whether a run that recorded what it did has had a checkpoint; only imitation begins without one."""
+    done: int = max((row.get("step", 0) for row in run.metrics()), default=0)
+    first = recipe.stages[0]
+    if not isinstance(first, ImitationConfig):
+        return done > 0
+    return done > min(first.steps, recipe.run.checkpoint_every)
 
 
 def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:

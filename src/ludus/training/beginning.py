@@ -11,7 +11,7 @@ from ludus.engine.remote import is_address
 from ludus.rewards import Scorer
 from ludus.training.curriculum import DIFFICULTY, STRICTNESS
 from ludus.training.models import device_of
-from ludus.training.parts import Parts, resolve_named
+from ludus.training.parts import Parts, demonstrations_of
 from ludus.training.preference import read_pairs
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import SetPlan, plans_of, refuse_stray_tasks
@@ -75,11 +75,10 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
 
 def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -> None:
     if isinstance(stage, ImitationConfig):
-        shown = parts.demonstrations
-        if stage.demonstrations is not None and stage.demonstrations != recipe.first_demonstrations:
-            shown = resolve_named(
-                f"{where}.demonstrations", "demonstrations", stage.demonstrations, recipe
-            )
+        try:
+            shown = demonstrations_of(stage.demonstrations, recipe, parts)
+        except ConfigError as error:
+            raise ConfigError(f"{where}.demonstrations: {error}") from None
         if shown is None or (not callable(shown) and not shown):
             raise ConfigError(
                 f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '

@@ -2,8 +2,9 @@
 
 What is trained must be what was sampled. With dropout, a policy's probabilities in the trainer are not those of
 the engine, ratios are off before anything was learned, and a model diverges from itself. So a model is loaded
-without the dropout that its configuration asks for (GPT-2's and OPT's do, by 0.1). An adapter's
-(`model.lora.dropout`) is asked for by whoever writes the recipe, and stays.
+without the dropout that its configuration asks for (GPT-2's and OPT's do, by 0.1), and without the noise that
+some routers of experts have in training (PhiMoE's, by 0.01). An adapter's dropout (`model.lora.dropout`) is
+asked for by whoever writes the recipe, and stays.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ def without_dropout(config: Any) -> list[str]:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict"):  # the configuration of a part
             silenced += without_dropout(value)
-        elif "drop" in name and isinstance(value, float | int) and not isinstance(value, bool) and value:
+        elif (
+            _is_noise(name) and isinstance(value, float | int) and not isinstance(value, bool) and value
+        ):
             silenced.append(f"{name} = {value:g}")
             setattr(config, name, 0.0)
     return silenced
+
+
+def _is_noise(name: str) -> bool:
+    """Whether this is a rate of something that is random in training alone."""
+    return "drop" in name or name.endswith(("jitter_noise", "jitter_eps"))
 
 
 class SeededDropout:

@@ -8,7 +8,7 @@ _PATIENCE = 10.0
 _known: set[str] = set()
 
 
-def check_hub(name: str) -> None:
+def check_hub(name: str, revision: str | None = None) -> None:
     """Refuse a name that is neither in the hub's local cache nor known to a hub that can be reached."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -19,7 +19,9 @@ def check_hub(name: str) -> None:
     )
 
     try:
-        if name in _known or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if name in _known or isinstance(
+            try_to_load_from_cache(name, "config.json", revision=revision), str
+        ):
             return
     except HFValidationError as error:
         raise ConfigError(

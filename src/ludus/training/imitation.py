@@ -32,17 +32,23 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Conversation]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             yield [Message.parse(message) for message in json.loads(line)["messages"]]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path}, line {number}, is not a conversation: {error}") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a .jsonl file that are not empty, counted from 1."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028, U+0085)
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
@@ -68,26 +74,27 @@ def trajectory_of(
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
     for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
         messages = list(run)
-        if is_action:
-            _act(trajectory, messages, bound)
-        else:
+        if not is_action:
             _read(trajectory, messages, bound, tools)
-        trajectory.messages.extend(messages)
+            trajectory.messages.extend(messages)
+            continue
+        for place, message in enumerate(messages):
+            if place:  # between two messages in a row the model reads that it may speak again
+                _read(trajectory, [], bound, tools)
+            _act(trajectory, message, bound)
+            trajectory.messages.append(message)
     if not trajectory.actions:
         raise ConfigError("a conversation to imitate needs at least one message of the assistant's")
     return trajectory
 
 
-def _act(trajectory: Trajectory, messages: Iterable[Message], renderer: Renderer) -> None:
+def _act(trajectory: Trajectory, message: Message, renderer: Renderer) -> None:
     sequence = trajectory.sequences[-1]
     if not sequence.segments:
         raise ConfigError("a conversation to imitate must not start with the assistant")
-    for message in messages:
-        tokens = renderer.action_tokens(renderer.action_text(message))
-        nobody = [0.0] * len(tokens)
-        sequence.segments.append(
-            Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN)
-        )
+    tokens = renderer.action_tokens(renderer.action_text(message))
+    nobody = [0.0] * len(tokens)
+    sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))
 
 
 def _read(

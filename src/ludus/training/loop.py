@@ -66,8 +66,8 @@ class Trainer:
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
         if checkpoint is None:
-            for later in self.recipe.stages[1:]:
-                await check_given(self.workshop, later)
+            for stage in self.recipe.stages:
+                await check_given(self.workshop, stage)
             await self._evaluate()
         else:
             self._go_on(checkpoint)
@@ -114,6 +114,7 @@ class Trainer:
         config = self.recipe.stages[number]
         folder = self.run.path / "stages" / str(number)
         self._stage = stage = build_stage(self.workshop, folder, config)
+        stage.is_resumed = checkpoint is not None
         await stage.begin()
         if checkpoint is not None:
             stage.load(checkpoint.path)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.adapter_files import CONFIG, base_of, is_adapter
+from ludus.training.adapter_files import CONFIG, base_of, is_adapter, revision_of
 from ludus.training.adapters import add_adapter, load_adapter, require_peft
 from ludus.training.dropout import without_dropout
 from ludus.training.hub import check_hub
@@ -134,10 +134,10 @@ def _compare_vocabularies(model: Any, tokenizer: HFTokenizer, name: str) -> None
 def _load_adapted(
     folder: Path, config: LoraConfig | None, dtype: torch.dtype
 ) -> tuple[nn.Module, HFTokenizer]:
-    base = base_of(folder)
+    base, revision = base_of(folder), revision_of(folder)
     try:
-        weights = _source(base)
-        model = load_weights(weights, dtype)
+        weights = _source(base, revision)
+        model = load_weights(weights, dtype, revision)
     except ConfigError as error:
         raise ConfigError(
             f"the adapter in {folder} is for the model {base!r}, which cannot be loaded ({error}); where it "
@@ -146,14 +146,15 @@ def _load_adapted(
     own = (folder / "tokenizer_config.json").is_file()
     adapted: Any = load_adapter(model, folder, config)
     adapted.peft_config["default"].base_model_name_or_path = _lasting(base)
-    return adapted, load_tokenizer(folder if own else weights)
+    tokenizer = load_tokenizer(folder) if own else load_tokenizer(weights, revision=revision)
+    return adapted, tokenizer
 
 
-def _source(name: str) -> str:
+def _source(name: str, revision: str | None = None) -> str:
     """The folder to load a model from, or a name that a hub has."""
     found = located(name)
     if not Path(found).exists():
-        check_hub(found)
+        check_hub(found, revision)
     return found
 
 
@@ -173,16 +174,20 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
         ) from error
 
 
-def load_weights(name: str, dtype: torch.dtype) -> nn.Module:
-    """A causal LM from a folder or the hub."""
+def load_weights(name: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
+    """A causal LM from a folder or the hub, there in its newest version or in the one that is named."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, revision=revision or "main")
         silenced = without_dropout(config)
         with without_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True
+                name,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                revision=revision or "main",
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(

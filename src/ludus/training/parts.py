@@ -96,6 +96,13 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     return parse_conversations(value)
 
 
+def demonstrations_of(source: str | None, recipe: Recipe, parts: Parts) -> Any:
+    """What a stage imitates that names `source`; the run's own where it names none, or the same."""
+    if source is None or source == recipe.first_demonstrations:
+        return parts.demonstrations
+    return resolve_part("demonstrations", source, recipe)
+
+
 def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
     """The tasks, each with the recipe's system message unless it has one of its own."""
     if recipe.agent.system is None:
@@ -120,6 +127,8 @@ def _agent(found: Any) -> Agent:
 def _demonstrations(source: str) -> Expert | Sequence[Conversation]:
     if source.endswith((".parquet", ".jsonl")):
         return read_conversations(Path(source))
+    if Path(source).is_file():
+        raise ConfigError(f"demonstrations are in a .jsonl or .parquet file, not in {source!r}")
     expert: Expert = load_reference(source)
     if not callable(expert):
         raise ConfigError(f"warm_start.demonstrations = {source!r} is not a function of a task")

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from ludus.core.messages import Message
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import Conversation, trajectory_of
+from ludus.training.imitation import Conversation, numbered_lines, trajectory_of
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
 from ludus.training.packing import Columns, Pack, packs_of
@@ -69,19 +70,15 @@ def pairs_of(groups: Sequence[Group], margin: float = 0.0) -> list[Pair]:
 
 
 def read_pairs(path: Path) -> list[tuple[Conversation, Conversation]]:
-    """The (chosen, rejected) conversations of a .jsonl file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    """The (chosen, rejected) conversations of a .jsonl file; a `prompt` is what both begin with."""
     pairs: list[tuple[Conversation, Conversation]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             given = json.loads(line)
+            prompt = given.get("prompt", [])
             chosen, rejected = (
-                [Message.parse(message) for message in given[side]] for side in ("chosen", "rejected")
+                [Message.parse(message) for message in (*prompt, *given[side])]
+                for side in ("chosen", "rejected")
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
@@ -96,7 +93,30 @@ def pair_of(
     chosen: Conversation, rejected: Conversation, renderer: Renderer, tools: Sequence[ToolSpec] = ()
 ) -> Pair:
     """A given pair, in which the assistant's messages are what is preferred or not."""
+    if _asked(chosen) != _asked(rejected):
+        raise ConfigError(
+            "what was chosen answers another question than what was rejected: up to the assistant's first "
+            "message both must be the same"
+        )
     return Pair(trajectory_of(chosen, renderer, tools), trajectory_of(rejected, renderer, tools))
+
+
+def _asked(conversation: Conversation) -> list[Message]:
+    """What stands before the assistant's first message."""
+    return list(takewhile(lambda message: message.role != "assistant", conversation))
+
+
+def says_the_same(pair: Pair) -> bool:
+    """Whether there is nothing to prefer: the gradients of the two sides cancel."""
+    return (
+        len(
+            {
+                tuple(tuple(row.tokens) for row in rows_of([side]))
+                for side in (pair.chosen, pair.rejected)
+            }
+        )
+        == 1
+    )
 
 
 def prefer(

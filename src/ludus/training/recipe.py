@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ludus.core.config import Config
+from ludus.core.config import Config, Place
 from ludus.engine import EngineConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
@@ -45,10 +44,10 @@ class ScratchConfig(Config):
 class LoraConfig(Config):
     """Train small low-rank matrices beside the model's own, which stay as they are (extra: lora)."""
 
-    rank: int = Field(default=16, ge=1, le=1024)
-    """Rank of the update of each matrix."""
-    alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank."""
+    rank: int | None = Field(default=None, ge=1, le=1024)
+    """Rank of the update of each matrix: 16 for a new adapter when left out; a saved one has its own."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The update is scaled by alpha / rank: 32 for a new adapter when left out; a saved one has its own."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapter, in training alone; above 0, engine and trainer differ by it."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -66,7 +65,7 @@ class LoraConfig(Config):
 class ModelConfig(Config):
     """Which model: a folder, a short or hub name, or one made from scratch."""
 
-    name: str | None = None
+    name: Place | None = None
     """A folder in Hugging Face format, a .gguf file, a short name (smollm2), or a name on the hub."""
     scratch: ScratchConfig | None = None
     """Make a new small model instead."""
@@ -76,11 +75,6 @@ class ModelConfig(Config):
     """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""
     device: str = "auto"
     """Where it runs: auto, cpu, cuda, cuda:1, ..."""
-
-    @field_validator("name")
-    @classmethod
-    def _at_home(cls, name: str | None) -> str | None:
-        return str(Path(name).expanduser()) if name is not None and name.startswith("~") else name
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
@@ -97,9 +91,9 @@ class ModelConfig(Config):
 class TasksConfig(Config):
     """Where tasks come from: a file (.jsonl, .parquet), or 'module:function' that returns them."""
 
-    train: str | None = None
+    train: Place | None = None
     """Tasks to learn from."""
-    evaluation: str | None = None
+    evaluation: Place | None = None
     """Held-out tasks."""
 
 
@@ -169,7 +163,7 @@ class EvaluationConfig(Config):
 class RunConfig(Config):
     """What is written down, and when."""
 
-    folder: str | None = None
+    folder: Place | None = None
     """The run's folder; runs/NAME-COUNTER when left out."""
     checkpoint_every: int = Field(default=50, ge=1)
     """Steps between checkpoints; there is always one after a stage, at the end and on Ctrl-C."""
@@ -227,9 +221,9 @@ class Recipe(Config):
 
     @property
     def first_demonstrations(self) -> str | None:
-        """What the first stage that imitates names; a tokenizer made from scratch is fitted to it."""
+        """What the first stage that imitates names, if it names something: what is passed stands in for it."""
         imitating = [stage for stage in self.stages if isinstance(stage, ImitationConfig)]
-        return next((stage.demonstrations for stage in imitating if stage.demonstrations), None)
+        return imitating[0].demonstrations if imitating else None
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ludus.core.config import Config
+from ludus.core.config import Config, Place
 from ludus.training.curriculum import CurriculumConfig
 from ludus.training.setting_checks import check_mining, check_reinforcement
 
@@ -39,7 +39,7 @@ class ImitationConfig(Config):
 
     kind: Literal["sft"] = "sft"
     """What kind of stage this is."""
-    demonstrations: str | None = None
+    demonstrations: Place | None = None
     """An expert as 'module:function', or conversations in a .jsonl or .parquet file (docs/training.md)."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
@@ -185,7 +185,7 @@ class PreferenceConfig(Config):
 
     kind: Literal["dpo"] = "dpo"
     """What kind of stage this is."""
-    pairs: str | None = None
+    pairs: Place | None = None
     """A .jsonl file of {"chosen": [messages], "rejected": [messages]}; mined from groups when left out."""
     steps: int = Field(default=50, ge=1)
     """Optimizer steps; where pairs are mined, each step plays first."""

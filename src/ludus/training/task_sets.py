@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_serializer
 
-from ludus.core.config import Config
+from ludus.core.config import Config, Place
 from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.task import Task
@@ -30,9 +30,9 @@ class TaskSetConfig(Config):
 
     name: str = Field(pattern=r"^[\w.-]+$")
     """What its metrics are called: sets/NAME/..."""
-    train: str
+    train: Place
     """Tasks to learn from: a file (.jsonl, .parquet), or 'module:function'."""
-    evaluation: str | None = None
+    evaluation: Place | None = None
     """Held-out tasks."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the tasks, relative to the other sets' weights."""

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.protocols import Engine, Tokenizer
 from ludus.core.task import Task
@@ -35,7 +35,7 @@ from ludus.training.evaluating.summary import Statistics
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts, resolve_part
+from ludus.training.parts import Parts, demonstrations_of
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import build_task_sets, close_task_sets
 from ludus.training.steps import updates_until
@@ -78,9 +78,8 @@ class Workshop:
 
     async def demonstrations(self, source: str | None = None) -> list[Trajectory]:
         """The trajectories to imitate, on the training tasks; `source` as in a recipe, or the run's own."""
-        parts = self.parts
-        if source is not None and source != self.recipe.first_demonstrations:
-            parts = replace(parts, demonstrations=resolve_part("demonstrations", source, self.recipe))
+        shown = demonstrations_of(source, self.recipe, self.parts)
+        parts = replace(self.parts, demonstrations=shown)
         return await demonstrate(self.rollout, parts, list(self.task_sets[0].tasks), self.recipe.seed)
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
@@ -211,7 +210,7 @@ async def play_expert(
     played = [t async for group in playing.groups(tasks, seed) for t in group.trajectories]
     for trajectory in played:
         if trajectory.failure is not None:
-            raise ConfigError(
+            raise LudusError(  # of code, not of settings: the run's log says where it was
                 f"the expert failed on task {trajectory.task.id!r}: {trajectory.failure.message}"
             )
     order = {task.id: place for place, task in enumerate(tasks)}
@@ -223,9 +222,11 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     sets = task_sets_on(FakeEngine([]), tokenizer, recipe, parts)
     rollout, sample = sets[0].rollout, list(sets[0].tasks[:FITTING_SAMPLE])
-    shown = await demonstrate(rollout, parts, sample, recipe.seed, most=FITTING_SAMPLE)
-    await close_task_sets(sets)
-    await close_shared_sandboxes()
+    try:
+        shown = await demonstrate(rollout, parts, sample, recipe.seed, most=FITTING_SAMPLE)
+    finally:
+        await close_task_sets(sets)
+        await close_shared_sandboxes()
     if not shown:
         return [message.content for task in sample for message in task.messages]
     # segment by segment, because that is how they are encoded: a token must not span two of them

@@ -30,7 +30,10 @@ def _ready(values, PRECISION: tl.constexpr):
     values = values.to(tl.float32)
     if PRECISION == "tf32":
         bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        values = bits.to(tl.float32, bitcast=True)
+        rounded = bits.to(tl.float32, bitcast=True)
+        values = tl.where(
+            values == values, rounded, values
+        )  # the sum would turn a GPU's NaN into a zero
     return values
 
 

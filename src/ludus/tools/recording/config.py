@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from ludus.core.config import Config
+from ludus.core.config import Config, Place
 from ludus.tools.recording.modes import Mode, OnDivergence, Scope
 from ludus.tools.recording.recorded import RecordedTools
 from ludus.tools.recording.wrapping import recorded
@@ -15,7 +15,7 @@ from ludus.tools.recording.wrapping import recorded
 class RecordingConfig(Config):
     """A memory for the results of tools."""
 
-    path: str = Field(min_length=1)
+    path: Place = Field(min_length=1)
     """A SQLite file, or the address of a Redis server: redis://host:port/db."""
     mode: Mode = Mode.REPLAY_OR_CALL
     """record, replay, or replay_or_call."""

@@ -243,7 +243,8 @@ def _marks(db: sqlite3.Connection) -> tuple[int, int, int]:
             )
         )
     finally:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # an error may have ended it
+            db.execute("ROLLBACK")
     return version, owner, tables
 
 

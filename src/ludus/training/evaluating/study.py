@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, most_frequent
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
@@ -247,14 +247,13 @@ class _Board:
         played = [t for group in self._groups.values() for t in group.trajectories]
         if any(trajectory.is_trainable for trajectory in played):
             return
-        failures = Counter((t.failure.boundary, t.failure.message) for t in played if t.failure)
+        failures = [t.failure for t in played if t.failure is not None]
         if not failures:
             raise ConfigError(
                 f"none of {len(played)} episodes was scored: there are no rewards, or they return None. List "
                 "rewards in the recipe, or pass rewards="
             )
-        (boundary, message), count = failures.most_common(1)[0]
         raise LudusError(
-            f"no episode of {self._model} could be scored: {failures.total()} of {len(played)} failed through "
-            f"no fault of the model's. Most often ({count} times), at the boundary '{boundary}': {message}"
+            f"no episode of {self._model} could be scored: {len(failures)} of {len(played)} failed through "
+            f"no fault of the model's. {most_frequent(failures)}"
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, most_frequent
 from ludus.core.trajectory import Group
 
 
@@ -19,10 +18,7 @@ def check_failures(groups: Sequence[Group], max_failures: float) -> None:
             "least some of them"
         )
     if played and len(failures) / played > max_failures:
-        counted = Counter((failure.boundary, failure.message) for failure in failures)
-        (boundary, message), count = counted.most_common(1)[0]
         raise LudusError(
             f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
-            f"max_failures = {max_failures:g} allows. Most often ({count} times), at "
-            f"the boundary '{boundary}': {message}"
+            f"max_failures = {max_failures:g} allows. {most_frequent(failures)}"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
-from ludus.training.parts import resolve_part
+from ludus.training.parts import demonstrations_of
 from ludus.training.preference import Pair, pair_of, read_pairs
 from ludus.training.readable import check_readable
 from ludus.training.settings import ImitationConfig, PreferenceConfig, StageConfig
@@ -46,7 +46,7 @@ async def given_pairs(workshop: Workshop, path: Path) -> list[Pair]:
 
 
 async def check_given(workshop: Workshop, config: StageConfig) -> None:
-    """Read what a later stage will be given, to find out now what is wrong with it."""
+    """Read what a stage will be given, to find out now what is wrong with it."""
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
         await given_pairs(workshop, Path(config.pairs))
     if isinstance(config, ImitationConfig) and not _is_played(workshop, config):
@@ -55,7 +55,4 @@ async def check_given(workshop: Workshop, config: StageConfig) -> None:
 
 def _is_played(workshop: Workshop, config: ImitationConfig) -> bool:
     """Whether an expert plays the demonstrations, which takes its time and is left for the stage itself."""
-    source = workshop.parts.demonstrations
-    if config.demonstrations is not None:
-        source = resolve_part("demonstrations", config.demonstrations, workshop.recipe)
-    return callable(source)
+    return callable(demonstrations_of(config.demonstrations, workshop.recipe, workshop.parts))

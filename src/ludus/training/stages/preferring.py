@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,15 @@ from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
 from ludus.training.playing import Player
-from ludus.training.preference import Pair, pairs_of, prefer
+from ludus.training.preference import Pair, pairs_of, prefer, says_the_same
 from ludus.training.settings import PreferenceConfig, RLConfig
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import given_pairs
 from ludus.training.stages.reference import load_reference
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.workshop import Workshop
+
+log = logging.getLogger(__name__)
 
 _STATE = "preference.json"
 
@@ -51,9 +54,20 @@ class Preference(Stage):
         self._reference: nn.Module | None = None
 
     async def begin(self) -> None:
-        self._reference = load_reference(self.workshop, self.folder)
+        self._reference = load_reference(self.workshop, self.folder, self.is_resumed)
         if self._config.pairs is not None:
             self._given = await given_pairs(self.workshop, Path(self._config.pairs))
+            equal = sum(map(says_the_same, self._given))
+            if equal == len(self._given):
+                raise ConfigError(
+                    f"{self._config.pairs}: in every pair both sides say the same, so there is nothing to learn"
+                )
+            if equal:
+                log.warning(
+                    "in %d of %d pairs both sides say the same, which teaches nothing",
+                    equal,
+                    len(self._given),
+                )
 
     async def advance(self, number: int) -> Step:
         assert self._reference is not None

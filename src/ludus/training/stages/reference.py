@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ludus.core.failures import ConfigError
 from ludus.engine import use_ludus_attention
 from ludus.observe import atomic_directory
 from ludus.training.adapters import adapter_reference, is_adapted
@@ -17,7 +18,7 @@ from ludus.training.recipe import ModelConfig
 from ludus.training.workshop import Workshop
 
 
-def load_reference(workshop: Workshop, folder: Path) -> nn.Module:
+def load_reference(workshop: Workshop, folder: Path, is_resumed: bool) -> nn.Module:
     """The weights as they were when the stage began.
 
     They are written down then, because a resumed run has only later weights. Where there is an adapter, that is
@@ -25,6 +26,11 @@ def load_reference(workshop: Workshop, folder: Path) -> nn.Module:
     """
     settings = workshop.recipe.model
     is_new = not folder.exists()
+    if is_new and is_resumed:
+        raise ConfigError(
+            f"{folder} is gone, which held the weights that this stage began with: put it back, or begin a new "
+            "run whose model is the last checkpoint's folder"
+        )
     if is_new:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_directory(folder) as temporary:

@@ -47,7 +47,7 @@ class Reinforcement(Stage):
     async def begin(self) -> None:
         config = self._config
         if config.kl > 0:
-            self._reference = load_reference(self.workshop, self.folder)
+            self._reference = load_reference(self.workshop, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes

@@ -67,7 +67,7 @@ class Rejection(Stage):
 
     async def begin(self) -> None:
         if self._config.restart:
-            load_reference(self.workshop, self.folder)  # written down, to return to
+            load_reference(self.workshop, self.folder, self.is_resumed)  # written down, to return to
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._player.play(round_number, {})
@@ -95,7 +95,7 @@ class Rejection(Stage):
         )
 
     def _return_to_start(self) -> None:
-        start = load_reference(self.workshop, self.folder)
+        start = load_reference(self.workshop, self.folder, is_resumed=True)
         self.workshop.model.load_state_dict(start.state_dict())
         self._learner = self._new_learner()
 

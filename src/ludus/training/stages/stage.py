@@ -43,6 +43,8 @@ class Stage:
         self.steps = steps
         self.seed = _seed(workshop.recipe, int(folder.name))
         """Decides this stage's draws; two stages must not draw alike."""
+        self.is_resumed = False
+        """Whether it goes on from a checkpoint of its own."""
         self.is_torn = False
         """Whether a step changed some weights and did not get to its end: nothing to go on from."""
 
