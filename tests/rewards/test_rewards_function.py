@@ -19,7 +19,7 @@ from ludus.core.failures import (
     InfraError,
     MissingExtraError,
 )
-from ludus.rewards import FunctionReward, FunctionTurnReward, reward
+from ludus.rewards import FunctionReward, FunctionTurnReward, build_reward, reward
 
 
 async def scored(function, trajectory, envs=None):
@@ -346,3 +346,57 @@ async def test_time_in_the_queue_is_not_charged(episode):
     trajectory = episode()
     results = await asyncio.gather(*(scored(slow, trajectory) for _ in range(300)))
     assert results == [{"slow": 1.0}] * 300
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"bonus": True}, "bonus must be a number"),
+        ({"bonus": "1"}, "bonus must be a number"),
+        ({"strict": "no"}, "strict must be true or false"),
+        ({"strict": 1}, "strict must be true or false"),
+        ({"most": 1.5}, "most must be a whole number"),
+        ({"how": "softly"}, "how must be 'mild', or 'harsh'"),
+        ({"word": 3}, "word must be text"),
+        ({"word": None}, "word must be text"),
+        ({"weight": True}, "weight must be a number"),
+        ({"timeout": "5"}, "timeout must be a number"),
+        ({"retries": 1.5}, "retries must be a whole number"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(tmp_path, options, problem):
+    (tmp_path / "own_reward.py").write_text(OWN)
+    name = f"{tmp_path / 'own_reward.py'}:scored"
+    with pytest.raises(ConfigError, match=problem):
+        build_reward({"reward": name, **options})
+
+
+def test_options_of_the_right_kind_are_taken(tmp_path):
+    (tmp_path / "own_reward.py").write_text(OWN)
+    name = f"{tmp_path / 'own_reward.py'}:scored"
+    options = {
+        "bonus": 1,
+        "strict": False,
+        "most": 2.0,
+        "how": "harsh",
+        "word": "a",
+        "words": [1],
+        "maybe": None,
+    }
+    assert build_reward({"reward": name, **options, "timeout": None, "weight": 2}).options == options
+    for wrong in ({"rel_tol": True}, {"percent": "no"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            build_reward({"reward": "numeric", **wrong})
+
+
+OWN = """
+from typing import Literal
+import ludus
+
+@ludus.reward
+def scored(
+    answer: str, *, bonus: float = 0.0, strict: bool = True, most: int = 3,
+    how: Literal["mild", "harsh"] = "mild", word: str = "", words: list[int] = (), maybe: int | None = 1,
+) -> float:
+    return 1.0
+"""

@@ -14,8 +14,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
 )
 
 import ludus
@@ -29,6 +33,18 @@ MAKERS: dict[str, Any] = {
         OPTConfig(
             vocab_size=size, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=1,
             num_attention_heads=2, layerdrop=0.2,
+        )
+    ),
+    "mixtral": lambda size: MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=4, router_jitter_noise=0.5,
+        )
+    ),
+    "phimoe": lambda size: PhimoeForCausalLM(
+        PhimoeConfig(
+            vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=4, router_jitter_noise=0.3, input_jitter_noise=0.3,
         )
     ),
     "llama": lambda size: LlamaForCausalLM(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def test_dropout_from_elsewhere_is_off_unless_a_recipe_asks_for_it(base: Path, t
 def test_a_recipe_can_say_more_about_an_adapter(base: Path, tmp_path: Path, targets: Any) -> None:
     made(base, tmp_path, target_modules=targets)
     loaded(tmp_path, rank=4, alpha=8, reference="base")
+    loaded(tmp_path, reference="base")
+    for other in ({"rank": 16}, {"alpha": 32}):
+        with pytest.raises(ConfigError, match=r"has rank 4, alpha 8"):
+            loaded(tmp_path, **other)
     with pytest.raises(ConfigError, match=r"has rank 4, alpha 8 and the targets .*q_proj"):
         loaded(tmp_path, rank=4, alpha=8, targets=["o_proj"])
 
@@ -185,6 +190,47 @@ def test_a_base_is_found_again_from_anywhere(base: Path, tmp_path: Path) -> None
         os.chdir(before)
     kept = json.loads((result.model / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert Path(kept) == base
+
+
+def test_an_adapter_knows_the_weights_it_was_trained_beside(base: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(base, tmp_path / "base")
+    adapter = run(tmp_path / "run", made(own, tmp_path / "adapter"), rl={**TINY["rl"], "steps": 1}).model
+    for dtype in ("float32", "bfloat16"):
+        load_model(ModelConfig(name=str(adapter), device="cpu", dtype=dtype), 0)
+    weights = load_file(own / "model.safetensors")
+    save_file(
+        {n: t * 1.5 for n, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"}
+    )
+    with pytest.raises(ConfigError, match=r"was trained beside other weights than .*remove base\.json"):
+        loaded(adapter)
+    (adapter / "base.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"base\.json cannot be read"):
+        loaded(adapter)
+    (adapter / "base.json").unlink()
+    loaded(adapter)
+
+
+def test_a_pinned_base_is_the_one_that_is_loaded(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--somebody--model"
+    (cached / "refs").mkdir(parents=True)
+    for revision, scale in (("main", 1.0), ("v1", 1.5)):
+        (cached / "refs" / revision).write_text(f"of-{revision}")
+        copy = shutil.copytree(base, cached / "snapshots" / f"of-{revision}")
+        weights = load_file(copy / "model.safetensors")
+        scaled = {name: tensor * scale for name, tensor in weights.items()}
+        save_file(scaled, copy / "model.safetensors", metadata={"format": "pt"})
+    made(base, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"base_model_name_or_path": "somebody/model"}
+    embeddings = []
+    for revision in (None, "v1"):
+        file.write_text(json.dumps({**settings, "revision": revision}))
+        embeddings.append(loaded(tmp_path / "adapter").get_input_embeddings().weight)
+    torch.testing.assert_close(embeddings[0] * 1.5, embeddings[1])
 
 
 def test_a_home_is_a_place(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,17 @@ from transformers import AutoTokenizer
 import ludus
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
+from ludus.core.messages import Message
 from ludus.observe import RunFolder, undefined
-from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.training import Parts, Recipe
+from ludus.rollouts.formats import load_format
+from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
+from ludus.training import Parts, Recipe, load_parts
+from ludus.training.api import resolve
 from ludus.training.checkpoint import save_learner
+from ludus.training.imitation import trajectory_of
 from ludus.training.learner import Learner
+from ludus.training.parts import demonstrations_of, resolve_part
 from ludus.training.settings import OptimizerConfig
 
 
@@ -100,6 +106,48 @@ def test_resuming_with_a_reference_keeps_the_first_one(tmp_path: Path) -> None:
     assert last[0]["kl"] == last[1]["kl"] > 0
 
 
+def test_a_reference_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run", rl={"kl": 0.5}), **code())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    before = RunFolder(tmp_path / "run").metrics()
+    shutil.rmtree(tmp_path / "run" / "stages")
+    with pytest.raises(ConfigError, match=r"stages/0 is gone"):
+        ludus.train(resume=tmp_path / "run", **code())
+    assert RunFolder(tmp_path / "run").metrics()[:3] == before[:3]
+
+
+def test_a_run_that_lost_its_checkpoints_keeps_its_records(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run"), **code())
+    run = RunFolder(tmp_path / "run")
+    before = run.metrics()
+    shutil.rmtree(run.checkpoints_path)
+    with pytest.raises(ConfigError, match="has recorded steps and has no checkpoint"):
+        ludus.train(resume=tmp_path / "run", **code())
+    assert run.metrics() == before and before
+
+
+def test_imitation_that_was_cut_off_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", warm_start={"steps": 3, "batch": 2}, rl={"steps": 0})
+    tables["run"]["checkpoint_every"] = 50
+    both = code() | {"demonstrations": expert}
+    ludus.train(**tables, **both)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    result = ludus.train(resume=tmp_path / "run", **both)
+    assert [row["step"] for row in result.metrics if "sft/loss" in row] == [1, 2, 3]
+
+
+def test_a_checkpoint_with_other_content_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    """Of the same size: only its checksum tells."""
+    ludus.train(**settings(tmp_path / "run"), **code())
+    file = tmp_path / "run" / "checkpoints" / "step-000003" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+    ludus.train(resume=tmp_path / "run", **code())
+    assert "optimizer.pt has other content than was written" in capsys.readouterr().err
+    assert [c.step for c in RunFolder(tmp_path / "run").checkpoints()] == [0, 1, 2, 3]
+
+
 def test_no_reference_is_loaded_without_a_weight(tmp_path: Path) -> None:
     ludus.train(**settings(tmp_path / "run", rl={"steps": 1}), **code())
     run = RunFolder(tmp_path / "run")
@@ -137,6 +185,36 @@ def test_conversations_can_be_imitated(tmp_path: Path) -> None:
                            sampling=Sampling(temperature=0))  # fmt: skip
     trajectory = played[0].trajectories[0]
     assert [call.name for call in trajectory.calls] == ["add"] and trajectory.answer == "3"
+
+
+class Twice(ludus.Agent):
+    async def run(self, episode: ludus.Episode) -> None:
+        for _ in range(2):
+            await episode.generate(max_tokens=5)
+
+
+def test_two_messages_in_a_row_are_learned_as_they_are_played(tmp_path: Path) -> None:
+    """Between them the model reads that it is its turn again, and that is not its own."""
+    said = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    asked = {"role": "user", "content": "1 plus 2?"}
+    warm = {"steps": 1, "batch": 1}
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start=warm)
+    model = ludus.train(**tables, **code(), demonstrations=[[asked, *said]]).model
+    (group,) = ludus.rollout(
+        model=str(model), tasks=[{"prompt": "1 plus 2?"}], rewards=[even], agent=Twice()
+    )
+    played = group.trajectories[0].sequences[0].segments
+    tokenizer = load_tokenizer(model)
+    conversation = [Message.parse(message) for message in (asked, *said)]
+    shown = (
+        trajectory_of(conversation, Renderer(tokenizer, load_format("hermes")), []).sequences[0].segments
+    )
+    assert [segment.kind for segment in shown] == [segment.kind for segment in played]
+    # what was played was cut off, so that the end of its turn is among what is read
+    assert played[2].tokens[-len(shown[2].tokens) :] == shown[2].tokens
+    texts = [tokenizer.decode(segment.tokens) for segment in shown]
+    whole = tokenizer.inner.apply_chat_template([asked, *said], tokenize=False)
+    assert "".join(texts).strip() == whole.strip()
 
 
 ANSWER = [{"role": "user", "content": "1 plus 2?"}, {"role": "assistant", "content": "3"}]
@@ -223,6 +301,48 @@ def trained(folder: Path) -> Path:
     """A model with a tokenizer, for which nothing has to be played first."""
     tables = settings(folder / "first", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
     return ludus.train(**tables, **code(), demonstrations=[ANSWER]).model
+
+
+def test_a_stage_imitates_what_it_names(tmp_path: Path) -> None:
+    """What is passed stands in for what the first of them names, and serves those that name nothing."""
+    for name in "bc":
+        said = {"messages": [ANSWER[0], {"role": "assistant", "content": name}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(said))
+    model, passed = str(trained(tmp_path)), [[ANSWER[0], {"role": "assistant", "content": "p"}]]
+    tables = settings(tmp_path / "run", model=model)
+    del tables["rl"]
+    b, c = str(tmp_path / "b.jsonl"), str(tmp_path / "c.jsonl")
+    for named, given, imitated in (
+        ([None, b], passed, "pb"),
+        ([b, c], passed, "pc"),
+        ([b, None], passed, "pp"),
+        ([b, c, b], None, "bcb"),
+        ([b, None], None, "bb"),
+    ):
+        stages = [{"kind": "sft", "steps": 1, "batch": 1, "demonstrations": name} for name in named]
+        recipe = resolve(None, {**tables, "stage": stages})
+        parts = load_parts(recipe)
+        parts.demonstrations = (
+            resolve_part("demonstrations", given, recipe) if given else parts.demonstrations
+        )
+        found = [demonstrations_of(stage.demonstrations, recipe, parts) for stage in recipe.stages]
+        assert "".join(shown[0][-1].content for shown in found) == imitated
+    nothing = {"kind": "sft", "steps": 1, "batch": 1}
+    with pytest.raises(ConfigError, match=r"stage\.0 has no demonstrations to imitate"):
+        ludus.train(**tables, stage=[nothing, {**nothing, "demonstrations": b}], **code())
+
+
+def test_what_the_first_stage_cannot_read_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+    long = [ANSWER[0], {"role": "assistant", "content": "3 " * 5000}]
+    tables = settings(
+        tmp_path / "run", model=str(trained(tmp_path)), warm_start={"steps": 1, "batch": 1}
+    )
+    played: list[str] = []
+    with pytest.raises(ConfigError, match="demonstration 1 has"):
+        ludus.train(
+            **tables, **code(), demonstrations=[long], on_step=lambda phase, *_: played.append(phase)
+        )
+    assert played == [] and not (tmp_path / "run").exists()
 
 
 def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:

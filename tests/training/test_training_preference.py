@@ -26,6 +26,7 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
+from ludus.training.imitation import read_conversations
 from ludus.training.learner import frozen
 from ludus.training.preference import Pair, pair_of, pairs_of, prefer, read_pairs
 
@@ -152,6 +153,19 @@ def test_sides_of_a_pair_answer_the_same_question() -> None:
     for other in ([Message("user", "2+3?")], [asked[0], Message("user", "2+4?")], [*asked, asked[1]]):
         with pytest.raises(ConfigError, match="answers another question"):
             pair_of([*asked, Message("assistant", "5")], [*other, Message("assistant", "6")], renderer)
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_lines_end_where_json_lines_do(start: str, tmp_path: Path) -> None:
+    text = "a\u2028b\u0085c\x0b"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    path = tmp_path / "given.jsonl"
+    line = json.dumps(
+        {"chosen": messages, "rejected": messages, "messages": messages}, ensure_ascii=False
+    )
+    path.write_text(f"{start}{line}\r\n\r\n{line}", encoding="utf-8")
+    assert [pair[0][-1].content for pair in read_pairs(path)] == [text] * 2
+    assert [shown[-1].content for shown in read_conversations(path)] == [text] * 2
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,9 @@ def test_pairs_of_equals_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixtu
         lines.write(json.dumps(equal) + "\n")
     run(tmp_path / "equal", given, tasks=None, held_out=None, rewards=None)
     assert "in 1 of 2 pairs both sides say the same" in capsys.readouterr().err
+    file.write_text(json.dumps(equal))
+    with pytest.raises(ConfigError, match="in every pair both sides say the same"):
+        run(tmp_path / "nothing", given, tasks=None, held_out=None, rewards=None)
 
 
 @pytest.mark.parametrize("restart", [False, True])
