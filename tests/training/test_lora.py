@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from stage_runs import assert_same_tensors, episodes, numbers
 from training_helpers import TINY, Chatty, add, even, expert, tasks
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
 import ludus
 from ludus.core.failures import ConfigError, MissingExtraError
@@ -364,6 +365,34 @@ def test_targets_limit_what_is_adapted(base: Path) -> None:
         name.split(".lora_")[0].rpartition(".")[2] for name in model.state_dict() if "lora_" in name
     }
     assert names == {"q_proj", "v_proj"}
+
+
+def test_a_damaged_reference_is_told(base: Path, tmp_path: Path) -> None:
+    model = load_model(ModelConfig.parse({"name": str(base), "device": "cpu", "lora": {"rank": 4}}), 0)[
+        0
+    ]
+    save_adapter(tmp_path, model)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        adapter_reference(model, tmp_path, bare=False)
+
+
+def test_a_router_of_experts_is_no_linear_layer(tmp_path: Path) -> None:
+    """PhiMoE's is one by its class, and gives three things."""
+    tokenizer = fit_tokenizer(["a plus b? add"] * 20, 400)
+    shape = PhimoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+    )  # fmt: skip
+    PhimoeForCausalLM(shape).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model: Any = load_model(ModelConfig.parse({"name": str(tmp_path), "device": "cpu", "lora": {}}), 0)[
+        0
+    ]
+    adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert any("q_proj" in name for name in adapted) and not any("router" in name for name in adapted)
+    assert model(torch.arange(5)[None]).logits.isfinite().all()
 
 
 def test_no_targets_are_refused() -> None:

@@ -227,6 +227,16 @@ def test_conversations_can_be_passed_as_dictionaries(tmp_path: Path, given: Any)
     assert any("sft/loss" in row for row in result.metrics)
 
 
+@pytest.mark.parametrize("name", ["add", "divide"])
+def test_tools_that_a_run_does_not_have_are_told_of(tmp_path: Path, name: str, capsys: Any) -> None:
+    call = {"function": {"name": name, "arguments": {"a": 1, "b": 2}}}
+    shown = [ANSWER[0], {"role": "assistant", "tool_calls": [call]}]
+    tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
+    ludus.train(**tables, **code(), demonstrations=[shown])
+    told = "call tools that this run does not have: divide" in capsys.readouterr().err
+    assert told is (name == "divide")
+
+
 def test_a_demonstration_that_is_none_is_named(tmp_path: Path) -> None:
     tables = settings(tmp_path / "run", rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
     wrong: Any = [ANSWER, ["user: 1 plus 2?"]]
@@ -271,7 +281,7 @@ def test_what_a_later_stage_cannot_read_is_refused_before_the_first(
     tables = settings(tmp_path / "run", model={"scratch": shape})
     del tables["rl"]
     played: list[str] = []
-    with pytest.raises(ConfigError, match=r"demonstration 2|pair 2"):
+    with pytest.raises(ConfigError, match=r"demonstration 2|pair 2|line 2"):
         ludus.train(
             **tables, stage=stages, **code(), **shown, on_step=lambda phase, *_: played.append(phase)
         )

@@ -146,13 +146,27 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
     assert [text[0] for text in texts] == ["5", "6"]
 
 
-def test_sides_of_a_pair_answer_the_same_question() -> None:
-    asked = [Message("system", "Be brief."), Message("user", "2+3?")]
-    renderer = Renderer(ByteTokenizer(), load_format("hermes"))
-    pair_of([*asked, Message("assistant", "5")], [*asked, Message("assistant", "6")], renderer)
-    for other in ([Message("user", "2+3?")], [asked[0], Message("user", "2+4?")], [*asked, asked[1]]):
-        with pytest.raises(ConfigError, match="answers another question"):
-            pair_of([*asked, Message("assistant", "5")], [*other, Message("assistant", "6")], renderer)
+def test_sides_of_a_pair_answer_the_same_question(tmp_path: Path) -> None:
+    brief, asked, other = (
+        {"role": role, "content": text}
+        for role, text in (("system", "Be brief."), ("user", "2+3?"), ("user", "2+4?"))
+    )
+    answer = {"role": "assistant", "content": "5"}
+    path = tmp_path / "pairs.jsonl"
+    for rejected, problem in (
+        ([brief, asked, {**answer, "content": "6"}, other, answer], None),
+        ([asked, answer], "answers another question"),
+        ([brief, other, answer], "answers another question"),
+        ([brief, asked, asked, answer], "answers another question"),
+        ([brief, asked], "needs at least one message of the assistant's"),
+        ([answer, brief, asked], "must not start with the assistant"),
+    ):
+        path.write_text(json.dumps({"chosen": [brief, asked, answer], "rejected": rejected}))
+        if problem is None:
+            assert len(read_pairs(path)) == 1
+            continue
+        with pytest.raises(ConfigError, match=f"line 1: .*{problem}"):
+            read_pairs(path)
 
 
 @pytest.mark.parametrize("start", ["", "\ufeff"])

@@ -170,5 +170,5 @@ def unknown_tool(name: str, known: Iterable[str]) -> ToolResult:
 def _duplicate(name: str) -> ConfigError:
     return ConfigError(
         f"two tools are called {name!r}: name it once, or give one of them another name, with "
-        f'@tool(name=...), or in a table such as {{ tool = "{name}", name = "..." }}'
+        f'@tool(name=...), or a tool of the library in a table such as {{ tool = "{name}", name = "..." }}'
     )

@@ -110,14 +110,19 @@ def _beginning(settings: Any) -> str:
     return str(settings.init_lora_weights).lower()
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter, by the names that peft gives them in a file."""
-    from peft.utils import load_peft_weights
-
+def check_weights(folder: Path) -> None:
+    """Refuse a folder that says what an adapter is, and does not have it."""
     if not any((folder / name).is_file() for name in (WEIGHTS, "adapter_model.bin")):
         raise ConfigError(
             f"{folder} has an {CONFIG} and no {WEIGHTS}: the adapter's weights are missing"
         )
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter, by the names that peft gives them in a file."""
+    from peft.utils import load_peft_weights
+
+    check_weights(folder)
     try:
         weights: dict[str, Tensor] = load_peft_weights(str(folder), device="cpu")
     except Exception as error:

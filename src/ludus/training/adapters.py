@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
@@ -219,7 +219,7 @@ def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterRefe
             f'model.lora.reference = "base": this adapter began with {settings.init_lora_weights}, and the '
             'base without it is not the model it was; use "start"'
         )
-    saved = load_file(str(folder / WEIGHTS))
+    saved = read_weights(folder)
     start = {
         name: saved[saved_name(name)].to(parameter.device, parameter.dtype)
         for name, parameter in _adapter_parameters(adapted)
@@ -257,7 +257,9 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     """The last parts of the layers' names. The head and the embeddings are left as they are."""
     from transformers.pytorch_utils import Conv1D
 
-    names = {n for n, m in decoder_of(model).named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    # by what they compute: a router of experts may be a linear layer by name and give something else
+    products = (nn.Linear.forward, Conv1D.forward)
+    names = {name for name, m in decoder_of(model).named_modules() if type(m).forward in products}
     known = sorted({name.rpartition(".")[2] for name in names})
     if config.targets == "all-linear":
         return known

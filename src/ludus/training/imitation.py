@@ -34,9 +34,11 @@ def read_conversations(path: Path) -> list[Conversation]:
 def _read_jsonl(path: Path) -> Iterator[Conversation]:
     for number, line in numbered_lines(path):
         try:
-            yield [Message.parse(message) for message in json.loads(line)["messages"]]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            conversation = [Message.parse(message) for message in json.loads(line)["messages"]]
+            check_conversation(conversation)
+        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
             raise ConfigError(f"{path}, line {number}, is not a conversation: {error}") from None
+        yield conversation
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,10 +68,19 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
     return conversations
 
 
+def check_conversation(conversation: Conversation) -> None:
+    """Refuse what cannot be imitated, whatever the model."""
+    if not any(message.role == "assistant" for message in conversation):
+        raise ConfigError("a conversation to imitate needs at least one message of the assistant's")
+    if conversation[0].role == "assistant":
+        raise ConfigError("a conversation to imitate must not start with the assistant")
+
+
 def trajectory_of(
     conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]
 ) -> Trajectory:
     """The conversation as an episode in which the assistant's messages are the actions."""
+    check_conversation(conversation)
     bound = renderer.bound(tools)
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
     for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
@@ -83,15 +94,11 @@ def trajectory_of(
                 _read(trajectory, [], bound, tools)
             _act(trajectory, message, bound)
             trajectory.messages.append(message)
-    if not trajectory.actions:
-        raise ConfigError("a conversation to imitate needs at least one message of the assistant's")
     return trajectory
 
 
 def _act(trajectory: Trajectory, message: Message, renderer: Renderer) -> None:
     sequence = trajectory.sequences[-1]
-    if not sequence.segments:
-        raise ConfigError("a conversation to imitate must not start with the assistant")
     tokens = renderer.action_tokens(renderer.action_text(message))
     nobody = [0.0] * len(tokens)
     sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))

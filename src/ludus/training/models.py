@@ -14,7 +14,7 @@ from torch import nn
 
 from ludus.core.failures import ConfigError
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.adapter_files import CONFIG, base_of, is_adapter, revision_of
+from ludus.training.adapter_files import CONFIG, base_of, check_weights, is_adapter, revision_of
 from ludus.training.adapters import add_adapter, load_adapter, require_peft
 from ludus.training.dropout import without_dropout
 from ludus.training.hub import check_hub
@@ -56,6 +56,7 @@ def check_source(config: ModelConfig) -> None:
     folder = Path(config.name)
     if is_adapter(folder):
         base_of(folder)
+        check_weights(folder)
     if folder.is_dir() and not is_adapter(folder) and not (folder / "config.json").is_file():
         raise ConfigError(f"model.name = {config.name!r} is a folder without a config.json: not a model")
     if folder.is_file():

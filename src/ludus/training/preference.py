@@ -33,7 +33,12 @@ from ludus.core.messages import Message
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import Conversation, numbered_lines, trajectory_of
+from ludus.training.imitation import (
+    Conversation,
+    check_conversation,
+    numbered_lines,
+    trajectory_of,
+)
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
 from ludus.training.packing import Columns, Pack, packs_of
@@ -85,20 +90,22 @@ def read_pairs(path: Path) -> list[tuple[Conversation, Conversation]]:
                 f'{path}, line {number}, is not a pair {{"chosen": [messages], "rejected": [messages]}}: '
                 f"{type(error).__name__}: {error}"
             ) from None
+        try:
+            _check_pair(chosen, rejected)
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
         pairs.append((chosen, rejected))
     return pairs
 
 
-def pair_of(
-    chosen: Conversation, rejected: Conversation, renderer: Renderer, tools: Sequence[ToolSpec] = ()
-) -> Pair:
-    """A given pair, in which the assistant's messages are what is preferred or not."""
+def _check_pair(chosen: Conversation, rejected: Conversation) -> None:
+    check_conversation(chosen)
+    check_conversation(rejected)
     if _asked(chosen) != _asked(rejected):
         raise ConfigError(
             "what was chosen answers another question than what was rejected: up to the assistant's first "
             "message both must be the same"
         )
-    return Pair(trajectory_of(chosen, renderer, tools), trajectory_of(rejected, renderer, tools))
 
 
 def _asked(conversation: Conversation) -> list[Message]:
@@ -106,17 +113,17 @@ def _asked(conversation: Conversation) -> list[Message]:
     return list(takewhile(lambda message: message.role != "assistant", conversation))
 
 
+def pair_of(
+    chosen: Conversation, rejected: Conversation, renderer: Renderer, tools: Sequence[ToolSpec] = ()
+) -> Pair:
+    """A given pair, in which the assistant's messages are what is preferred or not."""
+    return Pair(trajectory_of(chosen, renderer, tools), trajectory_of(rejected, renderer, tools))
+
+
 def says_the_same(pair: Pair) -> bool:
     """Whether there is nothing to prefer: the gradients of the two sides cancel."""
-    return (
-        len(
-            {
-                tuple(tuple(row.tokens) for row in rows_of([side]))
-                for side in (pair.chosen, pair.rejected)
-            }
-        )
-        == 1
-    )
+    chosen, rejected = ([row.tokens for row in rows_of([side])] for side in (pair.chosen, pair.rejected))
+    return chosen == rejected
 
 
 def prefer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from ludus.training.settings import ImitationConfig
 from ludus.training.stages.given import given_demonstrations
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.updates import imitate
-from ludus.training.workshop import Workshop
+from ludus.training.workshop import Workshop, tool_specs
+
+log = logging.getLogger(__name__)
 
 
 class Imitation(Stage):
@@ -31,6 +34,19 @@ class Imitation(Stage):
 
     async def begin(self) -> None:
         self._demonstrations = await given_demonstrations(self.workshop, self._config)
+        await self._note_unknown_tools()
+
+    async def _note_unknown_tools(self) -> None:
+        """What is imitated may have had other tools than there are in this run."""
+        messages = [message for shown in self._demonstrations for message in shown.messages]
+        called = {call.name for message in messages for call in message.tool_calls}
+        if not called:
+            return
+        known = {spec.name for spec in await tool_specs(self.workshop.rollout, self.workshop.parts)}
+        if unknown := sorted(called - known):
+            log.warning(
+                "demonstrations call tools that this run does not have: %s", ", ".join(unknown)[:200]
+            )
 
     async def advance(self, number: int) -> Step:
         started = time.perf_counter()
