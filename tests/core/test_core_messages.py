@@ -69,6 +69,9 @@ def test_a_text_may_come_in_parts() -> None:
         {"role": "assistant", "content": "", "tool_calls": ["add"]},
         {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]},
         {"role": "assistant", "content": "", "refusal": "no"},
+        {"role": "assistant", "content": "5", "weight": 0},  # as others say that it is not to be learned
+        {"role": "user", "content": "5", "name": 3},
+        {"role": "tool", "content": "5", "tool_call_id": 3},
         {
             "role": "assistant",
             "content": "",

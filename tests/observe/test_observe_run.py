@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from observe_strategies import episode
@@ -10,7 +11,8 @@ from observe_strategies import episode
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.observe import RunFolder, RunWriter, find_runs
+from ludus.observe import RunFolder, RunWriter, TensorBoardSink, find_runs
+from ludus.observe.lock import FolderLock
 
 
 def write_steps(run, steps):
@@ -113,6 +115,54 @@ def test_a_run_that_holds_something_is_not_discarded(tmp_path, what):
     before = sorted(run.path.iterdir())
     run.discard()
     assert sorted(run.path.iterdir()) == before and run.is_run
+
+
+def test_open_sinks_are_no_record(tmp_path):
+    run = RunWriter.create(tmp_path / "run", {})
+    run.add_sink(lambda: TensorBoardSink(run.tensorboard_path, 0))
+    assert run.metrics_path.exists()
+    run.close()
+    run.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    """Whoever opened it before its holder removed it would lock a file that nobody else sees."""
+    file = tmp_path / ".lock"
+    real, opened = os.open, []
+
+    def slow(path, *given):
+        descriptor = real(path, *given)
+        opened.append(descriptor)
+        if len(opened) == 1:
+            file.unlink()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", slow)
+    lock = FolderLock(file)
+    lock.acquire()
+    monkeypatch.undo()
+    assert len(opened) == 2 and file.exists()
+    with pytest.raises(LudusError, match="is being written by another run"):
+        FolderLock(file).acquire()
+    lock.release()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_out(tmp_path, monkeypatch, caplog):
+    with RunWriter.create(tmp_path / "run", {}) as run:
+        for step in (1, 2):
+            with run.checkpoint(step) as folder:
+                (folder / "weights").write_text("1")
+    real = Path.open
+
+    def broken(self, *given, **named):
+        if self.parent.name == "step-000002" and self.name == "weights":
+            raise OSError(5, "Input/output error")
+        return real(self, *given, **named)
+
+    monkeypatch.setattr(Path, "open", broken)
+    assert RunFolder(tmp_path / "run").latest_checkpoint(thorough=True).step == 1
+    assert "Input/output error" in caplog.text
 
 
 def test_only_who_began_a_run_discards_it(tmp_path):

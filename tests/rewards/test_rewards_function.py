@@ -384,6 +384,15 @@ def test_options_of_the_right_kind_are_taken(tmp_path):
         "maybe": None,
     }
     assert build_reward({"reward": name, **options, "timeout": None, "weight": 2}).options == options
+    for more in (
+        {"bonus": np.float64(0.5)},
+        {"bonus": Fraction(1, 3)},
+        {"most": np.int64(2)},
+        {"open": None},
+    ):
+        build_reward({"reward": name, **more})
+    for odd in ("described", "tabled"):
+        build_reward({"reward": f"{tmp_path / 'own_reward.py'}:{odd}", "times": 2})
     for wrong in ({"rel_tol": True}, {"percent": "no"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             build_reward({"reward": "numeric", **wrong})
@@ -397,6 +406,15 @@ import ludus
 def scored(
     answer: str, *, bonus: float = 0.0, strict: bool = True, most: int = 3,
     how: Literal["mild", "harsh"] = "mild", word: str = "", words: list[int] = (), maybe: int | None = 1,
+    open: float = None,
 ) -> float:
+    return 1.0
+
+@ludus.reward
+def described(answer: str, *, times: "how many times" = 1) -> float:
+    return 1.0
+
+@ludus.reward
+def tabled(answer: str, *, times: {} = 1) -> float:
     return 1.0
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import ludus
 from ludus.core.failures import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training.adapters import adapter_reference
+from ludus.training.fingerprint import fingerprint
 from ludus.training.models import check_source, fit_tokenizer, load_model, scratch_model
 from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
 
@@ -208,6 +210,43 @@ def test_an_adapter_knows_the_weights_it_was_trained_beside(base: Path, tmp_path
         loaded(adapter)
     (adapter / "base.json").unlink()
     loaded(adapter)
+
+
+def test_what_errors_advise_can_be_done_to_a_checkpoint(base: Path, tmp_path: Path) -> None:
+    """A base that moved, and one that changed: neither costs the run a checkpoint."""
+    own = shutil.copytree(base, tmp_path / "base")
+    adapter = made(own, tmp_path / "adapter")
+    rl = {**TINY["rl"], "steps": 2}
+    folder = run(tmp_path / "run", adapter, rl=rl).run.path
+    shutil.rmtree(folder / "checkpoints" / "step-000002")
+    kept = folder / "checkpoints" / "step-000001"
+
+    def again() -> Any:
+        return ludus.train(resume=folder, tasks=tasks(6), tools=[add], rewards=[even], agent=Chatty())
+
+    own.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="set base_model_name_or_path in"):
+        again()
+    settings = json.loads((kept / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "moved")
+    (kept / "adapter_config.json").write_text(json.dumps(settings))
+    weights = load_file(tmp_path / "moved" / "model.safetensors")
+    changed = {name: tensor * 1.5 for name, tensor in weights.items()}
+    save_file(changed, tmp_path / "moved" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"remove base\.json"):
+        again()
+    assert kept.is_dir()
+    (kept / "base.json").unlink()
+    assert again().model.name == "step-000002"
+
+
+def test_a_fingerprint_sees_every_column_and_no_format() -> None:
+    layer = torch.nn.Linear(64, 512)
+    seen = fingerprint(layer)
+    assert fingerprint(copy.deepcopy(layer).bfloat16()) == seen
+    with torch.no_grad():
+        layer.weight[:, 1:] += 1
+    assert fingerprint(layer) != seen
 
 
 def test_a_pinned_base_is_the_one_that_is_loaded(

@@ -116,6 +116,29 @@ def test_a_reference_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     assert RunFolder(tmp_path / "run").metrics()[:3] == before[:3]
 
 
+def test_the_reference_of_a_stage_that_is_over_is_not_needed(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run")
+    del tables["rl"]
+    stages = [
+        {"kind": "rl", **TINY["rl"], "steps": 1, "kl": 0.5},
+        {"kind": "rl", **TINY["rl"], "steps": 1},
+    ]
+    ludus.train(**tables, stage=stages, **code())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    shutil.rmtree(tmp_path / "run" / "stages")
+    result = ludus.train(resume=tmp_path / "run", **code())
+    assert [row["step"] for row in result.metrics if "reward" in row] == [1, 2]
+
+
+def test_a_resumed_run_that_is_refused_can_be_resumed_again(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run"), **code())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
+    for wrong, problem in (({}, "no tasks to train on"), ({"tasks": 3}, "tasks")):
+        with pytest.raises(ConfigError, match=problem):
+            ludus.train(resume=tmp_path / "run", **wrong)
+    ludus.train(resume=tmp_path / "run", **code())
+
+
 def test_a_run_that_lost_its_checkpoints_keeps_its_records(tmp_path: Path) -> None:
     ludus.train(**settings(tmp_path / "run"), **code())
     run = RunFolder(tmp_path / "run")
@@ -353,6 +376,24 @@ def test_what_the_first_stage_cannot_read_is_refused_before_anything_is_played(t
             **tables, **code(), demonstrations=[long], on_step=lambda phase, *_: played.append(phase)
         )
     assert played == [] and not (tmp_path / "run").exists()
+
+
+class LateTools(ludus.Env):
+    """Its tools are known when it has a task."""
+
+    async def reset(self, task: ludus.Task) -> None:
+        self.made = [add]
+
+    def tools(self) -> Any:
+        return self.made
+
+
+def test_an_expert_may_use_tools_that_only_a_task_brings(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", model=str(trained(tmp_path)), rl={"steps": 0})
+    given = [ludus.Task.of("1 plus 2?", id="1", a=1, b=2, envs={"late": {}})]
+    parts = {"tasks": given, "envs": {"late": LateTools}, "rewards": [even], "demonstrations": expert}
+    result = ludus.train(**tables, **parts, warm_start={"steps": 1, "batch": 1})
+    assert any("sft/loss" in row for row in result.metrics)
 
 
 def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:

@@ -138,6 +138,11 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
     apart = {side: messages[1:] for side, messages in given[0].items()} | {"prompt": [question]}
     (tmp_path / "apart.jsonl").write_text(json.dumps(apart), encoding="utf-8")
     assert read_pairs(path) == read_pairs(tmp_path / "apart.jsonl")
+    for prompt in ("2+3?", [question], None):  # many files have it in both places
+        path.write_text(json.dumps({**given[0], "prompt": prompt}), encoding="utf-8")
+        assert read_pairs(path) == read_pairs(tmp_path / "apart.jsonl")
+    (tmp_path / "text.jsonl").write_text(json.dumps({**apart, "prompt": "2+3?"}), encoding="utf-8")
+    assert read_pairs(path) == read_pairs(tmp_path / "text.jsonl")
     ((chosen, rejected),) = read_pairs(path)
     assert chosen == [Message("user", "2+3?"), Message("assistant", "5")]
     tokenizer = ByteTokenizer()

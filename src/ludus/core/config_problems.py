@@ -73,18 +73,20 @@ _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str
 
 
 def misfit(annotation: Any, value: Any) -> str | None:
-    """What a value must be to fit an annotation of plain kinds; None where it fits, or others decide."""
+    """What a value must be that would be taken for something else than it is; None where it would not.
+
+    A text counts as true and a truth as a number; a number is no text, and a fraction no whole number. Whatever
+    else there is, such as numpy's numbers, is for whoever takes it.
+    """
     kinds = set(_kinds(annotation))
-    named = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    named = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
     plain = {kind for kind in kinds if get_origin(kind) is not Literal} - {type(None)}
-    if not plain <= _SCALARS.keys() or value in named:
+    if not plain <= _SCALARS.keys() or type(value) not in (*_SCALARS, type(None)):
         return None
-    fits = {None if value is None else type(value)}
-    if (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, float) and value.is_integer()
-    ):
+    fits: set[Any] = {type(value)}
+    if type(value) is int or (type(value) is float and value.is_integer()):
         fits = {int, float}
-    if (value is None and type(None) in kinds) or fits & plain:
+    if fits & plain or type(value) in kinds or any(value == one for one in named):
         return None
     wanted = [*map(repr, named), *(words for kind, words in _SCALARS.items() if kind in plain)]
     return "must be " + ", or ".join(wanted)

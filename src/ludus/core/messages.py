@@ -73,15 +73,17 @@ class Message:
         if not isinstance(content, str):
             raise ValueError(f"a message's content must be a string, not {type(content).__name__}")
         known = {"role", "content", "name", "tool_calls", "tool_call_id"}
-        unknown = sorted(
-            str(field) for field in set(raw) - known if raw[field]
-        )  # clients list empty ones
+        # clients list fields that are empty; a 0 or a false would say something
+        unknown = sorted(str(one) for one in raw.keys() - known if raw[one] not in (None, "", [], {}))
         if unknown:
             raise ValueError(f"a message has no field {unknown[0]!r}")
         made = raw.get("tool_calls") or ()
         if not isinstance(made, list | tuple):
             raise ValueError(f"a message's tool_calls are a list, not {made!r:.80}")
         calls = tuple(_call(call) for call in made)
+        for text in ("name", "tool_call_id"):
+            if not isinstance(raw.get(text), str | None):
+                raise ValueError(f"a message's {text} is text, not {raw[text]!r:.80}")
         if calls and role != "assistant":
             raise ValueError(f"the assistant calls tools, not {role!r}")
         return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))

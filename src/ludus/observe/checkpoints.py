@@ -20,6 +20,8 @@ from ludus.core.messages import Json
 from ludus.observe.atomic import atomic_directory, remove_directory
 
 MANIFEST = "manifest.json"
+_CHANGEABLE = ("adapter_config.json", "base.json")
+"""Files that say where an adapter's base is and what it was, which a person may have to change: not proven."""
 _NAME = re.compile(r"step-(\d{6,})")
 _CHUNK = 1 << 22
 _log = logging.getLogger(__name__)
@@ -86,12 +88,13 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> list[str]:
         files: dict[str, Json] = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
     except FileNotFoundError:
         return [f"it has no {MANIFEST}"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"its {MANIFEST} cannot be read: {error}"]
     return [
         problem
         for name, expected in files.items()
-        if (problem := _problem(checkpoint / name, expected, thorough)) is not None
+        if name not in _CHANGEABLE
+        and (problem := _problem(checkpoint / name, expected, thorough)) is not None
     ]
 
 
@@ -103,12 +106,15 @@ def _named(folder: Path) -> list[Checkpoint]:
 
 
 def _problem(file: Path, expected: Json, thorough: bool) -> str | None:
-    if not file.is_file():
-        return f"{file.name} is missing"
-    if (size := file.stat().st_size) != expected["bytes"]:
-        return f"{file.name} has {size} bytes instead of {expected['bytes']}"
-    if thorough and _crc32(file) != expected["crc32"]:
-        return f"{file.name} has other content than was written"
+    try:
+        if not file.is_file():
+            return f"{file.name} is missing"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{file.name} has {size} bytes instead of {expected['bytes']}"
+        if thorough and _crc32(file) != expected["crc32"]:
+            return f"{file.name} has other content than was written"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error}"
     return None
 
 

@@ -29,6 +29,17 @@ class FolderLock:
         """Take the lock, or say who has it. A dead holder's lock is free."""
         if self._descriptor is not None:
             return
+        descriptor = self._locked()
+        while not _is_still(descriptor, self.file):  # its holder removed it after it was opened here
+            os.close(descriptor)
+            descriptor = self._locked()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def _locked(self) -> int:
+        """The file, opened and locked."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,10 +53,7 @@ class FolderLock:
         except BaseException:
             os.close(descriptor)
             raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        self._descriptor = descriptor
-        _held.add(self)
+        return descriptor
 
     def release(self) -> None:
         """Give the lock back. The file stays: removing it would race with the next holder."""
@@ -53,6 +61,14 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
             _held.discard(self)
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether the file of that name is the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _forget_in_child() -> None:

@@ -26,8 +26,8 @@ from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
 from ludus.observe.store import write_groups
 
 _LOCK = ".lock"
-_BEGINNING = (RECIPE, "logs", "tensorboard", "stages")
-"""What is in a run's folder before anything has been recorded."""
+_BEGINNING = (RECIPE, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
+"""What is in a run's folder before anything has been recorded; there are no metrics yet."""
 _log = logging.getLogger(__name__)
 
 
@@ -126,19 +126,21 @@ class RunWriter(RunFolder):
         that was there before.
         """
         with suppress(OSError, LudusError):  # where that cannot be, it stays
-            if not self._is_new or self._holds_something():
+            if not self._is_new:
                 return
             self._lock.acquire()
             try:
-                for name in _BEGINNING:
-                    remove(self.path / name)
-                self._vanish()
+                if not self._holds_something():
+                    for name in _BEGINNING:
+                        remove(self.path / name)
+                    self._vanish()
             finally:
                 self._lock.release()
 
     def _holds_something(self) -> bool:
         """Whether there is more than what a run begins with."""
-        return any(
+        recorded = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return recorded or any(
             entry.name not in (*_BEGINNING, _LOCK) and not is_hidden_write(entry.name)
             for entry in self.path.iterdir()
         )

@@ -88,15 +88,25 @@ def _build(spec: Any, registry: Registry) -> Any:
 
 def _check_kinds(found: Any, name: str, options: Mapping[str, Any]) -> None:
     """Refuse what would be taken for something else: the text "no" is true, and true is the number 1."""
-    hints: dict[str, Any] = {}
     function = found.function if isinstance(found, UserFunction) else found.__init__
-    with suppress(NameError, TypeError, AttributeError):  # what cannot be read is not checked
-        hints = get_type_hints(function)
+    hints = _hints(function)
     if isinstance(found, UserFunction):
         hints |= {key: get_type_hints(UserFunction.__init__)[key] for key in SETTINGS}
     for key, value in options.items():
         if key in hints and (wanted := misfit(hints[key], value)):
             raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """What a function's parameters are annotated with; nothing where that cannot be read as types."""
+    hints: dict[str, Any] = {}
+    with suppress(Exception):  # annotations can be anything, and reading them runs it
+        found = get_type_hints(function)
+        for name, parameter in inspect.signature(function).parameters.items():
+            with suppress(KeyError, TypeError):
+                hash(found[name])
+                hints[name] = found[name] | None if parameter.default is None else found[name]
+    return hints
 
 
 def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:

@@ -215,8 +215,9 @@ def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterRefe
     adapted: Any = model
     settings = adapted.peft_config["default"]
     if bare and splits_its_base(settings):
+        how = settings.init_lora_weights if isinstance(settings.init_lora_weights, str) else "KaSA"
         raise ConfigError(
-            f'model.lora.reference = "base": this adapter began with {settings.init_lora_weights}, and the '
+            f'model.lora.reference = "base": this adapter began with {how}, and the '
             'base without it is not the model it was; use "start"'
         )
     saved = read_weights(folder)

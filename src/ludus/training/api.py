@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ludus.core.config import apply_overrides, read_toml
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.heap import settled_heap
 from ludus.core.looping import run_to_end
@@ -81,18 +82,21 @@ def train(
             "or otherwise, begin a new run whose model is the last checkpoint's folder"
         )
     run = RunWriter.resume(resume) if resume is not None else None
-    resolved = Recipe.parse(run.recipe(), f"{resume}/recipe.json") if run else resolve(recipe, settings)
-    parts = _parts(
-        resolved,
-        tasks=tasks,
-        held_out=held_out,
-        tools=tools,
-        envs=envs,
-        rewards=rewards,
-        group_rewards=group_rewards,
-        agent=agent,
-        demonstrations=demonstrations,
-    )
+    with _closed_on_error(run):
+        resolved = (
+            Recipe.parse(run.recipe(), f"{resume}/recipe.json") if run else resolve(recipe, settings)
+        )
+        parts = _parts(
+            resolved,
+            tasks=tasks,
+            held_out=held_out,
+            tools=tools,
+            envs=envs,
+            rewards=rewards,
+            group_rewards=group_rewards,
+            agent=agent,
+            demonstrations=demonstrations,
+        )
     return run_to_end(train_async(resolved, parts, run, on_step))
 
 
@@ -209,14 +213,26 @@ async def train_async(
     recipe: Recipe, parts: Parts, run: RunWriter | None = None, on_step: OnStep | None = None
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made."""
-    check_parts(recipe, parts)
+    with _closed_on_error(run):
+        check_parts(recipe, parts)
     if run is None:
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)
     try:
         return await _train_in(writer, recipe, parts, run is not None, on_step)
-    except ConfigError:
+    except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
+        raise
+
+
+@contextmanager
+def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
+    """Give a run back that could not be gone on with, so that it can be tried again."""
+    try:
+        yield
+    except BaseException:
+        if run is not None:
+            run.close()
         raise
 
 
@@ -225,8 +241,10 @@ async def _train_in(
 ) -> Result:
     with writer, setup_logging(writer):
         checkpoint = _continue(writer, recipe) if is_resumed else None
-        _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
         async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
+            if is_resumed:  # now that it can be gone on with: what was written after it will come again
+                writer.truncate_after(checkpoint.step if checkpoint else -1)
+            _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
             with settled_heap():
                 await Trainer(workshop, writer, on_step).train(checkpoint)
         report = write_report(writer, recipe)
@@ -244,7 +262,7 @@ def new_run(recipe: Recipe) -> RunWriter:
 
 
 def _continue(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint to go on from; what was written after it is dropped, because it will come again."""
+    """The checkpoint to go on from."""
     checkpoint = run.latest_checkpoint(thorough=True)
     if checkpoint is None and any(run.checkpoints_path.glob("step-*")):
         raise ConfigError(
@@ -256,7 +274,6 @@ def _continue(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
             f"{run.path} has recorded steps and has no checkpoint of them in {run.checkpoints_path.name}, so "
             "there is nothing to go on from: put the folder back, or begin a new run"
         )
-    run.truncate_after(checkpoint.step if checkpoint else -1)
     return checkpoint
 
 

@@ -114,7 +114,7 @@ class Trainer:
         config = self.recipe.stages[number]
         folder = self.run.path / "stages" / str(number)
         self._stage = stage = build_stage(self.workshop, folder, config)
-        stage.is_resumed = checkpoint is not None
+        stage.is_resumed = checkpoint is not None and self.progress.done < stage.steps
         await stage.begin()
         if checkpoint is not None:
             stage.load(checkpoint.path)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +81,8 @@ def read_pairs(path: Path) -> list[tuple[Conversation, Conversation]]:
     for number, line in numbered_lines(path):
         try:
             given = json.loads(line)
-            prompt = given.get("prompt", [])
             chosen, rejected = (
-                [Message.parse(message) for message in (*prompt, *given[side])]
+                _after(given.get("prompt"), [Message.parse(message) for message in given[side]])
                 for side in ("chosen", "rejected")
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -96,6 +96,15 @@ def read_pairs(path: Path) -> list[tuple[Conversation, Conversation]]:
             raise ConfigError(f"{path}, line {number}: {error}") from None
         pairs.append((chosen, rejected))
     return pairs
+
+
+def _after(prompt: Any, side: list[Message]) -> list[Message]:
+    """A side of a pair with its prompt, which is text or messages, and in many files stands in both places."""
+    if isinstance(prompt, str):
+        asked = [Message("user", prompt)] if side and side[0].role == "assistant" else []
+    else:
+        asked = [Message.parse(message) for message in prompt or ()]
+    return side if side[: len(asked)] == asked else [*asked, *side]
 
 
 def _check_pair(chosen: Conversation, rejected: Conversation) -> None:

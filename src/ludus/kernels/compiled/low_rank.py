@@ -31,9 +31,7 @@ def _ready(values, PRECISION: tl.constexpr):
     if PRECISION == "tf32":
         bits = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         rounded = bits.to(tl.float32, bitcast=True)
-        values = tl.where(
-            values == values, rounded, values
-        )  # the sum would turn a GPU's NaN into a zero
+        values = tl.where(values == values, rounded, values)  # a GPU's NaN would become a zero
     return values
 
 

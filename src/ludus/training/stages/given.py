@@ -11,7 +11,7 @@ from pathlib import Path
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.training.parts import demonstrations_of
-from ludus.training.preference import Pair, pair_of, read_pairs
+from ludus.training.preference import Pair, pair_of, read_pairs, says_the_same
 from ludus.training.readable import check_readable
 from ludus.training.settings import ImitationConfig, PreferenceConfig, StageConfig
 from ludus.training.workshop import Workshop, tool_specs
@@ -42,6 +42,8 @@ async def given_pairs(workshop: Workshop, path: Path) -> list[Pair]:
     for side in ("chosen", "rejected"):
         shown = [getattr(pair, side) for pair in pairs]
         check_readable(shown, workshop.model, f"what was {side} in pair")
+    if all(map(says_the_same, pairs)):
+        raise ConfigError(f"{path}: in every pair both sides say the same, so there is nothing to learn")
     return pairs
 
 
@@ -49,10 +51,10 @@ async def check_given(workshop: Workshop, config: StageConfig) -> None:
     """Read what a stage will be given, to find out now what is wrong with it."""
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
         await given_pairs(workshop, Path(config.pairs))
-    if isinstance(config, ImitationConfig) and not _is_played(workshop, config):
+    if isinstance(config, ImitationConfig) and not is_played(workshop, config):
         await given_demonstrations(workshop, config)
 
 
-def _is_played(workshop: Workshop, config: ImitationConfig) -> bool:
+def is_played(workshop: Workshop, config: ImitationConfig) -> bool:
     """Whether an expert plays the demonstrations, which takes its time and is left for the stage itself."""
     return callable(demonstrations_of(config.demonstrations, workshop.recipe, workshop.parts))

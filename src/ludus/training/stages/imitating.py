@@ -12,7 +12,7 @@ from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
 from ludus.training.settings import ImitationConfig
-from ludus.training.stages.given import given_demonstrations
+from ludus.training.stages.given import given_demonstrations, is_played
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.updates import imitate
 from ludus.training.workshop import Workshop, tool_specs
@@ -34,10 +34,11 @@ class Imitation(Stage):
 
     async def begin(self) -> None:
         self._demonstrations = await given_demonstrations(self.workshop, self._config)
-        await self._note_unknown_tools()
+        if not (is_played(self.workshop, self._config) or self.workshop.recipe.task_sets):
+            await self._note_unknown_tools()
 
     async def _note_unknown_tools(self) -> None:
-        """What is imitated may have had other tools than there are in this run."""
+        """What others have written down may have had other tools than there are in this run."""
         messages = [message for shown in self._demonstrations for message in shown.messages]
         called = {call.name for message in messages for call in message.tool_calls}
         if not called:

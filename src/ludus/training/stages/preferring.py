@@ -58,10 +58,6 @@ class Preference(Stage):
         if self._config.pairs is not None:
             self._given = await given_pairs(self.workshop, Path(self._config.pairs))
             equal = sum(map(says_the_same, self._given))
-            if equal == len(self._given):
-                raise ConfigError(
-                    f"{self._config.pairs}: in every pair both sides say the same, so there is nothing to learn"
-                )
             if equal:
                 log.warning(
                     "in %d of %d pairs both sides say the same, which teaches nothing",
