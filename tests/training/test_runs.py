@@ -24,9 +24,10 @@ from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.training import Parts, Recipe, load_parts
 from ludus.training.api import resolve
-from ludus.training.checkpoint import save_learner
+from ludus.training.checkpoint import save_learner, save_model
 from ludus.training.imitation import trajectory_of
 from ludus.training.learner import Learner
+from ludus.training.models import fit_tokenizer
 from ludus.training.parts import demonstrations_of, resolve_part
 from ludus.training.settings import OptimizerConfig
 
@@ -444,6 +445,22 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     tables = settings(tmp_path / "run", model=base, rl={"steps": 0}, warm_start={"steps": 1, "batch": 1})
     with pytest.raises(ConfigError, match=r"demonstration 1 holds the token .* and the model has"):
         ludus.train(**tables, **unmeasured, demonstrations=[ANSWER])
+
+
+class Weightless(torch.nn.Module):
+    def save_pretrained(self, folder: Path) -> None:
+        """There is nothing to save."""
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_is_told(tmp_path: Path) -> None:
+    tokenizer = HFTokenizer(fit_tokenizer(["a plus b? add"] * 20, 400))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(LudusError, match=r"the tokenizer could not be written to .*too large"):
+            save_model(tmp_path / "new", Weightless(), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
                 module.save_pretrained(folder)
     except SafetensorError as error:
         raise LudusError(f"the model could not be written to {folder.parent}: {error}") from error
-    tokenizer.inner.save_pretrained(folder)
+    try:
+        tokenizer.inner.save_pretrained(folder)
+    except Exception as error:  # the library knows no narrower kind, for a full disk either
+        raise LudusError(f"the tokenizer could not be written to {folder.parent}: {error}") from error
 
 
 def save_checkpoint(
