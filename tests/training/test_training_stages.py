@@ -217,6 +217,24 @@ def test_preferences_given_in_a_file(tmp_path: Path) -> None:
         run(tmp_path / "empty", {**given, "pairs": str(tmp_path / "none.jsonl")})
 
 
+@pytest.mark.parametrize("kind", ["dpo", "sft"])
+def test_given_data_do_not_depend_on_the_sampling_temperature(tmp_path: Path, kind: str) -> None:
+    """Nobody sampled them, so they are read at temperature 1."""
+    given = {
+        "kind": "dpo",
+        "pairs": str(pairs_file(tmp_path)),
+        "steps": 2,
+        "batch": 1,
+        "optimizer": RATE,
+    }
+    stage = {**SFT, "optimizer": RATE} if kind == "sft" else given
+    runs = [
+        run(tmp_path / str(t), stage, held_out=None, sampling={"temperature": t}) for t in (1.0, 0.5)
+    ]
+    assert are_equal(weights(runs[0]), weights(runs[1]))
+    assert numbers(runs[0].run) == numbers(runs[1].run)
+
+
 def test_pairs_of_equals_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = pairs_file(tmp_path)
     given = {"kind": "dpo", "pairs": str(file), "steps": 1, "batch": 2}

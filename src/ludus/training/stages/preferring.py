@@ -40,13 +40,9 @@ class Preference(Stage):
     def __init__(self, workshop: Workshop, folder: Path, config: PreferenceConfig) -> None:
         super().__init__(workshop, folder, config.steps)
         self._config = config
-        self._learner = Learner(
-            workshop.model,
-            config.optimizer,
-            config.steps,
-            workshop.recipe.sampling.temperature,
-            self.seed,
-        )
+        # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
+        temperature = workshop.recipe.sampling.temperature if config.pairs is None else 1.0
+        self._learner = Learner(workshop.model, config.optimizer, config.steps, temperature, self.seed)
         self._player = _miner(workshop, config, self.seed) if config.pairs is None else None
         self._given: list[Pair] = []
         self._found_any = False
