@@ -6,8 +6,9 @@ is imported when it is first used, so that writing a tool does not load torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
     from ludus.core.failures import InfraError, ToolFault
@@ -22,28 +23,6 @@ if TYPE_CHECKING:
     from ludus.training import Recipe, evaluate, rollout, train
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "Agent": "ludus.rollouts",
-    "Env": "ludus.envs",
-    "Episode": "ludus.rollouts",
-    "Group": "ludus.core.trajectory",
-    "InfraError": "ludus.core.failures",
-    "Message": "ludus.core.messages",
-    "Recipe": "ludus.training",
-    "Task": "ludus.core.task",
-    "Tool": "ludus.tools",
-    "ToolCall": "ludus.core.messages",
-    "ToolFault": "ludus.core.failures",
-    "ToolResult": "ludus.core.tooling",
-    "Trajectory": "ludus.core.trajectory",
-    "evaluate": "ludus.training",
-    "group_reward": "ludus.rewards",
-    "reward": "ludus.rewards",
-    "rollout": "ludus.training",
-    "tool": "ludus.tools",
-    "train": "ludus.training",
-}
 
 __all__ = [
     "Agent",
@@ -67,14 +46,4 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ludus' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -12,18 +12,14 @@ from ludus.core.messages import ToolCall
 from ludus.core.success import is_success
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext
-from ludus.engine import FakeEngine
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.tasksets import load_tasks
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools.library import build_toolset
-from ludus.training import Parts, Recipe, load_parts, load_recipe
-from ludus.training.beginning import check_parts
-from ludus.training.models import check_source, fit_tokenizer
+from ludus.training.parts import Parts, load_parts
+from ludus.training.recipe import Recipe, load_recipe
 from ludus.training.set_building import SetPlan, plans_of
-from ludus.training.workshop import build_rollout, play_expert
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -36,6 +32,10 @@ def recipe_findings(path: Path, overrides: list[str]) -> Findings:
     """Everything that can be found out about a recipe without loading its model, for each task set."""
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
+    # torch and transformers are imported from here on: mistakes in the recipe itself are told before
+    from ludus.training.beginning import check_parts
+    from ludus.training.models import check_source
+
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
     plans = plans_of(recipe, parts)
@@ -79,6 +79,11 @@ def _content(task: Task) -> str:
 
 async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.workshop import build_rollout
+
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
     rollout = build_rollout(recipe, parts, engine, tokenizer)
@@ -105,6 +110,11 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.workshop import build_rollout, play_expert
+
     tasks = parts.tasks[:SAMPLE]
     expert = parts.demonstrations
     if callable(expert):

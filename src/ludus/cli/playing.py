@@ -26,8 +26,6 @@ from ludus.observe import (
     write_groups,
 )
 from ludus.observe.report import Cell
-from ludus.training import Evaluation, Parts, Recipe, load_parts, load_recipe
-from ludus.training.api import play
 from ludus.training.evaluating.players import Player, player_of
 from ludus.training.evaluating.report import (
     comparison_table,
@@ -39,7 +37,9 @@ from ludus.training.evaluating.report import (
 from ludus.training.evaluating.results import ResultsFolder, settings_of
 from ludus.training.evaluating.study import OnGroup, Part, Plan, Study, parts_of, run_study
 from ludus.training.evaluating.summary import Statistics
-from ludus.training.evaluation import TASK_SET
+from ludus.training.evaluation import TASK_SET, Evaluation
+from ludus.training.parts import Parts, load_parts
+from ludus.training.recipe import Recipe, load_recipe
 from ludus.training.set_building import plans_of
 
 SHOWN = {
@@ -220,6 +220,8 @@ def _refuse_checkpoint(source: Path) -> None:
 
 
 def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], options: Options) -> None:
+    from ludus.training.api import play  # torch and transformers come with it
+
     console = Console()
     sampling = options.sampling(recipe.evaluation.temperature)
     attempts = options.attempts or recipe.evaluation.attempts

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,11 +15,11 @@ from rich.text import Text
 from ludus.core.failures import ConfigError
 from ludus.observe import Progress, RunWriter, episode_text, table_rich
 from ludus.observe.progress import SHOWN
-from ludus.training import Recipe, Result, load_parts, load_recipe, train_async
-from ludus.training.api import new_run
-from ludus.training.beginning import check_parts
-from ludus.training.models import check_source
-from ludus.training.report import COLUMNS
+from ludus.training.parts import load_parts
+from ludus.training.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from ludus.training.api import Result
 
 _OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "loss": "loss"}
 _SHOWN = {**SHOWN} | {
@@ -84,6 +84,12 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         assert recipe_path is not None
         recipe = load_recipe(recipe_path, overrides)
         parts = load_parts(recipe)
+    # torch and transformers are imported from here on: what is wrong with a recipe is said before
+    from ludus.training.api import new_run, train_async
+    from ludus.training.beginning import check_parts
+    from ludus.training.models import check_source
+
+    if resume is None:
         check_parts(recipe, parts)  # before there is a folder
         check_source(recipe.model)
         run = new_run(recipe)
@@ -111,6 +117,8 @@ async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _report(console: Console, result: Result) -> None:
+    from ludus.training.report import COLUMNS
+
     for label, trajectory in result.report.samples:
         console.rule(Text(f"an episode {label}"))
         console.print(Text(episode_text(trajectory)), soft_wrap=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +66,33 @@ def load_reference(reference: str) -> Any:
         except AttributeError:
             raise ConfigError(f"{where} has no {part!r} (asked for by {reference!r})") from None
     return found
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package that imports its names when they are first used (SPEC 1).
+
+    The names are those that the package's `if TYPE_CHECKING:` block imports, so there is one list for type
+    checkers and for Python. A name must not be that of a submodule, which would hide it once imported.
+    """
+    module = sys.modules[package]
+    blocks = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.If)]
+    homes = {
+        alias.name: imported.module
+        for block in blocks
+        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for imported in block.body
+        if isinstance(imported, ast.ImportFrom) and imported.module is not None
+        for alias in imported.names
+    }
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, found)
+        return found
+
+    return load, lambda: sorted({*vars(module), *homes})
 
 
 def _load_module(name: str, reference: str) -> ModuleType:

@@ -5,20 +5,27 @@ stands in for it in tests. `PackedContext`, `hidden_states` and `head_logits` ar
 same module.
 """
 
-from ludus.engine.adopt import use_ludus_attention
-from ludus.engine.backbone import (
-    context_limit,
-    decoder_of,
-    sampling_mode,
-    vocabulary_size,
-)
-from ludus.engine.config import EngineConfig
-from ludus.engine.embedded import EmbeddedEngine
-from ludus.engine.fake import FakeCall, FakeEngine
-from ludus.engine.forward import hidden_states
-from ludus.engine.head import head_logits, probe_head
-from ludus.engine.packed import PackedContext
-from ludus.engine.worker import EngineStats
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ludus.core.registry import lazy_exports
+
+if TYPE_CHECKING:
+    from ludus.engine.adopt import use_ludus_attention
+    from ludus.engine.backbone import (
+        context_limit,
+        decoder_of,
+        sampling_mode,
+        vocabulary_size,
+    )
+    from ludus.engine.config import EngineConfig
+    from ludus.engine.embedded import EmbeddedEngine
+    from ludus.engine.fake import FakeCall, FakeEngine
+    from ludus.engine.forward import hidden_states
+    from ludus.engine.head import head_logits, probe_head
+    from ludus.engine.packed import PackedContext
+    from ludus.engine.worker import EngineStats
 
 __all__ = [
     "EmbeddedEngine",
@@ -36,3 +43,5 @@ __all__ = [
     "use_ludus_attention",
     "vocabulary_size",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,12 +1,19 @@
 """Training: recipes, packing, updates, the loop, evaluation, reports."""
 
-from ludus.training.api import Result, evaluate, load_recipe, rollout, train, train_async
-from ludus.training.evaluation import Evaluation
-from ludus.training.learner import Learner
-from ludus.training.loop import Trainer
-from ludus.training.parts import Parts, load_parts
-from ludus.training.recipe import Recipe
-from ludus.training.workshop import Workshop, assemble
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ludus.core.registry import lazy_exports
+
+if TYPE_CHECKING:
+    from ludus.training.api import Result, evaluate, rollout, train, train_async
+    from ludus.training.evaluation import Evaluation
+    from ludus.training.learner import Learner
+    from ludus.training.loop import Trainer
+    from ludus.training.parts import Parts, load_parts
+    from ludus.training.recipe import Recipe, load_recipe
+    from ludus.training.workshop import Workshop, assemble
 
 __all__ = [
     "Evaluation",
@@ -24,3 +31,5 @@ __all__ = [
     "train",
     "train_async",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ludus.core.config import apply_overrides, read_toml
+from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.heap import settled_heap
@@ -21,7 +21,7 @@ from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, Wan
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored
-from ludus.training.beginning import check_parts, refuse_empty
+from ludus.training.beginning import check_parts
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
@@ -29,6 +29,7 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models import check_source
 from ludus.training.parts import Parts, load_parts, resolve_part
 from ludus.training.recipe import Recipe
+from ludus.training.recipe_checks import refuse_empty
 from ludus.training.report import Report, write_report
 from ludus.training.set_building import plans_of
 from ludus.training.settings import ImitationConfig
@@ -197,16 +198,6 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_paths(entry) for entry in value]
     return str(value) if isinstance(value, PathLike) else value
-
-
-def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a TOML file, with `a.b=value` overrides."""
-    given = list(overrides)
-    raw = apply_overrides(read_toml(path), given)
-    refuse_empty(raw)
-    if any(override.startswith("model.name=") for override in given):
-        raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
-    return Recipe.parse(raw, str(path))
 
 
 async def train_async(

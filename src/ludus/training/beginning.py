@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,6 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
             "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
             '[[stage]] of kind "sft"), or pass warm_start={...}'
         )
-
-
-def refuse_empty(raw: Mapping[str, Any]) -> None:
-    """A list of stages or task sets without any, as a user wrote it: whatever is meant, nothing is done."""
-    for name, usual in (("stage", "[warm_start] and [rl]"), ("task_sets", "[tasks]")):
-        if name in raw and isinstance(raw[name], list | tuple) and not raw[name]:
-            raise ConfigError(
-                f"{name} = [] has no table: add [[{name}]] tables, or leave it out for {usual}"
-            )
 
 
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:

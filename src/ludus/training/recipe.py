@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ludus.core.config import Config, Place
-from ludus.engine import EngineConfig
+from ludus.core.config import Config, Place, apply_overrides, read_toml
+from ludus.engine.config import EngineConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
-from ludus.training.recipe_checks import check_recipe
+from ludus.training.recipe_checks import check_recipe, refuse_empty
 from ludus.training.settings import ImitationConfig, RLConfig, StageConfig
 from ludus.training.task_sets import TaskSetConfig
 
@@ -241,3 +243,13 @@ class Recipe(Config):
             (f"stage.{number}" if self.stage else usual[stage.kind], stage)
             for number, stage in enumerate(self.stages)
         ]
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from a TOML file, with `a.b=value` overrides."""
+    given = list(overrides)
+    raw = apply_overrides(read_toml(path), given)
+    refuse_empty(raw)
+    if any(override.startswith("model.name=") for override in given):
+        raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
+    return Recipe.parse(raw, str(path))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ludus.core.failures import ConfigError
 from ludus.training.curriculum import BUDGETS
 from ludus.training.settings import MeasurementConfig, RLConfig
 from ludus.training.task_sets import PER_SET
@@ -26,6 +27,15 @@ def check_recipe(recipe: Recipe) -> None:
             1 <= k <= stage.attempts for k in stage.pass_at
         ):
             raise ValueError(f"{where}.pass_at: pass@k needs k attempts, and there are {stage.attempts}")
+
+
+def refuse_empty(raw: Mapping[str, Any]) -> None:
+    """A list of stages or task sets without any, as a user wrote it: whatever is meant, nothing is done."""
+    for name, usual in (("stage", "[warm_start] and [rl]"), ("task_sets", "[tasks]")):
+        if name in raw and isinstance(raw[name], list | tuple) and not raw[name]:
+            raise ConfigError(
+                f"{name} = [] has no table: add [[{name}]] tables, or leave it out for {usual}"
+            )
 
 
 def _not_finite(value: Any, where: str) -> Iterator[tuple[str, float]]:

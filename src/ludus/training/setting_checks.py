@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ludus.algos import Need, load_algorithm
 from ludus.core.failures import ConfigError
 from ludus.training.curriculum import check_settings
 
 if TYPE_CHECKING:
     from ludus.training.settings import PreferenceConfig, RLConfig
 
+PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
+PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}
+"""Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
 _MINING = ("tasks", "attempts", "margin", "max_failures")
 """What a stage of preferences is told about playing."""
 
@@ -25,15 +27,35 @@ def check_reinforcement(config: RLConfig) -> None:
         )
     try:
         check_settings(config.curriculum)
-        algorithm = load_algorithm(**config.algorithm_settings)
+        if not _is_plain(config):
+            _check_algorithm(config)
     except ConfigError as error:
         raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
-    _check_needs(config, algorithm.needs)
-    _check_attempts(config, algorithm.needs)
+    _check_attempts(config)
     _check_divergence(config)
     if config.updates > config.tasks:
         raise ValueError(
             f"updates = {config.updates} cannot split the {config.tasks} group(s) of a step (tasks)"
+        )
+
+
+def _is_plain(config: RLConfig) -> bool:
+    """Whether nothing can be wrong with the algorithm: a known name, and nothing said about its parts."""
+    said = {name: value for name, value in config.algorithm_settings.items() if name != "name" and value}
+    is_usual = config.attempts > 1 and config.critic is None and config.advantage_mask
+    return config.algorithm in PLAIN and not said and is_usual
+
+
+def _check_algorithm(config: RLConfig) -> None:
+    """What the algorithm's functions say about options and needs; to ask them, torch is imported."""
+    from ludus.algos import Need, load_algorithm
+
+    needs = load_algorithm(**config.algorithm_settings).needs
+    _check_needs(config, has_critic=Need.CRITIC in needs)
+    if config.attempts == 1 and config.steps and Need.SIBLINGS in needs:
+        raise ValueError(
+            f"{config.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
+            'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
         )
 
 
@@ -54,14 +76,14 @@ def check_mining(config: PreferenceConfig) -> None:
         )
 
 
-def _check_needs(config: RLConfig, needs: frozenset[Need]) -> None:
-    if not config.advantage_mask and Need.CRITIC not in needs:
+def _check_needs(config: RLConfig, has_critic: bool) -> None:
+    if not config.advantage_mask and not has_critic:
         raise ValueError(
             f"advantage_mask = false is about the recursion of a critic's advantages; {config.algorithm} "
             "has none (ppo has)"
         )
     critic = config.critic
-    if critic is not None and Need.CRITIC not in needs:
+    if critic is not None and not has_critic:
         raise ValueError(
             f"there are settings for a critic, and {config.algorithm} asks for none: leave out critic, or "
             "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
@@ -73,12 +95,7 @@ def _check_needs(config: RLConfig, needs: frozenset[Need]) -> None:
         )
 
 
-def _check_attempts(config: RLConfig, needs: frozenset[Need]) -> None:
-    if config.attempts == 1 and config.steps and Need.SIBLINGS in needs:
-        raise ValueError(
-            f"{config.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
-            'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
-        )
+def _check_attempts(config: RLConfig) -> None:
     if config.attempts == 1 and config.steps and config.refill is not None:
         raise ValueError(
             "refill replaces groups whose rewards are all equal, and with attempts = 1 every group is so: "

@@ -24,7 +24,6 @@ from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import close_task_sets
 from ludus.training.task_sets import TaskSet
-from ludus.training.workshop import assemble, task_sets_on
 
 _WEIGHTS = (".safetensors", ".bin", ".json")
 
@@ -75,6 +74,8 @@ class Player:
     @asynccontextmanager
     async def open(self, recipe: Recipe, parts: Parts) -> AsyncIterator[list[TaskSet]]:
         """The task sets, ready to be played by the model; all that was opened is closed at the end."""
+        from ludus.training.workshop import assemble, task_sets_on  # torch comes with it
+
         if not self.is_remote:
             async with await assemble(self.recipe(recipe), parts) as workshop:
                 yield workshop.task_sets
