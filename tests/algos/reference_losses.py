@@ -102,6 +102,8 @@ def weights(masks: list[list[bool]], aggregation: str, constant: int = 0) -> lis
                 result.append(1 / actions)
             elif aggregation == "sequence":
                 result.append(1 / speaking / sum(mask))
+            elif aggregation == "sequence_sum":
+                result.append(1 / speaking)
             else:
                 result.append(1 / speaking / constant)
     return result

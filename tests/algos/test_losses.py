@@ -279,6 +279,30 @@ def test_weights(masks: list[list[bool]]) -> None:
             assert math.isclose(float(weigh(trajectory, said).sum()), 1, rel_tol=1e-6)
 
 
+@given(cases, st.integers(0, 1000))
+def test_rloo_sums_over_the_sequence(case: Case, seed: int) -> None:
+    """The gradient of -mean_i A_i p(y_i) / p_old(y_i), the whole sequence being one action (paper, TRL)."""
+    source = random.Random(seed)
+    shared = [source.uniform(-2, 2) for _ in case.lengths]
+    logprobs = real(case.old).requires_grad_()
+    sampled = case.sampled(logprobs, [shared[n] for n in case.sequence])
+    algorithm = algos.load_algorithm("rloo")
+    loss, _ = algorithm.loss(sampled)
+    everything = torch.ones(len(case.old), dtype=torch.bool)
+    weights = algorithm.weigh(sampled.sequence_A, everything).double()
+    (gradient,) = torch.autograd.grad((loss * weights).sum(), logprobs)
+
+    def objective(new: list[float]) -> float:
+        pairs = zip(case.split(new), case.split(case.old), shared, strict=True)
+        return -sum(a * math.exp(sum(p) - sum(q)) for p, q, a in pairs) / len(shared)
+
+    def along(i: int) -> Callable[[float], float]:
+        return lambda p: objective([*case.old[:i], p, *case.old[i + 1 :]])
+
+    slopes = [slope(along(i), at) for i, at in enumerate(case.old)]
+    torch.testing.assert_close(gradient, real(slopes), atol=1e-5, rtol=1e-4)
+
+
 def test_regularisers() -> None:
     loss, entropy, kl = (torch.tensor([value]) for value in (1.0, 0.5, 0.25))
     found = algos.regularised(loss, entropy_A=entropy, entropy_weight=0.1, kl_A=kl, kl_weight=2.0)

@@ -71,7 +71,7 @@ PLANS: dict[str, tuple[Callable[[list[Any]], Tokens], Callable[..., float], str]
     "dapo": (advantages.grpo, clipped(0.2, 0.28), "token"),
     "gspo": (advantages.grpo, gspo, "sequence"),
     "cispo": (advantages.grpo, cispo, "token"),
-    "rloo": (advantages.rloo, USUAL, "sequence"),
+    "rloo": (advantages.rloo, USUAL, "sequence_sum"),
     "reinforce": (advantages.reinforce, USUAL, "token"),
     "reinforce_pp": (lambda a: advantages.reinforce_pp(a, 1.0), USUAL, "token"),
     "reinforce_pp_baseline": (advantages.reinforce_pp_baseline, USUAL, "token"),

@@ -6,7 +6,7 @@ ones it runs. `naming` has the tables of names.
 
 from __future__ import annotations
 
-from ludus.algos.aggregate import Aggregation, by_length, by_sequence, by_token
+from ludus.algos.aggregate import Aggregation, by_length, by_sequence, by_sequence_sum, by_token
 from ludus.algos.credit import Credit, Estimate, Estimator, Need, needs, needs_of
 from ludus.algos.dr_grpo import dr_grpo
 from ludus.algos.gae import gae
@@ -76,6 +76,7 @@ __all__ = [
     "Turn",
     "by_length",
     "by_sequence",
+    "by_sequence_sum",
     "by_token",
     "cispo",
     "clipped_surrogate",

@@ -1,5 +1,12 @@
 """How per-token losses become one number: a weight for each token, found once for the whole batch.
 
+| here | verl, `loss_agg_mode` | TRL, `loss_type` |
+|---|---|---|
+| `token` | token-mean | dapo |
+| `sequence` | seq-mean-token-mean | grpo |
+| `sequence_sum` | seq-mean-token-sum | (RLOO's trainer) |
+| `length` | seq-mean-token-sum-norm | dr_grpo |
+
 Because weights are found before the batch is split into micro-batches, the split cannot change them.
 """
 
@@ -29,6 +36,14 @@ def by_sequence(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
     length_N = sum_within(weight_T, trajectory_T)
     speaking = (length_N > 0).sum().clamp(min=1)
     return weight_T / (length_N[trajectory_T].clamp(min=1) * speaking)
+
+
+def by_sequence_sum(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Sum over each episode's tokens, mean over episodes: -A log p(episode), as REINFORCE and RLOO have it.
+
+    The sum is the mean length, so gradients are that much longer than with `by_sequence`.
+    """
+    return by_length(trajectory_T, trained_T, length=1)
 
 
 def by_length(trajectory_T: Tensor, trained_T: Tensor, *, length: Count) -> Tensor:

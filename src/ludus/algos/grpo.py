@@ -4,7 +4,8 @@
 
 The standard deviation is the unbiased one (divided by G - 1), as in the paper's code. A group of one, or
 one whose rewards are all equal, carries no signal: its advantages are 0. The algorithm of this name averages
-the loss by token, as DAPO does; the paper averages within each episode first: the aggregation "sequence".
+the loss by token, as DAPO does (and TRL and verl by default); the paper averages within each episode first:
+`aggregation = "sequence"`.
 
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
 arXiv:2402.03300.

@@ -59,6 +59,7 @@ AGGREGATIONS = Registry(
     {
         "token": "ludus.algos.aggregate:by_token",
         "sequence": "ludus.algos.aggregate:by_sequence",
+        "sequence_sum": "ludus.algos.aggregate:by_sequence_sum",
         "length": "ludus.algos.aggregate:by_length",
     },
 )
@@ -120,7 +121,7 @@ ALGORITHMS: dict[str, Plan] = {
     "dapo": Plan("grpo", loss_options={"clip_low": 0.2, "clip_high": 0.28}),
     "gspo": Plan("grpo", loss="gspo", aggregation="sequence"),
     "cispo": Plan("grpo", loss="cispo"),
-    "rloo": Plan("rloo", aggregation="sequence"),
+    "rloo": Plan("rloo", aggregation="sequence_sum"),
     "reinforce": Plan("reinforce"),
     "reinforce_pp": Plan("reinforce_pp"),
     "reinforce_pp_baseline": Plan("reinforce_pp_baseline"),

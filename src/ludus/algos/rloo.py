@@ -2,6 +2,11 @@
 
     A_i = r_i - mean(r_j, j != i) = G / (G - 1) * (r_i - mean(r_1..r_G))
 
+The whole episode is one action: the loss is -A_i log p(episode i), the sum over its tokens, averaged over
+episodes (the aggregation "sequence_sum"). Divided by the length, long and short episodes would get another
+gradient than the paper's. The ratio is clipped token by token; TRL clips the whole sequence's. The two differ
+after the first update of a step alone.
+
 The baseline does not contain the attempt's own reward, so the gradient is unbiased. A group of one has no
 baseline, and its advantage is 0.
 

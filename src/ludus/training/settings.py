@@ -123,7 +123,7 @@ class RLConfig(Config):
     loss_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss, such as { clip_low = 0.2, clip_high = 0.28 }."""
     aggregation: str | None = None
-    """Another average over tokens than the algorithm's own: token, sequence, length."""
+    """Another average over tokens than the algorithm's own: token, sequence, sequence_sum, length."""
     aggregation_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the aggregation, such as { length = 512 }."""
     correction: str | None = None
