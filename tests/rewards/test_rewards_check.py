@@ -9,7 +9,7 @@ from ludus.core.task import Task
 from ludus.rewards import (
     GROUP_REWARDS,
     REWARDS,
-    Curiosity,
+    CountBonus,
     Format,
     FormatGate,
     Problem,
@@ -108,8 +108,10 @@ def test_recipes_build_rewards_with_options():
     assert (made.name, made.weight, made("95", 100)) == ("sum", 0.5, 1.0)
     assert build_reward("exact_match") is exact_match
     assert build_reward(exact_match) is exact_match
-    curious = build_group_reward({"reward": "curiosity", "decay": 0.5})
-    assert isinstance(curious, Curiosity) and curious.decay == 0.5
+    counting = build_group_reward({"reward": "count_bonus", "decay": 0.5})
+    assert isinstance(counting, CountBonus) and counting.decay == 0.5
+    with pytest.raises(ConfigError, match="'decay' any more: it is one of 'count_bonus'"):
+        build_group_reward({"reward": "curiosity", "decay": 0.5})
     assert build_group_reward("ranking").name == "ranking"
 
 

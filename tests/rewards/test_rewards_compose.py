@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
+from ludus.core.messages import ToolCall
 from ludus.rewards import (
     Efficiency,
+    Format,
     FormatGate,
     Gate,
     Scorer,
     ToolBonus,
     Weighted,
+    build_reward,
     combine,
     exact_match,
     f1,
@@ -65,9 +68,18 @@ async def test_unscored_adds_nothing_and_nothing_at_all_is_unscored(episode):
 
 @pytest.mark.parametrize(
     ("form", "correct", "total"),
-    [(1, 1, 1.0), (1, 0, 0.0), (0, 1, -1.0), (0, 0, -1.0), (0.9, 1, -1.0), (1, 0.5, 0.5)],
+    [
+        (1, 1, 1.0),
+        (1, 0, 0.0),
+        (0, 1, -1.0),
+        (0, 0, -1.0),
+        (0.5, 1, -0.5),
+        (0.5, 0, -0.5),
+        (1, 0.5, 0.5),
+    ],
 )
 async def test_format_gate_truth_table(episode, form, correct, total):
+    """Agent-R1's equation 6: EM if r_format = 1, else r_format - 1."""
     made = FormatGate(fixed("format", form), fixed("correct", correct))
     assert await scored(made, episode()) == {"format_gate": total, "format": form, "correct": correct}
 
@@ -76,6 +88,36 @@ async def test_the_penalty_is_fixed_whatever_the_inner_weight(episode):
     inner = fixed("correct", 1, weight=2)
     assert (await scored(FormatGate(fixed("f", 1), inner, -0.5), episode()))["format_gate"] == 2.0
     assert (await scored(FormatGate(fixed("f", 0), inner, -0.5), episode()))["format_gate"] == -0.5
+
+
+@pytest.mark.parametrize(
+    ("said", "faults", "form", "paid"),
+    [
+        ("<answer>Paris</answer>", [], 1.0, 1.0),
+        ("<answer>Rome</answer>", [], 1.0, 0.0),
+        ("<answer>Paris</answer>", [Fault.MALFORMED_CALL], 0.5, -0.5),
+        ("Paris", [], 0.5, -0.5),
+        ("Paris", [Fault.MALFORMED_CALL], 0.0, -1.0),
+        ("<answer>Paris</answer>", [Fault.UNKNOWN_TOOL], 1.0, 1.0),
+    ],
+)
+async def test_agent_r1_pays_half_for_half_a_format(episode, said, faults, form, paid):
+    """r_format = (answer well formed + syntax of the calls valid) / 2, from a recipe."""
+    recipe = {
+        "reward": "format_gate",
+        "format": {"reward": "format", "tags": ["answer"], "calls": True},
+        "inner": "exact_match",
+    }
+    trajectory = episode(said, turns=[["search"], []], faults=[faults, []])
+    trajectory.answer = said.removeprefix("<answer>").removesuffix("</answer>")
+    await Scorer([build_reward(recipe)]).score(trajectory)
+    assert (trajectory.rewards["format"], trajectory.reward) == (form, paid)
+
+
+async def test_a_call_that_cannot_be_read_counts_even_where_the_episode_ended_with_it(episode):
+    cut = episode("<answer>Paris</answer>")
+    cut.actions[0].calls = (ToolCall("", fault=Fault.MALFORMED_CALL),)
+    assert await scored(Format(tags=["answer"], calls=True), cut) == {"format": 0.5}
 
 
 async def test_a_shut_gate_does_not_ask_the_inner_reward(episode):
@@ -99,31 +141,73 @@ async def test_otherwise_may_be_a_reward(episode):
     assert "full" not in parts
 
 
+CALLED, SILENT = [["search"], []], [[]]
+
+
 @pytest.mark.parametrize(
-    ("inner", "turns", "total"),
+    ("form", "inner", "turns", "total"),
     [
-        (1.0, [["search"]], 1.0),
-        (1.0, [[]], 1.0),
-        (0.0, [["search"]], 0.1),
-        (0.0, [[]], 0.0),
-        (0.05, [["search"]], 0.1),
-        (0.4, [["search"]], 0.4),
-        (-1.0, [["search"]], -1.0),
+        # AgentFly B.1: 0.1 if at least one tool call, 1.0 if the answer is right as well, otherwise 0.0
+        ("agentfly", 1.0, CALLED, 1.0),
+        ("agentfly", 1.0, SILENT, 0.0),
+        ("agentfly", 0.0, CALLED, 0.1),
+        ("agentfly", 0.0, SILENT, 0.0),
+        ("agentfly", -1.0, SILENT, -1.0),
+        ("agentfly", -1.0, CALLED, -1.0),
+        # VerlTool, equation 12: R_acc + 0.1 if any tool was called
+        ("verltool", 1.0, CALLED, 1.1),
+        ("verltool", 1.0, SILENT, 1.0),
+        ("verltool", 0.0, CALLED, 0.1),
+        ("verltool", -1.0, CALLED, -0.9),
+        ("verltool", -1.0, SILENT, -1.0),
+        # a floor under the score of an episode that used a tool
+        ("floor", 1.0, CALLED, 1.0),
+        ("floor", 1.0, SILENT, 1.0),
+        ("floor", 0.0, CALLED, 0.1),
+        ("floor", 0.0, SILENT, 0.0),
+        ("floor", 0.05, CALLED, 0.1),
+        ("floor", 0.4, CALLED, 0.4),
+        ("floor", -1.0, CALLED, -1.0),
     ],
 )
-async def test_tool_bonus_truth_table(episode, inner, turns, total):
-    parts = await scored(ToolBonus(fixed("inner", inner)), episode(turns=turns))
-    assert parts == {"tool_bonus": total, "inner": inner}
+async def test_tool_bonus_truth_tables(episode, form, inner, turns, total):
+    made = build_reward({"reward": "tool_bonus", "inner": fixed("inner", inner), "form": form})
+    assert await scored(made, episode(turns=turns)) == {
+        "tool_bonus": pytest.approx(total),
+        "inner": inner,
+    }
 
 
-async def test_only_calls_that_went_through_and_only_named_tools_earn_the_bonus(episode):
-    faulty = episode(turns=[["serach"]], faults=[[Fault.UNKNOWN_TOOL]])
-    assert (await scored(ToolBonus(fixed("i", 0)), faulty))["tool_bonus"] == 0.0
+async def test_the_bonus_of_the_library_is_agentflys(episode):
+    made = build_reward({"reward": "tool_bonus", "inner": "exact_match"})
+    right, guessed = episode("Paris", turns=CALLED), episode("Paris", turns=SILENT)
+    assert [(await scored(made, one))["tool_bonus"] for one in (right, guessed)] == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="agentfly, verltool, floor"):
+        ToolBonus(exact_match, form="agent_fly")
+
+
+@pytest.mark.parametrize(
+    ("fault", "papers", "floor"),
+    [(Fault.UNKNOWN_TOOL, 0.0, 0.0), (Fault.TOOL_RAISED, 0.1, 0.0), (Fault.BAD_ARGUMENTS, 0.1, 0.0)],
+)
+async def test_which_calls_earn_the_bonus(episode, fault, papers, floor):
+    faulty = episode(turns=[["serach"]], faults=[[fault]])
+    for form, paid in (("agentfly", papers), ("verltool", papers), ("floor", floor)):
+        made = ToolBonus(fixed("i", 0), form=form)
+        assert (await scored(made, faulty))["tool_bonus"] == paid
     other = episode(turns=[["calculator"]])
-    assert (await scored(ToolBonus(fixed("i", 0), tools=["search"]), other))["tool_bonus"] == 0.0
-    assert (await scored(ToolBonus(fixed("i", 0), tools=["calculator"]), other))["tool_bonus"] == 0.1
+    for form in ("agentfly", "verltool", "floor"):
+        made = [ToolBonus(fixed("i", 0), form=form, tools=[name]) for name in ("search", "calculator")]
+        assert [(await scored(one, other))["tool_bonus"] for one in made] == [0.0, 0.1]
     with pytest.raises(ConfigError, match="list of names"):
         ToolBonus(fixed("i", 0), tools="search")
+
+
+async def test_what_is_unscored_inside_stays_unscored_in_the_total(episode):
+    """The parts of a reward that scored nothing are shown, and never summed instead."""
+    trajectory = episode()
+    await Scorer([Gate(fixed("one", 1), fixed("none", None))]).score(trajectory)
+    assert (trajectory.rewards, trajectory.reward) == ({"one": 1.0}, None)
 
 
 async def test_they_nest_and_every_part_stays_visible(episode):

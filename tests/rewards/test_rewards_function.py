@@ -19,7 +19,7 @@ from ludus.core.failures import (
     InfraError,
     MissingExtraError,
 )
-from ludus.rewards import FunctionReward, FunctionTurnReward, build_reward, reward
+from ludus.rewards import FunctionReward, FunctionTurnReward, Scorer, build_reward, reward
 
 
 async def scored(function, trajectory, envs=None):
@@ -144,9 +144,15 @@ async def test_env_needs_exactly_one(episode):
         ({"r": 0.5, "a": 1}, {"r": 0.5, "a": 1.0}),
         ({"total": 0.5, "a": 1}, {"r": 0.5, "a": 1.0}),
         ({"total": None, "a": 1}, {"a": 1.0}),
+        ({"reward": 0.5, "f1": 0.5, "em": 0.0}, {"r": 0.5, "f1": 0.5, "em": 0.0}),
+        ({"reward": None, "f1": 0.5}, {"f1": 0.5}),
+        ({"score": 0.5}, {"r": 0.5, "score": 0.5}),
     ],
 )
 async def test_what_may_be_returned(episode, value, parts):
+    trajectory = episode()
+    await Scorer([reward(lambda: value, name="r")]).score(trajectory)
+    assert (trajectory.rewards, trajectory.reward) == (parts, parts.get("r"))
     assert await scored(reward(lambda: value, name="r"), episode()) == parts
 
 
@@ -418,3 +424,39 @@ def described(answer: str, *, times: "how many times" = 1) -> float:
 def tabled(answer: str, *, times: {} = 1) -> float:
     return 1.0
 """
+
+
+async def test_only_the_key_reward_is_paid_as_in_agentfly(episode):
+    """AgentFly's figure 7: `{"reward": f1, "f1": f1, "em": em}` pays f1, and not the sum of all three."""
+
+    @reward
+    def qa(answer, target):
+        said, wanted = set(answer.split()), set(target.split())
+        f1 = 2 * len(said & wanted) / (len(said) + len(wanted))
+        return {"reward": f1, "f1": f1, "em": float(answer == target)}
+
+    trajectory = episode("Ada", "Ada Byron Lovelace")
+    await Scorer([qa]).score(trajectory)
+    assert trajectory.reward == 0.5
+    assert trajectory.rewards == {"qa": 0.5, "f1": 0.5, "em": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"reward": 1, "total": 1}, "both 'reward' and 'total'"),
+        ({"reward": 1, "r": 1}, "both 'reward' and 'r'"),
+        ({"score": 1, "acc": 1}, "'score' beside other parts"),
+        ({"Reward": 1, "em": 1}, "'Reward' beside other parts"),
+    ],
+)
+async def test_which_part_is_paid_is_never_guessed(episode, value, message):
+    with pytest.raises(InfraError, match=message):
+        await Scorer([reward(lambda: value, name="r")]).score(episode())
+
+
+async def test_a_sum_of_parts_is_told_once(episode, caplog):
+    summed = reward(lambda: {"left": 1, "right": 2}, name="told_once")
+    for _ in range(3):
+        await Scorer([summed]).score(episode())
+    assert [r.message.count("their sum is paid") for r in caplog.records] == [1]

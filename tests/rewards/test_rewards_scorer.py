@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.trajectory import Group, StopReason
-from ludus.rewards import Curiosity, Gate, Ranking, Scorer, exact_match, group_reward, is_success, reward
+from ludus.rewards import (
+    CountBonus,
+    Gate,
+    Ranking,
+    Scorer,
+    exact_match,
+    group_reward,
+    is_success,
+    reward,
+)
 from ludus.rewards.scorer import turn_totals
 
 
@@ -186,14 +195,14 @@ async def test_a_group_is_scored_once_and_an_empty_one_not_at_all(episode):
 
 
 async def test_state_is_collected_by_name_and_restored(episode):
-    scorer = Scorer([exact_match], [Curiosity(), Ranking()])
+    scorer = Scorer([exact_match], [CountBonus(), Ranking()])
     await scorer.score_group(Group(episode().task, [episode(turns=[["search"]], reward=1.0)]))
     state = scorer.state_dict()
-    assert state == {"curiosity": {"counts": {"search": 1.0}}}
-    other = Scorer([exact_match], [Curiosity()])
+    assert state == {"count_bonus": {"counts": {"search": 1.0}}}
+    other = Scorer([exact_match], [CountBonus()])
     other.load_state_dict(state)
     assert other.state_dict() == state
-    with pytest.raises(ConfigError, match="'curiosity'"):
+    with pytest.raises(ConfigError, match="'count_bonus'"):
         Scorer([exact_match]).load_state_dict(state)
 
 

@@ -54,7 +54,7 @@ def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], re
     """What a process does: begin the run, or go on with it. One episode at a time, on one core."""
     code: dict[str, Any] = {
         "tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [even],
-        "agent": Talker(), "demonstrations": expert, "group_rewards": ["curiosity"],
+        "agent": Talker(), "demonstrations": expert, "group_rewards": ["count_bonus"],
     }  # fmt: skip
     tables = {name: table for name, table in TINY.items() if name != "rl"}
     run = {"folder": folder, "checkpoint_every": checkpoint_every, "keep_checkpoints": 2}

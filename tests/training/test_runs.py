@@ -543,12 +543,12 @@ def test_the_recipe_survives_the_run_folder(recipe: Recipe, parts: Parts) -> Non
 
 
 def test_rewards_that_remember_go_on_where_they_were(tmp_path: Path) -> None:
-    """Curiosity counts tool use over the whole run; a resumed run must not start counting anew."""
-    curious = {**code(), "group_rewards": ["curiosity"]}
+    """The count bonus counts tool use over the whole run; a resumed run must not start counting anew."""
+    curious = {**code(), "group_rewards": ["count_bonus"]}
     ludus.train(**settings(tmp_path / "whole", max_in_flight=1), **curious)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000003")
-    ludus.train(resume=tmp_path / "cut", **code() | {"group_rewards": ["curiosity"]})
+    ludus.train(resume=tmp_path / "cut", **code() | {"group_rewards": ["count_bonus"]})
     states = [
         (tmp_path / name / "checkpoints" / "step-000003" / "rewards.json").read_text()
         for name in ("whole", "cut")

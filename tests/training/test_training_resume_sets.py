@@ -68,7 +68,7 @@ def settings(folder: Path, sets: list[dict[str, Any]], **stage: Any) -> dict[str
 
 
 def code() -> dict[str, Any]:
-    return {"tools": [add], "rewards": [even], "agent": Talker(), "group_rewards": ["curiosity"]}
+    return {"tools": [add], "rewards": [even], "agent": Talker(), "group_rewards": ["count_bonus"]}
 
 
 def column(result: Result, name: str) -> list[float]:

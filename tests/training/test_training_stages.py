@@ -517,7 +517,7 @@ def stop_after(step: int, error: type[BaseException]) -> Any:
 def test_a_run_that_is_stopped_after_every_step_is_the_same_run(tmp_path: Path) -> None:
     """Every kind of stage is stopped in its midst and at its ends, with evaluations that come due then."""
     how: dict[str, Any] = {"run": {"checkpoint_every": 100}, "evaluation": {"every": 1},
-                           "group_rewards": ["curiosity"]}  # fmt: skip
+                           "group_rewards": ["count_bonus"]}  # fmt: skip
     run(tmp_path / "whole", *EVERYTHING, **how)
     with pytest.raises(Stop):
         run(tmp_path / "cut", *EVERYTHING, **how, on_step=stop_after(1, Stop))
@@ -525,7 +525,7 @@ def test_a_run_that_is_stopped_after_every_step_is_the_same_run(tmp_path: Path) 
     stops = 1
     while True:
         error = KeyboardInterrupt if stops % 2 else Stop
-        again = {**parts, "group_rewards": ["curiosity"]}
+        again = {**parts, "group_rewards": ["count_bonus"]}
         try:
             ludus.train(resume=tmp_path / "cut", **again, on_step=stop_after(1, error))
         except (Stop, KeyboardInterrupt):

@@ -4,7 +4,7 @@ from ludus.core.success import is_success
 from ludus.rewards.arithmetic import numeric
 from ludus.rewards.check import Finding, Problem, RewardReport, check_rewards, synthetic_episode
 from ludus.rewards.compose import Composite, FormatGate, Gate, ToolBonus, Weighted, combine
-from ludus.rewards.curiosity import Curiosity
+from ludus.rewards.curiosity import CountBonus, Curiosity
 from ludus.rewards.efficiency import Efficiency
 from ludus.rewards.evaluate import TurnReward
 from ludus.rewards.format import Format
@@ -20,6 +20,7 @@ __all__ = [
     "GROUP_REWARDS",
     "REWARDS",
     "Composite",
+    "CountBonus",
     "Curiosity",
     "Efficiency",
     "Finding",

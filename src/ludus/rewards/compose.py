@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from ludus.core.failures import ConfigError
 from ludus.core.protocols import Reward
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.episode import good_calls
+from ludus.rewards.episode import good_calls, made_calls
 from ludus.rewards.evaluate import Scoring, as_reward, evaluate, evaluate_all, members, weight_of
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.guard import SelfGuarded, guarded
@@ -152,10 +152,16 @@ class Gate(Composite):
 
 
 class FormatGate(Gate):
-    """A broken format is a fixed penalty; a well-formed episode gets what `inner` says.
+    """A well-formed episode gets what `inner` says; a broken format costs, whatever the answer.
 
-    As in Agent-R1: the correct answer in the wrong form is worth no more than a wrong one. `inner` is
-    asked either way, so that its part can be followed from the start of training.
+    With r_format the score of `format`, between 0 and 1, Agent-R1 (equation 6) pays::
+
+        r = inner           if r_format = 1
+        r = r_format - 1    otherwise
+
+    There, r_format = (the answer is well formed + the syntax of all calls is valid) / 2, which makes -1, -0.5
+    or `inner`; the reward `format` with `calls = true` scores it. A number as `penalty` is paid for every
+    broken format alike. `inner` is asked either way, so that its part can be followed from the start.
     """
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"format", "inner"})
@@ -164,19 +170,42 @@ class FormatGate(Gate):
         self,
         format: Scoring,
         inner: Scoring,
-        penalty: float = -1.0,
+        penalty: float | Literal["agent_r1"] = "agent_r1",
         *,
         name: str = "format_gate",
         weight: float = 1.0,
     ) -> None:
-        super().__init__(format, inner, float(penalty), lazy=False, name=name, weight=weight)
+        if isinstance(penalty, str) and penalty != "agent_r1":
+            raise ConfigError(f"{name!r}: penalty is a number or 'agent_r1', not {penalty!r}")
+        self.penalty = penalty
+        fixed = 0.0 if isinstance(penalty, str) else float(penalty)
+        super().__init__(format, inner, fixed, lazy=False, name=name, weight=weight)
+
+    async def _score(
+        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
+    ) -> tuple[float | None, Parts]:
+        value, parts = await super()._score(trajectory, task, envs)
+        form = parts.get(self.condition.name)
+        if self.penalty == "agent_r1" and form is not None and form < self.threshold - _CLOSE:
+            value = form - 1.0
+        return value, parts
+
+
+BonusForm = Literal["agentfly", "verltool", "floor"]
 
 
 class ToolBonus(Composite):
-    """Partial credit for having used a tool although the answer is wrong, as AgentFly pays it.
+    """Credit for having used a tool, beside what `inner` says of the answer. Three forms::
 
-    A score from 0 up to `bonus` is raised to `bonus` when at least one call went through; a better score
-    stays as it is, and so does a penalty. `tools` names those that earn the credit; None means any.
+        agentfly   r = 0 without a call, max(bonus, inner) with one    (AgentFly, B.1)
+        verltool   r = inner + bonus * [a tool was called]             (VerlTool, equation 12)
+        floor      r = inner without a call, max(bonus, inner) with one
+
+    With `inner` 1 for a right answer and 0 for a wrong one, AgentFly's pays 1.0 for a right answer that used
+    a tool, 0.1 for a wrong one that did, and 0.0 for an answer without any call, be it right or wrong. `tools`
+    names those that earn the credit; None means any. A call that its tool answers with an error is a call;
+    in the form `floor` it earns nothing, nor do the others of its turn. Where `inner` is a penalty (below 0),
+    `agentfly` and `floor` leave it as it is.
     """
 
     def __init__(
@@ -184,15 +213,17 @@ class ToolBonus(Composite):
         inner: Scoring,
         bonus: float = 0.1,
         *,
+        form: BonusForm = "agentfly",
         tools: Collection[str] | None = None,
         name: str = "tool_bonus",
         weight: float = 1.0,
     ) -> None:
+        if form not in get_args(BonusForm):
+            raise ConfigError(f"{name!r}: form is one of {', '.join(get_args(BonusForm))}, not {form!r}")
         self.inner = as_reward(inner)
         self.bonus = number(bonus, f"the bonus of {name!r}")
-        if isinstance(tools, str):
-            raise ConfigError(f"{name!r}: tools is a list of names, not the text {tools!r}")
-        self.tools = None if tools is None else frozenset(tools)
+        self.form = form
+        self.tools = tool_names(tools, name)
         super().__init__(name, [self.inner], weight)
 
     async def _score(
@@ -200,8 +231,25 @@ class ToolBonus(Composite):
     ) -> tuple[float | None, Parts]:
         parts = await evaluate(self.inner, trajectory, task, envs)
         score = counted(self.inner, parts)
-        if score is None or score < 0:
+        if score is None:
+            return None, parts
+        if self.form == "verltool":
+            return score + self.bonus * self._used(trajectory), parts
+        if score < 0:
             return score, parts
+        if self._used(trajectory):
+            return max(score, self.bonus), parts
+        return 0.0 if self.form == "agentfly" else score, parts
+
+    def _used(self, trajectory: Trajectory) -> bool:
+        if self.form != "floor":
+            return bool(made_calls(trajectory, self.tools))
         names = {call.name for call in good_calls(trajectory)}
-        used = bool(names if self.tools is None else names & self.tools)
-        return max(score, self.bonus) if used else score, parts
+        return bool(names if self.tools is None else names & self.tools)
+
+
+def tool_names(tools: Collection[str] | None, name: str) -> frozenset[str] | None:
+    """Which tools a reward is about; one text in place of a list would be read letter by letter."""
+    if isinstance(tools, str):
+        raise ConfigError(f"{name!r}: tools is a list of names, not the text {tools!r}")
+    return None if tools is None else frozenset(tools)

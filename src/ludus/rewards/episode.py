@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
+from ludus.core.failures import Fault
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
@@ -61,3 +62,23 @@ def good_calls(trajectory: Trajectory) -> list[ToolCall]:
         for call in action.calls
         if call.fault is None
     ]
+
+
+def made_calls(trajectory: Trajectory, tools: Collection[str] | None = None) -> list[ToolCall]:
+    """The calls of tools that there are, or of these: also those that a tool answered with an error.
+
+    A call that cannot be read, or of an invented tool, calls nothing.
+    """
+    return [
+        call
+        for action in trajectory.actions
+        if tools is not None or Fault.UNKNOWN_TOOL not in action.faults
+        for call in action.calls
+        if call.fault is None and (tools is None or call.name in tools)
+    ]
+
+
+def has_call_syntax(trajectory: Trajectory) -> bool:
+    """Whether every call of the episode could be read."""
+    malformed = Fault.MALFORMED_CALL
+    return malformed not in trajectory.faults and all(c.fault is not malformed for c in trajectory.calls)

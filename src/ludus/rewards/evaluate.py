@@ -86,7 +86,9 @@ async def evaluate(reward: Reward, trajectory: Trajectory, task: Task, envs: Map
     reward = at_strictness(reward)
 
     async def call() -> Parts:
-        return parts_of(await ask(reward, reward.score, trajectory, task, envs), reward.name)
+        found = await ask(reward, reward.score, trajectory, task, envs)
+        # parts that are final must not be read again: where what is paid is left out, they would be summed
+        return found if isinstance(reward, SelfGuarded) else parts_of(found, reward.name)
 
     return await guarded(reward.name, call)
 

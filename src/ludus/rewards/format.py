@@ -10,7 +10,7 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.bounded import LimitExceeded, run_bounded
-from ludus.rewards.episode import spoken
+from ludus.rewards.episode import has_call_syntax, spoken
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.values import Parts
 
@@ -23,7 +23,9 @@ class Format:
     Give `tags`, names that must each occur once as `<name>…</name>`, in this order and not inside each
     other; with `only`, nothing but white space may stand outside them. Or give `pattern`, a regular
     expression that the whole text must match, white space at the ends aside; the dot matches newlines.
-    `where` is the last turn, or every turn. A text above `max_chars` is not well-formed.
+    `where` is the last turn, or every turn. A text above `max_chars` is not well-formed. With `calls`, the
+    score is (1 if it has the form + 1 if all calls of the episode could be read) / 2: Agent-R1's r_format,
+    with `tags = ["answer"]`. An episode without calls has none that is wrong.
 
     Tags are found in linear time. A pattern can backtrack for ever over a hostile text, and so runs in a
     process with a CPU limit; one that exceeds it is our own mistake, and fails the episode.
@@ -38,6 +40,7 @@ class Format:
         pattern: str | None = None,
         only: bool = False,
         where: Literal["last", "every"] = "last",
+        calls: bool = False,
         max_chars: int = 20_000,
         name: str = "format",
         weight: float = 1.0,
@@ -56,16 +59,22 @@ class Format:
         self.name = checked_name(name)
         self.weight = checked_weight(weight, name)
         self.tags, self.pattern, self.only = tags, pattern, only
-        self.where, self.max_chars = where, max_chars
+        self.where, self.calls, self.max_chars = where, calls, max_chars
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        form = float(await self._has_form(trajectory))
+        if self.calls:
+            form = (form + has_call_syntax(trajectory)) / 2
+        return {self.name: form}
+
+    async def _has_form(self, trajectory: Trajectory) -> bool:
         turns = spoken(trajectory)
         if self.where == "last":
             turns = turns[-1:]
         for text in turns:
             if not await self.matches(text):
-                return {self.name: 0.0}
-        return {self.name: float(bool(turns))}
+                return False
+        return bool(turns)
 
     async def matches(self, text: str) -> bool:
         """Whether one text has the form."""

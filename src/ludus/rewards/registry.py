@@ -48,6 +48,7 @@ GROUP_REWARDS = Registry(
     {
         "ranking": "ludus.rewards.ranking:Ranking",
         "curiosity": "ludus.rewards.curiosity:Curiosity",
+        "count_bonus": "ludus.rewards.curiosity:CountBonus",
     },
 )
 
@@ -113,6 +114,9 @@ def _construct(kind: type, name: str, options: dict[str, Any]) -> Any:
     for key in getattr(kind, "takes_rewards", frozenset()) & options.keys():
         if isinstance(options[key], str | Mapping):
             options[key] = build_reward(options[key])
+    former = getattr(kind, "former_options", {})
+    for key in former.keys() & options.keys():
+        raise ConfigError(f"{name!r} has no option {key!r} any more: it is one of {former[key]}")
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:

@@ -1,20 +1,30 @@
 """What a reward may return, and what counts of it.
 
-A number counts as it is. A dictionary holds named parts: the part called like the reward counts, or the
-one called "total", or else the sum of all parts. None, or a part that is None, is unscored, and unscored
-is not zero. Anything else is a mistake of the reward, never a score: NaN, an infinity, text, a list.
+A number counts as it is. A dictionary holds named parts. The part called "reward" is paid and all others are
+logged only, as AgentFly has it (`{"reward": f1, "f1": f1, "em": em}`); "total", or the reward's own name, means
+the same. Two of them at once are refused. A dictionary without any of them pays the sum of its parts, and says
+so once in the log. None, or a part that is None, is unscored, and unscored is not zero. Anything else is a
+mistake of the reward, never a score: NaN, an infinity, text, a list.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any
 
+_log = logging.getLogger(__name__)
+
 Parts = dict[str, float]
 
+REWARD = "reward"
+"""The key of a dictionary whose value is paid; the others are logged."""
 TOTAL = "total"
+"""The same by another name."""
+_SIMILAR = frozenset({REWARD, TOTAL, "score"})
+"""verl pays "score". Beside other parts, such a key in another spelling must not become one of a sum."""
 TOOLS = "tools"
 """The part that holds what tools paid for single calls."""
 
@@ -57,14 +67,41 @@ def parts_of(value: Any, name: str) -> Parts:
             raise ScoreError(f"{name!r} returned a part called {TOOLS!r}, which tools' own rewards have")
         if part is not None:
             parts[key] = number(part, f"the part {key!r} of {name!r}")
-    if TOTAL in value and name in value:
-        raise ScoreError(f"{name!r} returned both {TOTAL!r} and {name!r}; which one counts?")
-    if TOTAL in value:
-        total = parts.pop(TOTAL, None)
-        return parts if total is None else {name: total, **parts}
-    if name in value or not parts:
+    paid = [key for key in dict.fromkeys((REWARD, TOTAL, name)) if key in value]
+    if len(paid) > 1:
+        raise ScoreError(f"{name!r} returned both {paid[0]!r} and {paid[1]!r}; which one is paid?")
+    if paid:
+        own = parts.pop(paid[0], None)
+        return parts if own is None else {name: own, **parts}
+    if not parts:
         return parts
+    if len(parts) > 1:
+        similar = [key for key in parts if key.strip().lower() in _SIMILAR]
+        if similar:
+            raise ScoreError(
+                f"{name!r} returned {similar[0]!r} beside other parts: call it {REWARD!r} if that is "
+                "paid, or something else if it is one of several that are added up"
+            )
+        _note_sum(name, ", ".join(parts))
     return {name: number(sum(parts.values()), f"the sum of the parts of {name!r}"), **parts}
+
+
+_summed: set[str] = set()
+
+
+def _note_sum(name: str, keys: str) -> None:
+    """Say once for each reward that its parts are added up."""
+    if name in _summed:
+        return
+    _summed.add(name)
+    _log.warning(
+        "the reward %r returned the parts %s and no %r: their sum is paid. Return %r to pay one number and log "
+        "the others",
+        name,
+        keys,
+        REWARD,
+        REWARD,
+    )
 
 
 def turns_of(values: Any, name: str, count: int, of: str = "actions") -> list[float | None]:
