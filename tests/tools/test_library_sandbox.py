@@ -261,3 +261,70 @@ async def test_odd_arguments_are_answered(desk: Desk, tool: str, arguments: dict
     assert result.content
     result.content.encode()
     assert await desk.says("python", code="1 + 1") == "2"
+
+
+ODD_FILES = """
+import fcntl, os, signal, stat, time
+kept = 41
+os.mkfifo("fifo")
+os.mkfifo("read_fifo")
+os.mknod("socket", stat.S_IFSOCK | 0o600)
+os.symlink("loop", "loop")
+os.symlink("fifo", "link")
+os.truncate(os.open("sparse", os.O_CREAT | os.O_RDWR), 8 << 20)
+os.mkdir("folder")
+leased = os.open("leased", os.O_CREAT | os.O_RDWR)
+if os.fork() == 0:
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    os.open("read_fifo", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    os.mkdir("ready")
+    time.sleep(60)
+os.close(leased)
+while not os.path.exists("ready"): time.sleep(0.01)
+"""
+
+
+@on_sandbox
+async def test_a_file_tool_waits_for_no_file(desk: Desk) -> None:
+    """A pipe, a lease or a device would hold the session until its time is up, and cost it."""
+    await desk.says("python", code=ODD_FILES)
+    odd = [
+        "fifo",
+        "read_fifo",
+        "socket",
+        "loop",
+        "link",
+        "/dev/zero",
+        "/dev/full",
+        "leased",
+        "a/" * 1500,
+    ]
+    for path in odd:
+        for tool, arguments in (
+            ("create_file", {"text": "x" * 200_000}),
+            ("view_file", {}),
+            ("replace_in_file", {"old": "a", "new": "b"}),
+            ("insert_in_file", {"line": 0, "text": "x"}),
+        ):
+            result = await desk(tool, path=path, **arguments)
+            assert result.fault is Fault.TOOL_RAISED, (path, tool, result)
+            assert "session" not in result.content
+    assert "binary" in (await desk("view_file", path="sparse")).content
+    assert "Is a directory" in (await desk("create_file", path="folder", text="x")).content
+    assert "fifo (p)" in await desk.says("view_file", path=".")
+    assert await desk.says("python", code="kept + 1") == "42"
+
+
+@on_sandbox
+async def test_a_listing_reads_what_find_says_with_care(desk: Desk) -> None:
+    many = "import os\nos.mkdir('many')\nfor i in range(3000): os.mknod(f'many/{i:0200}')"
+    await desk.says("python", code=many)
+    assert "more" in await desk.says("view_file", path="many")  # its output is cut in the middle
+    forged = "#!/bin/sh\nprintf 'f x y\\\\0f %05000d z\\\\0f 1 good\\\\0' 7\n"
+    await desk.says(
+        "python",
+        code=f"open('find', 'w').write('''{forged}''')\nos.chmod('find', 0o755)\n"
+        "os.environ['PATH'] = os.getcwd() + ':' + os.environ['PATH']",
+    )
+    assert await desk.says("view_file", path=".") == ".:\ngood (1 bytes)"

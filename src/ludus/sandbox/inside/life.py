@@ -9,9 +9,10 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel, landlock, seccomp
 from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY, RESERVE, Interpreter, redirect
@@ -283,21 +284,33 @@ def _file(operation: str, header: dict[str, Any], body: bytes) -> tuple[dict[str
             folder = os.path.dirname(path)
             if folder:
                 os.makedirs(folder, exist_ok=True)
-            with open(path, "wb") as file:
+            with _regular(path, os.O_WRONLY | os.O_CREAT) as file:
+                file.truncate()
                 file.write(body)
             return {"done": "ok"}, b""
-        with open(path, "rb", opener=_no_waiting) as file:
+        with _regular(path, os.O_RDONLY) as file:
             return {"done": "ok"}, file.read(min(header["most"], _MOST_READ))
     except OSError as error:
         return {"done": "oserror", "errno": error.errno, "error": error.strerror}, b""
     except MemoryError:
         return {"done": "oserror", "errno": errno.ENOMEM, "error": "not enough memory"}, b""
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # a NUL in the path; thousands of folders in it
         return {"done": "oserror", "errno": errno.EINVAL, "error": str(error)}, b""
 
 
-def _no_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer must not hold the session
+def _regular(path: str, flags: int) -> IO[bytes]:
+    """A regular file, opened without waiting: not for the other end of a pipe, nor for a lease to end.
+
+    Whatever else there is (pipes, sockets, devices) is refused: reading or writing it could wait for ever.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    kind = os.fstat(fd).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(fd)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise OSError(errno.EINVAL, "not a regular file")
+    return open(fd, "wb" if flags & os.O_WRONLY else "rb")
 
 
 def _branch(

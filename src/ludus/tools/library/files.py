@@ -23,6 +23,8 @@ _MOST_BYTES = 1_000_000
 _MOST_LINES = 500
 _MOST_ENTRIES = 200
 _CONTEXT_LINES = 4
+_ENTRY = re.compile(r"(\S) ([0-9]{1,20}) (.+)", re.DOTALL)
+"""What `find` is told to say of a file: its kind, size and name."""
 _WITH_ENDS = re.compile(r"[^\n]*\n|[^\n]+")
 
 
@@ -231,7 +233,8 @@ async def _listing(session: Session, path: str) -> str:
     names = await session.run(
         ["find", start, *depth, "-name", ".*", "-prune", "-o", "-printf", "%y %s %P\\0"]
     )
-    entries = [entry.split(" ", 2) for entry in names.stdout.split("\0") if entry.count(" ") >= 2]
+    # By a pattern: the output is cut where a folder is huge, and the session may have another `find`.
+    entries = [found.groups() for found in map(_ENTRY.fullmatch, names.stdout.split("\0")) if found]
     rows = [
         f"{name}/"
         if kind == "d"
