@@ -51,20 +51,82 @@ def test_from_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     check(load_tasks("my_tasks:made"))
 
 
-def test_from_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train.jsonl}
+  - {split: test, path: main/test.jsonl}
+- config_name: other
+  data_files: other/train.jsonl
+---
+"""
+COLUMNS = {"prompt": "question", "target": "answer"}
 
-    def load_dataset(name: str, split: str) -> list[dict[str, object]]:
-        asked.append((name, split))
-        return ROWS
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    check(load_tasks("dataset:someone/sums@test"))
-    check(load_tasks("dataset:someone/sums"))
-    assert asked == [("someone/sums", "test"), ("someone/sums", "train")]
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A dataset with two configs, as it lies on a hub; there its name would stand in place of the folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "sums"
+    for place, question in {"main/train": "2+3?", "main/test": "4+5?", "other/train": "6+7?"}.items():
+        file = folder / f"{place}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        row = {"question": question, "answer": str(eval(question[:-1])), "extra": {"level": None}}
+        file.write_text(json.dumps(row))
+    (folder / "README.md").write_text(CARD)
+    return f"dataset:{folder}"
+
+
+def test_from_a_dataset(sums: str) -> None:
+    for config, asked, target in (
+        (":main@train", "2+3?", "5"),
+        (":main@test", "4+5?", "9"),
+        (":other", "6+7?", "13"),
+    ):
+        (task,) = load_tasks(sums + config, COLUMNS)
+        assert (task.messages[0].content, task.target, task.metadata) == (asked, target, {"extra": {}})
+
+
+def test_from_a_dataset_that_was_saved(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": "2+3?", "target": "5"}])
+    rows.save_to_disk(tmp_path / "split")
+    datasets.DatasetDict(test=rows).save_to_disk(tmp_path / "all")
+    for source in (f"dataset:{tmp_path}/split", f"dataset:{tmp_path}/all@test"):
+        assert load_tasks(source)[0].target == "5"
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_tasks(f"dataset:{tmp_path}/all@train")
+
+
+@pytest.mark.parametrize("end", ["@test", ":nope@train", ":main@nope"])
+def test_a_dataset_that_cannot_be_loaded_is_told(sums: str, end: str) -> None:
+    with pytest.raises(ConfigError, match="dataset:NAME:CONFIG@SPLIT"):
+        load_tasks(sums + end)
+
+
+def test_a_dataset_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"ludus\[datasets\]"):
         load_tasks("dataset:someone/sums")
+
+
+def test_columns_by_other_names(tmp_path: Path) -> None:
+    row = {"question": "2+3?", "reward_model": {"ground_truth": "5"}, "level": "easy"}
+    file = tmp_path / "tasks.json"
+    file.write_text(json.dumps([row]))
+    (task,) = load_tasks(str(file), {"prompt": "question", "target": "reward_model.ground_truth"})
+    assert (task.messages[0].content, task.target) == ("2+3?", "5")
+    assert task.metadata == {"reward_model": {"ground_truth": "5"}, "level": "easy"}
+    with pytest.raises(
+        ConfigError, match=r"row 1 has no column 'ask' \(columns.prompt\); it has: quest"
+    ):
+        load_tasks(str(file), {"prompt": "ask"})
+    with pytest.raises(ConfigError, match=r"It has: question, .*columns = \{ prompt = "):
+        load_tasks(str(file))
 
 
 @pytest.mark.parametrize(

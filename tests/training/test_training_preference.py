@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ragged_episodes import (
@@ -26,9 +28,10 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import read_conversations
+from ludus.training.imitation import read_conversations, read_labelled, read_pairs
 from ludus.training.learner import frozen
-from ludus.training.preference import Pair, pair_of, pairs_of, prefer, read_pairs
+from ludus.training.preference import Pair, labelled_of, pair_of, pairs_of, prefer
+from ludus.training.settings import PreferenceConfig
 
 BETA = 0.3
 
@@ -68,7 +71,7 @@ def test_the_gradient_is_the_textbooks(budget: int) -> None:
     loss, margins = textbook(runner, far, pairs)
     loss.backward()
     expected = [p.grad for p in runner.parameters() if p.grad is not None]
-    metrics = prefer(tiny_learner(model, budget), pairs, reference, BETA)
+    metrics = prefer(tiny_learner(model, budget), pairs, reference, PreferenceConfig(beta=BETA))
     assert_same_gradient(model, expected)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["margin"] == pytest.approx(BETA * sum(margins) / len(margins), rel=1e-3, abs=1e-4)
@@ -76,12 +79,93 @@ def test_the_gradient_is_the_textbooks(budget: int) -> None:
     assert all(parameter.grad is None for parameter in reference.parameters())
 
 
+def tokens_said(trajectory: Trajectory) -> int:
+    return sum(len(action.tokens) for action in trajectory.actions)
+
+
+def with_answer_of(asked: Trajectory, answered: Trajectory) -> tuple[list[int], int]:
+    """The tokens of one prompt and the other answer, and where the answer begins."""
+    prompt = asked.tokens[: asked.action_mask.index(True)]
+    return [*prompt, *answered.tokens[answered.action_mask.index(True) :]], len(prompt)
+
+
+def paper_loss(
+    name: str, model: nn.Module, reference: nn.Module, pairs: list[Pair], config: PreferenceConfig
+) -> Tensor:
+    """The papers' formulas as TRL has them, through one graph."""
+    beta = config.beta or 0.0
+    if name == "kto":
+        chosen = [(pair.chosen, True) for pair in pairs]
+        episodes = [*chosen, *((pair.rejected, False) for pair in pairs)]
+        ratios = [said_logprob(model, t) - said_logprob(reference, t) for t, _ in episodes]
+        crossed = []
+        for place, (asked, _) in enumerate(episodes):
+            answered = episodes[(place + 1) % len(episodes)][0]
+            tokens, start = with_answer_of(asked, answered)
+            mask = answered.action_mask[answered.action_mask.index(True) :]
+            gap = row_logprobs(model, tokens) - row_logprobs(reference, tokens)
+            crossed.append(gap[start:][torch.tensor(mask)].sum().item())
+        z0 = max(0.0, sum(crossed) / len(crossed))
+        losses = [
+            config.desirable_weight * (1 - torch.sigmoid(beta * (ratio - z0)))
+            if good
+            else config.undesirable_weight * (1 - torch.sigmoid(beta * (z0 - ratio)))
+            for ratio, (_, good) in zip(ratios, episodes, strict=True)
+        ]
+        return torch.stack(losses).mean()
+    losses = []
+    for pair in pairs:
+        long, short = tokens_said(pair.chosen), tokens_said(pair.rejected)
+        won, lost = said_logprob(model, pair.chosen) / long, said_logprob(model, pair.rejected) / short
+        if name == "simpo":
+            losses.append(-logsigmoid(beta * (won - lost - config.gamma / beta)))
+            continue
+        won = won - said_logprob(reference, pair.chosen) / long
+        lost = lost - said_logprob(reference, pair.rejected) / short
+        losses.append((won - lost - 1 / (2 * beta)) ** 2)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("budget", [40, 1000])
+@pytest.mark.parametrize("name", ["ipo", "simpo", "kto"])
+def test_the_gradients_of_the_other_losses_are_their_papers(name: str, budget: int) -> None:
+    own = {"simpo": {"gamma": 0.7}, "kto": {"desirable_weight": 1.5, "undesirable_weight": 0.5}}
+    config = PreferenceConfig.parse({"loss": name, "beta": BETA, **own.get(name, {})})
+    model, reference = tiny_model(), frozen(tiny_model(seed=1))
+    pairs = pairs_of(played(model, seed=1).groups)
+    runner, far = plain(model), plain(reference)
+    loss = paper_loss(name, runner, far, pairs, config)
+    loss.backward()
+    expected = [p.grad for p in runner.parameters() if p.grad is not None]
+    given = labelled_of(pairs) if name == "kto" else pairs
+    needed = None if name == "simpo" else reference
+    metrics = prefer(tiny_learner(model, budget), given, needed, config)
+    assert_same_gradient(model, expected)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert (metrics.get("reference_point", 0.0) > 0) == (name == "kto")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"gamma": 0.5}, 'a setting of loss = "simpo"'),
+        ({"loss": "simpo", "desirable_weight": 2.0}, 'a setting of loss = "kto"'),
+        ({"loss": "kto", "pairs": "x.jsonl", "batch": 1}, "at least 2"),
+        ({"columns": {"chosen": "x"}}, "pairs names none"),
+        ({"loss": "orpo"}, "must be 'dpo', 'ipo', 'simpo' or 'kto'"),
+    ],
+)
+def test_settings_of_another_loss_are_refused(given: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        PreferenceConfig.parse(given)
+
+
 def test_preferring_widens_the_margin() -> None:
     model = tiny_model()
     reference = frozen(tiny_model())
     pairs = pairs_of(played(model, seed=1).groups)
     learner = tiny_learner(model, learning_rate=5e-3)
-    history = [prefer(learner, pairs, reference, 0.1) for _ in range(10)]
+    history = [prefer(learner, pairs, reference, PreferenceConfig()) for _ in range(10)]
     assert history[0]["loss"] == pytest.approx(math.log(2), rel=1e-4)
     assert history[0]["margin"] == pytest.approx(0.0, abs=1e-4)
     assert history[-1]["loss"] < history[0]["loss"]
@@ -90,7 +174,7 @@ def test_preferring_widens_the_margin() -> None:
 
 def test_no_pairs_change_nothing() -> None:
     learner = tiny_learner(tiny_model())
-    assert prefer(learner, [], learner.model, 0.1) == {}
+    assert prefer(learner, [], learner.model, PreferenceConfig()) == {}
     assert learner.steps_done == 0
 
 
@@ -149,6 +233,52 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
     pair = pair_of(chosen, rejected, Renderer(tokenizer, load_format("hermes")))
     texts = [tokenizer.decode(side.actions[0].tokens) for side in (pair.chosen, pair.rejected)]
     assert [text[0] for text in texts] == ["5", "6"]
+
+
+SHARED = [Message("user", "2+3?")]
+GOOD, BAD = [*SHARED, Message("assistant", "5")], [*SHARED, Message("assistant", "6")]
+SAID = {
+    "chosen": {"role": "assistant", "content": "5"},
+    "rejected": {"role": "assistant", "content": "6"},
+}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+3?", "chosen": "5", "rejected": "6"},
+        {"prompt": "2+3?", **SAID},
+        {"prompt": [{"from": "human", "value": "2+3?"}], "chosen": "5", "rejected": "6"},
+        {
+            "chosen": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}],
+            "rejected": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "6"}],
+        },
+    ],
+)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_pairs_in_the_forms_that_people_have(
+    row: dict[str, object], suffix: str, tmp_path: Path
+) -> None:
+    source = tmp_path / f"pairs.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), source)
+    else:
+        source.write_text(json.dumps([row] if suffix == "json" else row), encoding="utf-8")
+    assert read_pairs(source) == [(GOOD, BAD)]
+    assert read_labelled(source) == [(GOOD, True), (BAD, False)]
+
+
+def test_answers_with_a_label(tmp_path: Path) -> None:
+    source = tmp_path / "labels.jsonl"
+    rows = [
+        {"prompt": "2+3?", "completion": "5", "label": True},
+        {"messages": [{"role": "user", "content": "2+3?"}, SAID["rejected"]], "label": False},
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert read_labelled(source) == [(GOOD, True), (BAD, False)]
+    source.write_text(json.dumps({**rows[0], "label": "good"}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 1, is not an answer .* true or false, not 'good'"):
+        read_labelled(source)
 
 
 def test_sides_of_a_pair_answer_the_same_question(tmp_path: Path) -> None:

@@ -217,6 +217,29 @@ def test_preferences_given_in_a_file(tmp_path: Path) -> None:
         run(tmp_path / "empty", {**given, "pairs": str(tmp_path / "none.jsonl")})
 
 
+@pytest.mark.parametrize("loss", ["ipo", "simpo", "kto"])
+def test_other_preference_losses_in_a_recipe(tmp_path: Path, loss: str) -> None:
+    """Mined pairs, and given ones; KTO takes answers with a label."""
+    mined = run(tmp_path / "mined", {**DPO, "loss": loss})
+    assert not are_equal(weights(mined, 0), weights(mined))
+    rows = [{"question": "1 plus 2?", "good": "3", "bad": "11"}]
+    names = {"prompt": "question", "chosen": "good", "rejected": "bad"}
+    if loss == "kto":
+        sides = [("3", True), ("11", False), ("12", False)]
+        rows = [{"question": "1 plus 2?", "said": text, "ok": ok} for text, ok in sides]
+        names = {"prompt": "question", "completion": "said", "label": "ok"}
+    file = tmp_path / "given.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    stage = {"kind": "dpo", "loss": loss, "pairs": str(file), "columns": names, "steps": 8, "batch": 3,
+             "optimizer": RATE}  # fmt: skip
+    given = run(tmp_path / "given", stage, tasks=None, held_out=None, rewards=None)
+    margins = column(given, "dpo/margin")
+    assert margins[-1] > margins[0] + 0.1
+    assert column(given, "dpo/accuracy")[-1] == 1
+    assert ("reference_point" in " ".join(given.metrics[-1])) == (loss == "kto")
+    assert (given.run.path / "stages" / "0").exists() == (loss != "simpo"), "a reference is not saved"
+
+
 @pytest.mark.parametrize("kind", ["dpo", "sft"])
 def test_given_data_do_not_depend_on_the_sampling_temperature(tmp_path: Path, kind: str) -> None:
     """Nobody sampled them, so they are read at temperature 1."""

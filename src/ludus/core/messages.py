@@ -12,6 +12,15 @@ from ludus.core.failures import Fault
 Role = Literal["system", "user", "assistant", "tool"]
 Json = dict[str, Any]
 
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""What ShareGPT calls the roles, where it has names of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Media:
@@ -64,9 +73,11 @@ class Message:
 
     @classmethod
     def parse(cls, raw: Message | Mapping[str, Any]) -> Message:
-        """A message from a dictionary such as a task file holds; unknown roles are refused."""
+        """A message as files hold it: `role` and `content`, or ShareGPT's `from` and `value`."""
         if isinstance(raw, Message):
             return raw
+        if "from" in raw and "role" not in raw:
+            raw = _from_sharegpt(raw)
         role, content = raw.get("role"), _text(raw.get("content"), bool(raw.get("tool_calls")))
         if role not in ("system", "user", "assistant", "tool"):
             raise ValueError(f"a message's role must be system, user, assistant or tool, not {role!r}")
@@ -87,6 +98,20 @@ class Message:
         if calls and role != "assistant":
             raise ValueError(f"the assistant calls tools, not {role!r}")
         return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))
+
+
+def _from_sharegpt(raw: Mapping[str, Any]) -> Json:
+    """The message in the usual form; of what else ShareGPT's files note beside it, nothing is read."""
+    role, value = raw["from"], raw.get("value")
+    known = {"role": _SHAREGPT.get(role, role), "content": value}
+    if role != "function_call":
+        return known
+    try:
+        made = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"a function_call is not JSON ({error}): {value!r:.80}") from None
+    calls = made if isinstance(made, list) else [made]
+    return known | {"content": "", "tool_calls": [{"function": call} for call in calls]}
 
 
 def _text(content: Any, has_calls: bool) -> Any:

@@ -20,6 +20,7 @@ from ludus.observe.run import RunFolder, TrajectoryFile, find_runs
 from ludus.observe.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from ludus.observe.store import (
     StoreError,
+    holds_trajectories,
     read_groups,
     read_trajectories,
     write_groups,
@@ -52,6 +53,7 @@ __all__ = [
     "episode_text",
     "find_runs",
     "has_signal",
+    "holds_trajectories",
     "plot_curve",
     "prefixed",
     "printable",

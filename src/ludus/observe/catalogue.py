@@ -119,9 +119,12 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "(unbiased).", "share"),
     Metric("average@<k>", "The success of the first k attempts, averaged over tasks.", "share"),
     Metric("kept", "Episodes that rejection sampling found worth imitating.", "episodes"),
-    Metric("pairs", "Pairs of episodes that a preference step learned from.", "pairs", "sum"),
-    Metric("accuracy", "Share of pairs whose preferred episode has the larger implicit reward.",
-           "share"),
+    Metric("pairs", "Pairs of episodes (for KTO: episodes) that a preference step learned from.",
+           "pairs", "sum"),
+    Metric("accuracy", "Share of pairs whose preferred episode has the larger implicit reward; for KTO, "
+           "of episodes on their side of the reference point.", "share"),
+    Metric("reference_point", "KTO's z0: the estimate of KL(policy ‖ reference) from mismatched prompts "
+           "and answers, at least 0.", "nats"),
     Metric("margin", "Mean difference of the implicit rewards of preferred and rejected episodes.",
            "nats"),
     Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),

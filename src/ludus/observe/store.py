@@ -74,6 +74,17 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
     return [trajectory for _, trajectory in _read(path)]
 
 
+def holds_trajectories(path: str | Path) -> bool:
+    """Whether a Parquet file was written by Ludus, rather than being a table of somebody's own."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return _FORMAT_KEY in (pq.read_schema(path).metadata or {})
+    except (pa.ArrowException, OSError):
+        return False
+
+
 def read_groups(path: str | Path) -> list[Group]:
     """The trajectories of a file, put together into the groups they were written in."""
     groups: dict[int, Group] = {}

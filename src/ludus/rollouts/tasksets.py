@@ -1,4 +1,4 @@
-"""Where tasks come from: files, datasets, or a function of the user's."""
+"""Where tasks and other rows of data come from: files, datasets, or a function of the user's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,48 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 
 DATASET = "dataset:"
-"""How a Hugging Face dataset is named: dataset:NAME or dataset:NAME@SPLIT; the split is train by default."""
+"""How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
+FILES = (".jsonl", ".json", ".parquet")
+"""The files that hold rows: JSON lines, a JSON list, Parquet."""
+Columns = Mapping[str, str]
+"""Which column is which field: {"prompt": "question"}; a dot reaches into one: "reward_model.ground_truth"."""
 
 
-def load_tasks(source: str) -> list[Task]:
-    """Tasks from a .jsonl or .parquet file, from dataset:NAME@SPLIT, or from 'module:function'."""
+def load_tasks(source: str, columns: Columns | None = None) -> list[Task]:
+    """Tasks from a file (`FILES`), from dataset:NAME:CONFIG@SPLIT, or from 'module:function'."""
+    return parse_tasks((row for _, row in read_rows(source, columns)), source)
+
+
+def is_rows(source: str) -> bool:
+    """Whether this names a file or a dataset, rather than code."""
+    return source.startswith(DATASET) or source.endswith(FILES)
+
+
+def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str, Any]]:
+    """The rows of a source, each with where it stands, its columns called as `columns` says."""
     if source.startswith(DATASET):
-        rows: Iterable[Any] = _dataset_rows(source.removeprefix(DATASET))
+        rows = _counted(source, _dataset_rows(source.removeprefix(DATASET)))
     elif source.endswith(".jsonl"):
         rows = _jsonl_rows(Path(source))
+    elif source.endswith(".json"):
+        rows = _counted(source, _json_rows(Path(source)))
     elif source.endswith(".parquet"):
-        rows = _parquet_rows(Path(source))
+        rows = _counted(source, _parquet_rows(Path(source)))
     elif ":" in source:
         made = load_reference(source)
-        rows = made() if callable(made) else made
+        found = made() if callable(made) else made
+        if not isinstance(found, Iterable) or isinstance(found, Mapping):
+            raise ConfigError(f"{source} gives {type(found).__name__}, not a list")
+        rows = _counted(source, found)
     else:
         raise ConfigError(
-            f"{source!r} is no source of tasks; give a .jsonl or .parquet file, "
-            "'module:function', or 'dataset:NAME@SPLIT'"
+            f"{source!r} is no source of data; give a .jsonl, .json or .parquet file, "
+            "'module:function', or 'dataset:NAME@SPLIT' ('dataset:NAME:CONFIG@SPLIT')"
         )
-    return parse_tasks(rows, source)
+    has_gaps = source.startswith(DATASET) or source.endswith(".parquet")
+    for where, row in rows:
+        named = _renamed(row, columns, where) if columns else row
+        yield where, _without_gaps(named) if has_gaps else named
 
 
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:
@@ -45,7 +67,8 @@ def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[T
         try:
             tasks.append(Task.parse(row))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise ConfigError(f"task {number} of {source} is not a task: {error}") from None
+            hint = _hint(row)
+            raise ConfigError(f"task {number} of {source} is not a task: {error}{hint}") from None
     if not tasks:
         raise ConfigError(f"{source} holds no tasks")
     try:
@@ -54,42 +77,101 @@ def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[T
         raise ConfigError(f"{source}: {error}") from None
 
 
-def _jsonl_rows(path: Path) -> Iterator[Any]:
+def _hint(row: Any) -> str:
+    """What to do where the prompt has another name."""
+    if not isinstance(row, Mapping) or {"prompt", "messages"} & row.keys():
+        return ""
+    names = ", ".join(map(str, row))
+    return f'. It has: {names}. Say which is which: columns = {{ prompt = "...", target = "..." }}'
+
+
+def _renamed(row: Any, columns: Columns, where: str) -> Any:
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{where} is no table of columns but {type(row).__name__}")
+    rest = {name: value for name, value in row.items() if name not in columns.values()}
+    return rest | {name: _column(row, name, column, where) for name, column in columns.items()}
+
+
+def _column(row: Mapping[str, Any], name: str, column: str, where: str) -> Any:
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(
+                f"{where} has no column {column!r} (columns.{name}); it has: {', '.join(map(str, row))}"
+            )
+        value = value[part]
+    return value
+
+
+def _counted(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028, U+0085)
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
+
+
+def _json_rows(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} holds {type(rows).__name__}, not a list of rows")
+    return rows
+
+
+def _parquet_rows(path: Path) -> list[Any]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
-    for row in table.to_pylist():
-        yield _without_gaps(row)
+    return rows
 
 
 def _without_gaps(value: Any) -> Any:
-    """Parquet gives every row every column and every struct every field; what is not there is None."""
+    """Tables give every row every column and every struct every field; what is not there is None."""
     if isinstance(value, dict):
         return {name: _without_gaps(inner) for name, inner in value.items() if inner is not None}
     return [_without_gaps(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _dataset_rows(name: str) -> Iterator[Any]:
+def _dataset_rows(name: str) -> Iterable[Any]:
+    """The rows of a dataset on the hub, in a folder of data files, or saved by `save_to_disk`."""
     try:
         import datasets
     except ImportError:
-        raise MissingExtraError("datasets", "datasets", f"the task source dataset:{name}") from None
-    where, _, split = name.partition("@")
-    yield from datasets.load_dataset(where, split=split or "train")
+        raise MissingExtraError("datasets", "datasets", f"the source dataset:{name}") from None
+    source, _, split = name.partition("@")
+    where, _, config = source.partition(":")
+    try:
+        if any((Path(where) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(where)
+            is_split = isinstance(saved, datasets.DatasetDict)
+            rows: Iterable[Any] = saved[split or "train"] if is_split else saved
+        else:
+            rows = datasets.load_dataset(where, config or None, split=split or "train")
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"dataset:{name} cannot be loaded ({type(error).__name__}: {error!s:.600}): it is written "
+            "dataset:NAME:CONFIG@SPLIT, where NAME is on the hub or a folder"
+        ) from None
+    return rows

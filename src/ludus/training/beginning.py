@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
 from ludus.rewards import Scorer
 from ludus.training.curriculum import DIFFICULTY, STRICTNESS
+from ludus.training.imitation import read_labelled, read_pairs
 from ludus.training.models import device_of
 from ludus.training.parts import Parts, demonstrations_of
-from ludus.training.preference import read_pairs
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import SetPlan, plans_of, refuse_stray_tasks
 from ludus.training.settings import (
@@ -75,9 +74,8 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
                 f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '
                 "or a file, or pass demonstrations="
             )
-    given = stage.pairs if isinstance(stage, PreferenceConfig) else None
-    if given is not None and not _pairs(given, where):
-        raise ConfigError(f"{where}.pairs: {given} has no pairs to learn from")
+    if isinstance(stage, PreferenceConfig) and stage.pairs is not None and not _pairs(stage, where):
+        raise ConfigError(f"{where}.pairs: {stage.pairs} has no pairs to learn from")
     if isinstance(stage, RLConfig) and stage.steps:
         _check_curriculum(stage, where, recipe, parts)
     measured = parts.held_out or any(one.evaluation for one in recipe.task_sets)
@@ -87,9 +85,10 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
         )
 
 
-def _pairs(given: str, where: str) -> Sequence[Any]:
+def _pairs(stage: PreferenceConfig, where: str) -> Sequence[Any]:
+    read = read_labelled if stage.loss == "kto" else read_pairs
     try:
-        return read_pairs(Path(given))
+        return read(stage.pairs or "", stage.columns)
     except ConfigError as error:
         raise ConfigError(f"{where}.pairs: {error}") from None
 

@@ -1,16 +1,17 @@
-"""Conversations that somebody wrote down, as trajectories to imitate.
+"""Data that somebody wrote down: conversations to imitate, pairs and labelled answers to prefer by.
 
-They are rendered to tokens here, with the tokenizer that will learn from them: stored tokens would be
+A row is read in the forms that people have: `messages` (or ShareGPT's `conversations`), `prompt` and
+`completion`, `prompt` with `chosen` and `rejected`, and `label` beside a conversation. Answers are texts or
+messages. They are rendered to tokens here, with the tokenizer that will learn from them: stored tokens would be
 another tokenizer's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
@@ -18,54 +19,119 @@ from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.observe import read_trajectories
+from ludus.observe import holds_trajectories, read_trajectories
 from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]
+T = TypeVar("T")
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    """The conversations of a .jsonl file of {"messages": [...]}, or of a Parquet file of episodes."""
-    if path.suffix == ".parquet":
-        return [trajectory.messages for trajectory in read_trajectories(path)]
-    return list(_read_jsonl(path))
+def read_conversations(source: str | Path, columns: Columns | None = None) -> list[Conversation]:
+    """The conversations of a file or dataset of rows, or of a Parquet file of episodes as Ludus writes them."""
+    if str(source).endswith(".parquet") and holds_trajectories(source):
+        return [trajectory.messages for trajectory in read_trajectories(source)]
+    what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
+    return list(_read(source, columns, what, _checked_conversation))
 
 
-def _read_jsonl(path: Path) -> Iterator[Conversation]:
-    for number, line in numbered_lines(path):
-        try:
-            conversation = [Message.parse(message) for message in json.loads(line)["messages"]]
-            check_conversation(conversation)
-        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
-            raise ConfigError(f"{path}, line {number}, is not a conversation: {error}") from None
-        yield conversation
+def read_pairs(
+    source: str | Path, columns: Columns | None = None
+) -> list[tuple[Conversation, Conversation]]:
+    """The (chosen, rejected) conversations of a file or dataset; a `prompt` is what both begin with."""
+    what = 'a pair {"prompt": ..., "chosen": ..., "rejected": ...}'
+    return list(_read(source, columns, what, _pair))
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a .jsonl file that are not empty, counted from 1."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028, U+0085)
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line
+def read_labelled(source: str | Path, columns: Columns | None = None) -> list[tuple[Conversation, bool]]:
+    """Conversations and whether they are good: by their `label`, or as the two sides of a pair."""
+    what = 'an answer {"prompt": ..., "completion": ..., "label": true or false}, nor a pair'
+    return [one for found in _read(source, columns, what, _labelled) for one in found]
 
 
 def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
-    """Conversations as code has them: lists of messages, or of dictionaries like those of a file."""
+    """Conversations as code has them: lists of messages, or rows like those of a file."""
     conversations: list[Conversation] = []
     for number, conversation in enumerate(given, start=1):
         try:
-            messages = conversation["messages"] if isinstance(conversation, Mapping) else conversation
-            conversations.append([Message.parse(message) for message in messages])
+            row = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
+            conversations.append(_conversation(row))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: '
                 f"{type(error).__name__}: {error}"
             ) from None
     return conversations
+
+
+def _read(
+    source: str | Path, columns: Columns | None, what: str, parse: Callable[[Any], T]
+) -> Iterator[T]:
+    for where, row in read_rows(str(source), columns):
+        try:
+            yield parse(row)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{where}, is not {what}: {type(error).__name__}: {error}") from None
+
+
+def _checked_conversation(row: Any) -> Conversation:
+    conversation = _conversation(row)
+    check_conversation(conversation)
+    return conversation
+
+
+def _conversation(row: Mapping[str, Any]) -> list[Message]:
+    if "prompt" in row and "completion" in row:
+        return _after(row["prompt"], row["completion"])
+    messages = _messages(row["conversations"] if "conversations" in row else row["messages"])
+    system = row.get("system")  # some files of ShareGPT's kind have it in a column of its own
+    has_own = isinstance(system, str) and system and messages[:1] and messages[0].role != "system"
+    return [Message("system", str(system)), *messages] if has_own else messages
+
+
+def _messages(given: Any) -> list[Message]:
+    """An answer's messages: a text is one of the assistant's."""
+    if isinstance(given, str):
+        return [Message("assistant", given)]
+    return [Message.parse(message) for message in ([given] if isinstance(given, Mapping) else given)]
+
+
+def _after(prompt: Any, answer: Any) -> list[Message]:
+    """An answer with its prompt, which is text or messages, and in many files stands in both places."""
+    said = _messages(answer)
+    if isinstance(prompt, str):
+        asked = [Message("user", prompt)] if said and said[0].role == "assistant" else []
+    else:
+        asked = [Message.parse(message) for message in prompt or ()]
+    return said if said[: len(asked)] == asked else [*asked, *said]
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    chosen, rejected = (_after(row.get("prompt"), row[side]) for side in ("chosen", "rejected"))
+    check_conversation(chosen)
+    check_conversation(rejected)
+    if _asked(chosen) != _asked(rejected):
+        raise ConfigError(
+            "what was chosen answers another question than what was rejected: up to the assistant's first "
+            "message both must be the same"
+        )
+    return chosen, rejected
+
+
+def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
+    if "label" not in row:
+        chosen, rejected = _pair(row)
+        return [(chosen, True), (rejected, False)]
+    if row["label"] not in (True, False):
+        raise ValueError(f"a label is true or false, not {row['label']!r:.40}")
+    return [(_checked_conversation(row), bool(row["label"]))]
+
+
+def _asked(conversation: Conversation) -> list[Message]:
+    """What stands before the assistant's first message."""
+    return list(takewhile(lambda message: message.role != "assistant", conversation))
 
 
 def check_conversation(conversation: Conversation) -> None:
@@ -86,12 +152,12 @@ def trajectory_of(
     for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
         messages = list(run)
         if not is_action:
-            _read(trajectory, messages, bound, tools)
+            _observe(trajectory, messages, bound, tools)
             trajectory.messages.extend(messages)
             continue
         for place, message in enumerate(messages):
             if place:  # between two messages in a row the model reads that it may speak again
-                _read(trajectory, [], bound, tools)
+                _observe(trajectory, [], bound, tools)
             _act(trajectory, message, bound)
             trajectory.messages.append(message)
     return trajectory
@@ -104,7 +170,7 @@ def _act(trajectory: Trajectory, message: Message, renderer: Renderer) -> None:
     sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))
 
 
-def _read(
+def _observe(
     trajectory: Trajectory, messages: list[Message], renderer: Renderer, tools: Sequence[ToolSpec]
 ) -> None:
     sequence = trajectory.sequences[-1]

@@ -1,49 +1,46 @@
-"""DPO: make the better of two episodes likelier than the worse, measured against a reference.
+"""Preference losses: DPO, IPO, SimPO on pairs of episodes, KTO on single ones with a label.
 
-    margin = (log p(chosen) - log q(chosen)) - (log p(rejected) - log q(rejected))
-    loss   = -log sigmoid(beta * margin), the mean over the pairs
+Write log p(y) for the sum of an episode's action log-probabilities under the policy, log q(y) under the
+reference, |y| for its action tokens, w for the preferred and l for the rejected episode of a pair:
 
-log p of an episode is the sum over what was said in it. A pair's two sides may be long, and many pairs make a
-step, so they do not share one graph: a first pass without gradient finds every margin, from which the
-derivative of the loss by each episode's log p follows,
+    dpo     -log sigmoid(beta (r(w) - r(l)))                   with r(y) = log p(y) - log q(y)
+    ipo     (r(w)/|w| - r(l)/|l| - 1 / (2 beta))^2             over the mean per token, as TRL has it
+    simpo   -log sigmoid(beta (log p(w)/|w| - log p(l)/|l|) - gamma)             without a reference
+    kto     weight_y (1 - sigmoid(±beta (r(y) - z0)))          + for desirable episodes, - for others
 
-    d loss / d log p(chosen) = -beta * sigmoid(-beta * margin) / pairs = -d loss / d log p(rejected),
+each the mean over the pairs or episodes. KTO's reference point z0 = max(0, mean r(y')) estimates
+KL(policy || reference): y' is the answer of the next episode of the batch after the prompt of this one.
 
-and a second pass weights each token's log-probability by it. The gradient is that of the formula, whatever the
-micro-batches.
+Episodes are long and many make a step, so they do not share one graph. A first pass without gradient finds
+every log p(y); the loss is a function of these few numbers, and its derivative by each of them weights the
+tokens of a second pass. The gradient is that of the formula, whatever the micro-batches.
 
-Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", 2023,
-arXiv:2305.18290.
+Rafailov et al., "Direct Preference Optimization", 2023, arXiv:2305.18290. Azar et al., "A General Theoretical
+Paradigm to Understand Learning from Human Preferences" (IPO), 2023, arXiv:2310.12036. Meng et al., "SimPO:
+Simple Preference Optimization with a Reference-Free Reward", 2024, arXiv:2405.14734. Ethayarajh et al., "KTO:
+Model Alignment as Prospect Theoretic Optimization", 2024, arXiv:2402.01306.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import Message
 from ludus.core.tooling import ToolSpec
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import Group, SegmentKind, TokenSequence, Trajectory
+from ludus.engine.backbone import context_limit
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import (
-    Conversation,
-    check_conversation,
-    numbered_lines,
-    trajectory_of,
-)
+from ludus.training.imitation import Conversation, trajectory_of
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
 from ludus.training.packing import Columns, Pack, packs_of
 from ludus.training.rows import Row, flags, owners, rows_of
+from ludus.training.settings import PreferenceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,65 @@ class Pair:
 
     chosen: Trajectory
     rejected: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """One episode, and whether it is desirable."""
+
+    trajectory: Trajectory
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a loss is made from, for each episode; pairs stand as chosen, rejected, chosen, ..."""
+
+    policy_N: Tensor
+    """log p(y): the sum over the action tokens."""
+    reference_N: Tensor
+    """log q(y); 0 where a loss has no reference."""
+    tokens_N: Tensor
+    """|y|: how many action tokens there are."""
+    good_N: Tensor
+    """Whether the episode is preferred, or desirable."""
+    anchor: float = 0.0
+    """KTO's z0."""
+
+
+Loss = Callable[[Scores, PreferenceConfig], tuple[Tensor, Tensor]]
+"""(scores, settings) -> the loss of each pair or episode, and the implicit reward of each episode."""
+
+
+def _sides(values_N: Tensor) -> Tensor:
+    """Chosen less rejected, for each pair."""
+    return values_N[0::2] - values_N[1::2]
+
+
+def dpo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
+    reward_N = config.scale * (scores.policy_N - scores.reference_N)
+    return -logsigmoid(_sides(reward_N)), reward_N
+
+
+def ipo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
+    ratio_N = (scores.policy_N - scores.reference_N) / scores.tokens_N
+    return (_sides(ratio_N) - 1 / (2 * config.scale)) ** 2, config.scale * ratio_N
+
+
+def simpo(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
+    reward_N = config.scale * scores.policy_N / scores.tokens_N
+    return -logsigmoid(_sides(reward_N) - config.gamma), reward_N
+
+
+def kto(scores: Scores, config: PreferenceConfig) -> tuple[Tensor, Tensor]:
+    ratio_N = scores.policy_N - scores.reference_N
+    side_N = torch.where(scores.good_N, 1.0, -1.0).to(ratio_N)
+    weight_N = torch.where(scores.good_N, config.desirable_weight, config.undesirable_weight)
+    value_N = torch.sigmoid(side_N * config.scale * (ratio_N - scores.anchor))
+    return weight_N.to(ratio_N) * (1 - value_N), config.scale * ratio_N
+
+
+LOSSES: dict[str, Loss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "kto": kto}
 
 
 def pairs_of(groups: Sequence[Group], margin: float = 0.0) -> list[Pair]:
@@ -75,51 +131,15 @@ def pairs_of(groups: Sequence[Group], margin: float = 0.0) -> list[Pair]:
     return pairs
 
 
-def read_pairs(path: Path) -> list[tuple[Conversation, Conversation]]:
-    """The (chosen, rejected) conversations of a .jsonl file; a `prompt` is what both begin with."""
-    pairs: list[tuple[Conversation, Conversation]] = []
-    for number, line in numbered_lines(path):
-        try:
-            given = json.loads(line)
-            chosen, rejected = (
-                _after(given.get("prompt"), [Message.parse(message) for message in given[side]])
-                for side in ("chosen", "rejected")
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f'{path}, line {number}, is not a pair {{"chosen": [messages], "rejected": [messages]}}: '
-                f"{type(error).__name__}: {error}"
-            ) from None
-        try:
-            _check_pair(chosen, rejected)
-        except ConfigError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from None
-        pairs.append((chosen, rejected))
-    return pairs
+def labelled_of(pairs: Sequence[Pair]) -> list[Labelled]:
+    """Pairs taken apart: all chosen episodes, then all rejected ones, so that neighbours differ in task."""
+    return [one for side in zip(*map(_apart, pairs), strict=True) for one in side]
 
 
-def _after(prompt: Any, side: list[Message]) -> list[Message]:
-    """A side of a pair with its prompt, which is text or messages, and in many files stands in both places."""
-    if isinstance(prompt, str):
-        asked = [Message("user", prompt)] if side and side[0].role == "assistant" else []
-    else:
-        asked = [Message.parse(message) for message in prompt or ()]
-    return side if side[: len(asked)] == asked else [*asked, *side]
-
-
-def _check_pair(chosen: Conversation, rejected: Conversation) -> None:
-    check_conversation(chosen)
-    check_conversation(rejected)
-    if _asked(chosen) != _asked(rejected):
-        raise ConfigError(
-            "what was chosen answers another question than what was rejected: up to the assistant's first "
-            "message both must be the same"
-        )
-
-
-def _asked(conversation: Conversation) -> list[Message]:
-    """What stands before the assistant's first message."""
-    return list(takewhile(lambda message: message.role != "assistant", conversation))
+def _apart(given: Pair | Labelled) -> list[Labelled]:
+    if isinstance(given, Labelled):
+        return [given]
+    return [Labelled(given.chosen, True), Labelled(given.rejected, False)]
 
 
 def pair_of(
@@ -136,37 +156,85 @@ def says_the_same(pair: Pair) -> bool:
 
 
 def prefer(
-    learner: Learner, pairs: Sequence[Pair], reference: nn.Module, beta: float
+    learner: Learner,
+    given: Sequence[Pair | Labelled],
+    reference: nn.Module | None,
+    config: PreferenceConfig,
 ) -> dict[str, float]:
-    """One step on these pairs; without pairs nothing happens, and there is nothing to tell.
+    """One step on these pairs, or on labelled episodes for KTO; without any, nothing happens.
 
-    Of the metrics, `accuracy` is the share of pairs that the policy already ranks as wanted, against the
-    reference, and `margin` the mean of beta times the margin.
+    Of the metrics, `accuracy` is the share of pairs that the policy already ranks as wanted (for KTO: of
+    episodes on their side of the reference point), `margin` the mean reward of preferred less rejected ones.
     """
-    if not pairs:
+    if not given:
         return {}
-    rows = rows_of([side for pair in pairs for side in (pair.chosen, pair.rejected)])
+    labelled = [one for item in given for one in _apart(item)]
+    episodes = [one.trajectory for one in labelled]
+    rows = rows_of(episodes)
+    trajectory_T = owners(rows)
+    policy_N, reference_N, tokens_N = _scored(learner, reference, rows, len(episodes))
+    anchor = _anchor(learner, reference, episodes) if config.loss == "kto" else 0.0
+    good_N = torch.tensor([one.good for one in labelled])
+    policy_N.requires_grad_()
+    scores = Scores(policy_N, reference_N, tokens_N, good_N, anchor)
+    loss_P, reward_N = LOSSES[config.loss](scores, config)
+    loss = loss_P.mean()
+    (slope_N,) = torch.autograd.grad(loss, policy_N)
+    metrics = _push(learner, rows, -slope_N[trajectory_T].float() * len(loss_P), len(loss_P))
+    return metrics | {"loss": loss.item()} | _standing(scores, reward_N.detach(), config)
+
+
+def _scored(
+    learner: Learner, reference: nn.Module | None, rows: Sequence[Row], episodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p, log q and the action tokens of each episode, in float64: small differences of large sums count."""
     said_T = flags(row.action_mask for row in rows)
     budget, temperature = learner.config.micro_batch_tokens, learner.temperature
-    own_T = logprobs_of(learner.model, rows, said_T, temperature, budget)
-    reference_T = logprobs_of(reference, rows, said_T, temperature, budget)
     trajectory_T = owners(rows)
-    # in float64: sums over long episodes are large, and their small differences are what counts
-    distance_T = own_T.double() - reference_T.double()
-    distance_N = torch.zeros(2 * len(pairs), dtype=torch.float64).index_add(0, trajectory_T, distance_T)
-    margin_P = beta * (distance_N[0::2] - distance_N[1::2])
-    push_P = (beta * torch.sigmoid(-margin_P)).float()
-    push_N = torch.stack([push_P, -push_P], dim=1).flatten()
-    metrics = _push(learner, rows, push_N[trajectory_T], len(pairs))
-    return metrics | {
-        "loss": float(-logsigmoid(margin_P).mean()),
-        "accuracy": float((margin_P > 0).double().mean()),
-        "margin": float(margin_P.mean()),
-    }
+
+    def summed(values_T: Tensor) -> Tensor:
+        return torch.zeros(episodes, dtype=torch.float64).index_add(0, trajectory_T, values_T.double())
+
+    policy_N = summed(logprobs_of(learner.model, rows, said_T, temperature, budget))
+    if reference is None:
+        return policy_N, torch.zeros_like(policy_N), summed(said_T)
+    return policy_N, summed(logprobs_of(reference, rows, said_T, temperature, budget)), summed(said_T)
 
 
-def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, pairs: int) -> dict[str, float]:
-    weights_T = torch.full_like(push_T, 1 / pairs)
+def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Trajectory]) -> float:
+    """KTO's z0, from each episode's prompt with the next one's answer, as far as the model can read them."""
+    limit = context_limit(learner.model)
+    crossed = [mismatched(one, episodes[(i + 1) % len(episodes)]) for i, one in enumerate(episodes)]
+    fitting = [one for one in crossed if limit is None or len(one.tokens) <= limit]
+    if not fitting:
+        return 0.0
+    policy_N, reference_N, _ = _scored(learner, reference, rows_of(fitting), len(fitting))
+    return max(0.0, float((policy_N - reference_N).mean()))
+
+
+def mismatched(asked: Trajectory, answered: Trajectory) -> Trajectory:
+    """The first episode's prompt, with what followed the second one's."""
+    prompt = takewhile(lambda s: s.kind is not SegmentKind.ACTION, asked.sequences[0].segments)
+    theirs = answered.sequences[0].segments
+    first = next(i for i, segment in enumerate(theirs) if segment.kind is SegmentKind.ACTION)
+    return Trajectory(answered.task, [TokenSequence([*prompt, *theirs[first:]])], stop=answered.stop)
+
+
+def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dict[str, float]:
+    """Where the policy stands: how many it ranks as wanted, and by how much."""
+    good_N = scores.good_N
+    if config.loss != "kto":
+        margin_P = _sides(reward_N)
+        return {"accuracy": float((margin_P > 0).double().mean()), "margin": float(margin_P.mean())}
+    above_N = reward_N > config.scale * scores.anchor
+    metrics = {"accuracy": float((above_N == good_N).double().mean()), "reference_point": scores.anchor}
+    if bool(good_N.any()) and not bool(good_N.all()):
+        metrics["margin"] = float(reward_N[good_N].mean() - reward_N[~good_N].mean())
+    return metrics
+
+
+def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> dict[str, float]:
+    weights_T = torch.full_like(push_T, 1 / count)
     columns = Columns.of(rows, push_T, weights_T)
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:

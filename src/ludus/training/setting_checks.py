@@ -15,6 +15,8 @@ PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}
 """Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
 _MINING = ("tasks", "attempts", "margin", "max_failures")
 """What a stage of preferences is told about playing."""
+_OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+"""What only one of the preference losses has."""
 
 
 def check_reinforcement(config: RLConfig) -> None:
@@ -62,8 +64,7 @@ def _check_algorithm(config: RLConfig) -> None:
 def check_mining(config: PreferenceConfig) -> None:
     """Raise a `ValueError` for settings of playing beside given pairs, and the other way round."""
     idle = _MINING if config.pairs is not None else ("batch",)
-    defaults = type(config).model_fields
-    changed = [name for name in idle if getattr(config, name) != defaults[name].default]
+    changed = [name for name in idle if name in _changed(config)]
     if changed and config.pairs is not None:
         raise ValueError(
             f"{' and '.join(changed)} would have no effect: with pairs from a file, nothing is played; leave "
@@ -74,6 +75,23 @@ def check_mining(config: PreferenceConfig) -> None:
             "batch would have no effect: it is about pairs from a file, and how many are mined in a step is "
             "decided by tasks; set that, or pairs"
         )
+    others = [
+        (name, loss)
+        for name, loss in _OF_A_LOSS.items()
+        if name in _changed(config) and loss != config.loss
+    ]
+    for name, loss in others:
+        raise ValueError(f'{name} would have no effect: it is a setting of loss = "{loss}"')
+    if config.columns and config.pairs is None:
+        raise ValueError("columns names the columns of given data, and pairs names none")
+    if config.loss == "kto" and config.pairs is not None and config.batch < 2:
+        raise ValueError("kto compares the episodes of a step with each other: batch must be at least 2")
+
+
+def _changed(config: PreferenceConfig) -> set[str]:
+    """The settings that are not as they would be when left out."""
+    fields = type(config).model_fields
+    return {name for name in fields if getattr(config, name) != fields[name].default}
 
 
 def _check_needs(config: RLConfig, has_critic: bool) -> None:

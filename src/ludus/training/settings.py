@@ -181,24 +181,34 @@ class RLConfig(Config):
 
 
 class PreferenceConfig(Config):
-    """DPO: prefer one episode to another, on pairs mined from groups or given."""
+    """DPO and its kin: prefer one episode to another, on pairs mined from groups or given."""
 
     kind: Literal["dpo"] = "dpo"
     """What kind of stage this is."""
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """The loss: dpo, ipo and simpo learn from pairs, kto from single episodes that are good or bad."""
     pairs: Place | None = None
-    """A .jsonl file of {"chosen": [messages], "rejected": [messages]}; mined from groups when left out."""
+    """Given rows of prompt, chosen, rejected (for kto also prompt, completion, label); mined when left out."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the given data is which field, such as { chosen = "accepted" }."""
     steps: int = Field(default=50, ge=1)
     """Optimizer steps; where pairs are mined, each step plays first."""
     batch: int = Field(default=16, ge=1)
-    """Given pairs in a step."""
+    """Given pairs (for kto: episodes) in a step."""
     tasks: int = Field(default=16, ge=1)
     """Tasks to mine from in a step."""
     attempts: int = Field(default=4, ge=2)
     """Episodes for each of them: the best is preferred to the worst."""
     margin: float = Field(default=0.0, ge=0)
     """How much better in reward the chosen one must be."""
-    beta: float = Field(default=0.1, gt=0)
-    """How strongly the distance to the reference counts."""
+    beta: float | None = Field(default=None, gt=0)
+    """How strongly log-probabilities count: 0.1 when left out, and 2.0 for simpo."""
+    gamma: float = Field(default=1.0, ge=0)
+    """SimPO's target margin between the two rewards of a pair."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of good episodes."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of bad episodes."""
     max_failures: float = Field(default=0.5, gt=0, le=1)
     """The run stops with an error when a larger share of a step's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
@@ -208,6 +218,12 @@ class PreferenceConfig(Config):
     def _has_effect(self) -> PreferenceConfig:
         check_mining(self)
         return self
+
+    @property
+    def scale(self) -> float:
+        """Beta, or the usual one of the loss."""
+        usual = 2.0 if self.loss == "simpo" else 0.1
+        return usual if self.beta is None else self.beta
 
 
 class RejectionConfig(Config):

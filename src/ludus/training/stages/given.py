@@ -6,12 +6,14 @@ hours of training that come before its stage.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
+from ludus.training.imitation import read_labelled, read_pairs, trajectory_of
 from ludus.training.parts import demonstrations_of
-from ludus.training.preference import Pair, pair_of, read_pairs, says_the_same
+from ludus.training.preference import Labelled, Pair, pair_of, says_the_same
 from ludus.training.readable import check_readable
 from ludus.training.settings import ImitationConfig, PreferenceConfig, StageConfig
 from ludus.training.workshop import Workshop, tool_specs
@@ -26,31 +28,39 @@ async def given_demonstrations(workshop: Workshop, config: ImitationConfig) -> l
     return shown
 
 
-async def given_pairs(workshop: Workshop, path: Path) -> list[Pair]:
-    """The pairs of a file."""
-    given = read_pairs(path)
+async def given_preferences(workshop: Workshop, config: PreferenceConfig) -> Sequence[Pair | Labelled]:
+    """The pairs of a file or dataset, or for KTO its labelled episodes."""
+    source = config.pairs
+    assert source is not None
+    read = read_labelled if config.loss == "kto" else read_pairs
+    given: Sequence[tuple[Any, Any]] = read(source, config.columns)
     if not given:
-        raise ConfigError(f"{path} has no pairs to learn from")
-    rollout = workshop.rollout
-    specs = await tool_specs(rollout, workshop.parts)
-    pairs: list[Pair] = []
-    for number, (chosen, rejected) in enumerate(given, start=1):
+        raise ConfigError(f"{source} has no pairs to learn from")
+    renderer = workshop.rollout.renderer
+    specs = await tool_specs(workshop.rollout, workshop.parts)
+    found: list[Pair | Labelled] = []
+    for number, (first, second) in enumerate(given, start=1):
         try:
-            pairs.append(pair_of(chosen, rejected, rollout.renderer, specs))
+            if config.loss == "kto":
+                found.append(Labelled(trajectory_of(first, renderer, specs), second))
+            else:
+                found.append(pair_of(first, second, renderer, specs))
         except ConfigError as error:
-            raise ConfigError(f"{path}, pair {number}: {error}") from None
-    for side in ("chosen", "rejected"):
-        shown = [getattr(pair, side) for pair in pairs]
-        check_readable(shown, workshop.model, f"what was {side} in pair")
-    if all(map(says_the_same, pairs)):
-        raise ConfigError(f"{path}: in every pair both sides say the same, so there is nothing to learn")
-    return pairs
+            raise ConfigError(f"{source}, pair {number}: {error}") from None
+    sides = {"chosen": "what was chosen in pair", "rejected": "what was rejected in pair"}
+    for side, what in sides.items() if config.loss != "kto" else [("trajectory", "answer")]:
+        check_readable([getattr(one, side) for one in found], workshop.model, what)
+    if all(isinstance(one, Pair) and says_the_same(one) for one in found):
+        raise ConfigError(
+            f"{source}: in every pair both sides say the same, so there is nothing to learn"
+        )
+    return found
 
 
 async def check_given(workshop: Workshop, config: StageConfig) -> None:
     """Read what a stage will be given, to find out now what is wrong with it."""
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
-        await given_pairs(workshop, Path(config.pairs))
+        await given_preferences(workshop, config)
     if isinstance(config, ImitationConfig) and not is_played(workshop, config):
         await given_demonstrations(workshop, config)
 

@@ -1,4 +1,4 @@
-"""Direct preference optimisation, on pairs that are mined from played groups, or given."""
+"""Learning from preferences (DPO, IPO, SimPO, KTO), mined from played groups or given."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from ludus.training.batches import items_of_step
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner
 from ludus.training.playing import Player
-from ludus.training.preference import Pair, pairs_of, prefer, says_the_same
+from ludus.training.preference import (
+    Labelled,
+    Pair,
+    labelled_of,
+    pairs_of,
+    prefer,
+    says_the_same,
+)
 from ludus.training.settings import PreferenceConfig, RLConfig
 from ludus.training.stages.checking import check_failures
-from ludus.training.stages.given import given_pairs
+from ludus.training.stages.given import given_preferences
 from ludus.training.stages.reference import load_reference
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.workshop import Workshop
@@ -44,16 +51,17 @@ class Preference(Stage):
         temperature = workshop.recipe.sampling.temperature if config.pairs is None else 1.0
         self._learner = Learner(workshop.model, config.optimizer, config.steps, temperature, self.seed)
         self._player = _miner(workshop, config, self.seed) if config.pairs is None else None
-        self._given: list[Pair] = []
+        self._given: Sequence[Pair | Labelled] = []
         self._found_any = False
         """Whether any step so far has mined a pair."""
         self._reference: nn.Module | None = None
 
     async def begin(self) -> None:
-        self._reference = load_reference(self.workshop, self.folder, self.is_resumed)
+        if self._config.loss != "simpo":
+            self._reference = load_reference(self.workshop, self.folder, self.is_resumed)
         if self._config.pairs is not None:
-            self._given = await given_pairs(self.workshop, Path(self._config.pairs))
-            equal = sum(map(says_the_same, self._given))
+            self._given = await given_preferences(self.workshop, self._config)
+            equal = sum(isinstance(one, Pair) and says_the_same(one) for one in self._given)
             if equal:
                 log.warning(
                     "in %d of %d pairs both sides say the same, which teaches nothing",
@@ -62,13 +70,13 @@ class Preference(Stage):
                 )
 
     async def advance(self, number: int) -> Step:
-        assert self._reference is not None
         started = time.perf_counter()
         groups: Sequence[Group] = []
         metrics: dict[str, float] = {}
+        learned: Sequence[Pair | Labelled]
         if self._player is None:
             seed = key(self.seed, "dpo")
-            pairs = items_of_step(self._given, number, self._config.batch, seed)
+            learned = items_of_step(self._given, number, self._config.batch, seed)
         else:
             played = await self._player.play(number, {})
             check_failures(played.groups, self._config.max_failures)
@@ -76,10 +84,11 @@ class Preference(Stage):
             pairs = pairs_of(groups, self._config.margin)
             metrics = rollout_metrics(groups)
             self._note_found(number, pairs)
+            learned = labelled_of(pairs) if self._config.loss == "kto" else pairs
         await self.workshop.engine.pause()
-        metrics["pairs"] = len(pairs)
+        metrics["pairs"] = len(learned)
         with self.change():
-            metrics |= prefer(self._learner, pairs, self._reference, self._config.beta)
+            metrics |= prefer(self._learner, learned, self._reference, self._config)
         return Step({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
