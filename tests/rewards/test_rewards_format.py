@@ -78,11 +78,10 @@ async def test_a_pattern_matches_the_whole_text_across_lines():
 
 
 @pytest.mark.timeout(60)
-async def test_a_pattern_that_backtracks_for_ever_is_a_failure_of_ours_and_hangs_nobody():
+async def test_a_text_that_makes_the_pattern_backtrack_for_ever_scores_0_and_hangs_nobody(caplog):
     made = Format(pattern="(a+)+b")
-    with pytest.raises(InfraError, match="backtracks") as caught:
-        await scored(made, said("a" * 64))
-    assert (caught.value.boundary, caught.value.retriable) == (Boundary.REWARD, False)
+    assert await scored(made, said("a" * 64)) == 0.0  # unscored, a policy could learn to write it
+    assert "backtracks" in caplog.text
     assert await scored(made, said("aab")) == 1.0
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import os
 import signal
 import subprocess
 import sys
+import time
+from functools import cache
 
 import pytest
 
 from ludus.core.failures import InfraError, MissingExtraError
+from ludus.core.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
 from ludus.rewards.bounded import LimitExceeded, limited, run_bounded
 from ludus.rewards.mathematics import delimited
@@ -53,6 +58,41 @@ async def test_hostile_answers_are_wrong_answers(hostile):
     strict = maths.using(cpu_seconds=0.5)
     score, beside = await asyncio.gather(strict(hostile, "5"), maths("2", "2"))
     assert (score, beside) == (0.0, 1.0)
+
+
+async def test_a_cold_workers_imports_are_not_the_answers(monkeypatch):
+    """0.2 s suffice for any of these answers; importing sympy alone takes more, on a machine that is idle."""
+    monkeypatch.setattr("ludus.rewards.bounded._workers", cache(lambda _: ProcessExecutor(1)))
+    assert await maths.using(cpu_seconds=0.2)("1/2", "0.5") == 1.0
+    assert (
+        await maths.using(cpu_seconds=0.2)("(" * 5000, "5") == 0.0
+    )  # ends the worker; the next is cold
+    assert await maths.using(cpu_seconds=0.2)("1/2", "0.5") == 1.0
+
+
+@pytest.mark.parametrize(
+    "how", [ValueError, RecursionError, KeyError, SystemExit, "SIGKILL", "SIGFPE", 3]
+)
+async def test_an_answer_that_breaks_the_comparison_is_wrong(monkeypatch, how):
+    """Whatever sympy or its parser does over an answer: the same target is fine with another one."""
+    monkeypatch.setattr("ludus.rewards.mathematics.are_equivalent", break_over)
+    monkeypatch.setattr("ludus.rewards.mathematics.warm_up", list)
+    said = how if isinstance(how, str | int) else how.__name__
+    assert await maths.using(retries=0)(f"break {said}", "5") == 0.0
+    assert await maths.using(retries=0)("5", "5") == 1.0
+
+
+def break_over(target, answer):
+    """Stands for a comparison that breaks over some answers, in whatever way. Runs in the worker."""
+    if not answer.startswith("break "):
+        return target == answer
+    how = answer.removeprefix("break ")
+    if how.isdigit():
+        os._exit(int(how))
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
+        time.sleep(10)
+    raise getattr(builtins, how)("over this answer")
 
 
 async def test_it_works_as_a_reward_from_many_episodes_at_once(episode):

@@ -2,7 +2,8 @@
 
 A regular expression or a computer algebra system can take for ever, or all memory, over a short text
 that a model wrote, and a thread that computes cannot be stopped. The limits are CPU seconds, not wall
-time: a busy machine makes nobody's answer wrong. Workers are kept for the next call, and end with us.
+time: a busy machine makes nobody's answer wrong. What a function needs to be ready (imports, tables that
+are made at its first use) is done before its time counts. Workers are kept for the next call, and end with us.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 _MEMORY = 1 << 30
 _WALL_SECONDS = 120.0
-_BY_THE_INPUT = ("SIGPROF", "SIGSEGV", "SIGABRT")
+_BY_THE_INPUT = ("SIGPROF", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP")
 """How a worker dies of what it was given: out of CPU time, out of stack, or a crash in C code."""
 
 
@@ -38,12 +39,21 @@ def _workers(process: int) -> ProcessExecutor:
 
 
 async def run_bounded(
-    function: Callable[..., T], *args: Any, cpu_seconds: float, memory: int = _MEMORY
+    function: Callable[..., T],
+    *args: Any,
+    cpu_seconds: float,
+    memory: int = _MEMORY,
+    warm_up: Callable[[], object] | None = None,
 ) -> T:
-    """The result of an importable function, or `LimitExceeded`."""
+    """The result of an importable function, or `LimitExceeded`.
+
+    `warm_up`, importable too, makes a worker ready for the function: it runs once in each, without a limit.
+    """
     workers = _workers(os.getpid())
     try:
-        return await workers.run(limited, function, args, cpu_seconds, memory, timeout=_WALL_SECONDS)
+        return await workers.run(
+            limited, function, args, cpu_seconds, memory, warm_up, timeout=_WALL_SECONDS
+        )
     except MemoryError as error:
         raise LimitExceeded(f"more than {memory >> 20} MiB of memory") from error
     except WorkerError as error:
@@ -54,8 +64,21 @@ async def run_bounded(
         raise
 
 
-def limited(function: Callable[..., T], args: tuple[Any, ...], cpu_seconds: float, memory: int) -> T:
+_warm: set[Callable[[], object]] = set()
+"""What this worker is ready for."""
+
+
+def limited(
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    cpu_seconds: float,
+    memory: int,
+    warm_up: Callable[[], object] | None = None,
+) -> T:
     """Runs in the worker. The timer's signal is left to kill the process, even inside C code."""
+    if warm_up is not None and warm_up not in _warm:
+        warm_up()
+        _warm.add(warm_up)
     with contextlib.suppress(ValueError, OSError):  # where the system has no such limit
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (memory if hard < 0 else min(memory, hard), hard))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.bounded import LimitExceeded, run_bounded
 from ludus.rewards.episode import has_call_syntax, spoken
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.values import Parts
+
+_log = logging.getLogger(__name__)
 
 _CPU_SECONDS = 1.0
 
@@ -28,7 +31,7 @@ class Format:
     with `tags = ["answer"]`. An episode without calls has none that is wrong.
 
     Tags are found in linear time. A pattern can backtrack for ever over a hostile text, and so runs in a
-    process with a CPU limit; one that exceeds it is our own mistake, and fails the episode.
+    process with a CPU limit; a text for which it exceeds that does not have the form.
     """
 
     uses_envs = False
@@ -85,12 +88,13 @@ class Format:
         try:
             return await run_bounded(fully_matches, self.pattern, text.strip(), cpu_seconds=_CPU_SECONDS)
         except LimitExceeded as error:
-            raise InfraError(
-                Boundary.REWARD,
-                f"the pattern of {self.name!r} backtracks over {len(text)} characters: {error}. "
+            # 0, not unscored: a policy could learn to write what the pattern cannot be matched against.
+            _log.warning(
+                "the pattern of %r backtracks over a text of %d characters, which scores 0: %s. "
                 "Use tags, or possessive quantifiers (.*+, ++) in the pattern",
-                retriable=False,
-            ) from error
+                *(self.name, len(text), error),
+            )
+            return False
 
 
 def fully_matches(pattern: str, text: str) -> bool:

@@ -32,20 +32,42 @@ async def maths(answer: str, target: Any, *, cpu_seconds: float = 3.0) -> float:
         raise MissingExtraError("math-verify", "maths", "the reward 'maths'")
     said = answer[-_MAX_CHARS:]
     for one in targets_of(target):
-        try:
-            if await run_bounded(are_equivalent, one, said, cpu_seconds=cpu_seconds):
-                return 1.0
-        except LimitExceeded:
-            await _check_target(one, cpu_seconds)
+        if await _agree(one, said, cpu_seconds):
+            return 1.0
     return 0.0
 
 
+async def _agree(target: str, said: str, cpu_seconds: float) -> bool:
+    """Whether they are equivalent. Not if the answer breaks the comparison, whatever of it breaks.
+
+    It is the answer's doing if the same target can be compared with a harmless one. What is not a limit
+    may have been a worker that we lost, so it is tried once more.
+    """
+    for _ in range(2):
+        try:
+            return await run_bounded(
+                are_equivalent, target, said, cpu_seconds=cpu_seconds, warm_up=warm_up
+            )
+        except LimitExceeded:
+            await _check_target(target, cpu_seconds)
+            return False
+        except Exception:  # noqa: BLE001 - the control below raises what is ours
+            await _check_target(target, cpu_seconds)
+    return False
+
+
 async def _check_target(target: str, cpu_seconds: float) -> None:
-    """Whose fault was the limit? It is ours if even a harmless answer exceeds it with this target."""
+    """`ValueError`, or what is broken, where even a harmless answer cannot be compared with the target."""
     try:
-        await run_bounded(are_equivalent, target, _HARMLESS, cpu_seconds=cpu_seconds)
+        await run_bounded(are_equivalent, target, _HARMLESS, cpu_seconds=cpu_seconds, warm_up=warm_up)
     except LimitExceeded as error:
         raise ValueError(f"the target {target!r:.60} is too much for math-verify: {error}") from error
+
+
+def warm_up() -> None:
+    """Make a worker ready: importing sympy and reading the grammar take most of a second."""
+    for answer in ("1/2", r"$\frac{1}{2}x$", r"\boxed{\{1, 2\}}"):
+        are_equivalent(r"$\sqrt{2}$", answer)
 
 
 def are_equivalent(target: str, answer: str) -> bool:
