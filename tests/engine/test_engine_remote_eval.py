@@ -133,7 +133,7 @@ def test_only_what_is_missing_is_played(project: Path) -> None:
         said = ludus(*command)
         (row,) = report(project / "r")["measured"]
         assert (row["failed"], row["scored"], row["success"]["value"]) == (4, 20, 1.0)
-        assert row["model"].endswith("#tiny") and "failures of ours" in said
+        assert row["model"].endswith("#tiny") and "failed episodes" in said
         broken = False
         server.asked.clear()
         assert "10 tasks had been played before" in ludus(*command)

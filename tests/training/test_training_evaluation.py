@@ -339,3 +339,61 @@ def test_a_report_of_nothing_scored(tmp_path: Path) -> None:
     nothing = Study((Measured("m", 2, evaluation([group("a", [None])]), 0),), QUICK)
     assert (tmp_path / "plot.png") in write_report(tmp_path, nothing)
     assert single_table(nothing).rows[0] == ["success", None]
+
+
+# -- lost episodes -------------------------------------------------------------------------------------------
+
+
+def test_intervals_allow_for_lost_episodes() -> None:
+    """12 of 20 scored, all of them successes: between 60% and 100%, and below 60% by chance."""
+    groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
+    found = evaluation(groups).summary(Statistics(resamples=2000))
+    assert found.success is not None and found.success.value == 1.0
+    assert found.bounds == (0.6, 1.0)
+    zeros = evaluation([group(str(n), [float(n < 12)]) for n in range(20)]).summary(
+        Statistics(resamples=2000)
+    )
+    assert zeros.success is not None
+    assert found.success.low == zeros.success.low and found.success.low < 0.6
+    assert found.success.high == 1.0
+    whole = evaluation(groups[:12]).summary(Statistics(resamples=2000))
+    assert whole.bounds == (1.0, 1.0)
+    assert whole.success is not None and whole.success.low is not None and whole.success.low > 0.7
+
+
+@given(REWARDS)
+def test_intervals_hold_what_any_fate_of_the_lost_ones_would_have_given(
+    rewards: list[list[float | None]],
+) -> None:
+    how = Statistics(ks=(1, 2), resamples=50)
+    found = evaluation([group(str(n), row) for n, row in enumerate(rewards)]).summary(how)
+    if found.success is None:
+        return
+    for fate in (0.0, 1.0):
+        filled = [[fate if r is None else r for r in row] for row in rewards]
+        imagined = evaluation([group(str(n), row) for n, row in enumerate(filled)]).summary(how)
+        assert imagined.success is not None
+        for k in found.passed:
+            if found.passed[k].low is not None:
+                low, high = found.passed[k].low, found.passed[k].high
+                assert low - 1e-9 <= imagined.passed[k].value <= high + 1e-9
+        if found.success.low is not None:
+            assert found.success.low - 1e-9 <= imagined.success.value <= found.success.high + 1e-9
+
+
+def test_a_difference_allows_for_lost_episodes() -> None:
+    ours = [group(str(n), [1, None]) for n in range(6)]
+    theirs = [group(str(n), [0, 0]) for n in range(6)]
+    found = evaluation(ours).against(evaluation(theirs), QUICK)
+    assert found is not None and found.test.difference.value == 1.0
+    assert (found.test.difference.low, found.test.difference.high) == (0.5, 1.0)
+
+
+def test_reports_say_what_was_lost(tmp_path: Path) -> None:
+    groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
+    one = Study((Measured("model", 2, evaluation(groups), 0),), QUICK)
+    shown = {str(row[0]): row[1] for row in single_table(one).rows}
+    assert shown["scored episodes"] == "12 of 20" and shown["failed episodes"] == 8
+    assert shown["success, failed ones as 0 / as 1"] == "0.600 / 1.000"
+    text = study_markdown(one)
+    assert "8 of 20 model's episodes (40%) failed" in text and "Most often (8 times)" in text

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ludus.cli.play_options import Options, StudyOptions
 from ludus.core.config import apply_overrides
-from ludus.core.failures import ConfigError, LudusError, most_frequent
+from ludus.core.failures import ConfigError, LudusError, lost_warning, most_frequent
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
@@ -21,6 +21,7 @@ from ludus.observe import (
     RunFolder,
     episode_text,
     find_runs,
+    printable,
     rollout_metrics,
     table_rich,
     write_groups,
@@ -30,6 +31,7 @@ from ludus.training.evaluating.players import Player, player_of
 from ludus.training.evaluating.report import (
     comparison_table,
     letters,
+    lost_warnings,
     short_table,
     single_table,
     write_report,
@@ -166,6 +168,8 @@ def _show(console: Console, study: Study, options: Options) -> None:
         console.print(Text(f"{letter} = {model}"))
     for table in tables:
         console.print(table_rich(table.title, table.columns, table.rows))
+    for text in lost_warnings(study):
+        console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if options.out is not None:
         groups = [group for measured in study.measured for group in measured.evaluation.groups]
         write_groups(options.out, groups, split="eval")
@@ -235,6 +239,8 @@ def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], opt
         write_groups(options.out, result.groups, split="rollout")
         console.print(Text(f"episodes: {options.out}"))
     failures = [t.failure for t in result.trajectories if t.failure is not None]
+    if text := lost_warning(failures, len(result.trajectories), "played"):
+        console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if failures and len(failures) == len(result.trajectories):
         raise LudusError(
             f"all episodes failed through no fault of the model's. {most_frequent(failures)}"

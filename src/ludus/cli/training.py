@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.core.failures import ConfigError
-from ludus.observe import Progress, RunWriter, episode_text, table_rich
+from ludus.observe import Progress, RunWriter, episode_text, printable, table_rich
 from ludus.observe.progress import SHOWN
 from ludus.training.parts import load_parts
 from ludus.training.recipe import Recipe, load_recipe
@@ -51,8 +51,12 @@ class Display:
         self._bar.update(step, metrics)
 
     def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        success = metrics.get("eval/success")
-        shown = [f"success {success:.1%}"] if success is not None else ["nothing was scored"]
+        from ludus.training.report import success_text
+
+        shown = [f"success {success_text(metrics)}"]
+        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
+            high = metrics["eval/success_high"]
+            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
         passes = [name for name in metrics if name.startswith("eval/pass@")]
         shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
         text = f"held-out tasks after step {step}: {', '.join(shown)}"
@@ -124,6 +128,8 @@ def _report(console: Console, result: Result) -> None:
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
     if result.report.rows:
         console.print(table_rich("", COLUMNS, result.report.rows))
+    for text in result.report.warnings:
+        console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)
     console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
     console.print(Text(f"model:   {result.model}"), soft_wrap=True)

@@ -11,7 +11,7 @@ crossed. A failure is never turned into a reward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -64,6 +64,20 @@ def most_frequent(failures: Iterable[Failure]) -> str:
     counted = Counter((failure.boundary, failure.message) for failure in failures)
     (boundary, message), count = counted.most_common(1)[0]
     return f"Most often ({count} times), at the boundary '{boundary}': {message}"
+
+
+NOTABLE_SHARE = 0.05
+"""From this share of lost episodes on, people are warned."""
+
+
+def lost_warning(failures: Sequence[Failure], played: int, which: str) -> str | None:
+    """A warning that so many of `which` episodes were lost, and why; None where few were."""
+    if not failures or len(failures) < NOTABLE_SHARE * played:
+        return None
+    return (
+        f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.0%}) failed through no fault "
+        f"of the model's and were not scored. {most_frequent(failures)}"
+    )
 
 
 class LudusError(Exception):

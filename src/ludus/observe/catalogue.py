@@ -115,6 +115,12 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("sets/<name>", "A number over the episodes of one task set, such as sets/maths/success.",
            "any"),
     Metric("curriculum/<setting>", "The value of a scheduled setting in this step.", "any", "last"),
+    Metric("no_signal", "Whether nothing could be learned from the step's rewards: no advantage differed from "
+           "0, as where the rewards of each group are all equal.", "share"),
+    Metric("success_low", "Lower end of the 95% interval of `success`, lost episodes counted as 0.",
+           "share", "last"),
+    Metric("success_high", "Upper end of the 95% interval of `success`, lost episodes counted as 1.",
+           "share", "last"),
     Metric("pass@<k>", "The chance that at least one of k attempts succeeds, averaged over tasks "
            "(unbiased).", "share"),
     Metric("average@<k>", "The success of the first k attempts, averaged over tasks.", "share"),

@@ -26,8 +26,12 @@ SHOWN: Mapping[str, str] = {
     "turns": "turns",
     "invalid_call_share": "tool errors",
     "tokens_per_second": "tokens/s",
+    "failure_share": "FAILED",
+    "no_signal": "NO SIGNAL",
 }
 """The numbers on display, and what they are called there."""
+_TROUBLE = ("failure_share", "no_signal")
+"""Numbers that are shown only when they are not 0."""
 
 
 class Progress:
@@ -91,7 +95,9 @@ class Progress:
 def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN) -> str:
     """The shown numbers in one line, shares in per cent; those that are missing are left out."""
     parts = [
-        f"{label} {_formatted(name, metrics[name])}" for name, label in shown.items() if name in metrics
+        f"{label} {_formatted(name, metrics[name])}"
+        for name, label in shown.items()
+        if name in metrics and (metrics[name] or name.rpartition("/")[2] not in _TROUBLE)
     ]
     return "  ".join(parts)
 

@@ -99,5 +99,10 @@ def _is_number(cell: Cell) -> bool:
     return isinstance(cell, int | float)
 
 
+def markdown_text(text: str) -> str:
+    """A message of unknown origin in one line of Markdown."""
+    return " ".join(printable(text).split()).replace("<", "&lt;").replace("`", "'")
+
+
 def _markdown_cell(text: str) -> str:
     return printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import LudusError
+from ludus.core.failures import Boundary, Failure, LudusError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.atomic import atomic_file
@@ -91,6 +91,20 @@ def read_groups(path: str | Path) -> list[Group]:
     for number, trajectory in _read(path):
         groups.setdefault(number, Group(trajectory.task, [])).trajectories.append(trajectory)
     return list(groups.values())
+
+
+def read_failures(path: str | Path) -> list[Failure]:
+    """The failures of a file's episodes; nothing else of it is read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = ("failure_boundary", "failure_kind", "failure_message", "failure_attempts")
+    try:
+        rows = pq.read_table(path, columns=list(names)).to_pylist()
+        found = [[row[name] for name in names] for row in rows if row["failure_boundary"] is not None]
+        return [Failure(Boundary(where), *rest) for where, *rest in found]
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
 
 
 def _read(path: str | Path) -> Iterator[tuple[int, Trajectory]]:

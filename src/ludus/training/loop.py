@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ludus.core.failures import lost_warning
+from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed
 from ludus.observe.atomic import remove_directory
 from ludus.training.checkpoint import (
@@ -32,7 +34,7 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.evaluation import Evaluation
-from ludus.training.report import stage_of
+from ludus.training.report import no_signal_text, stage_of
 from ludus.training.stages import Stage, Step, build_stage
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import check_given
@@ -41,6 +43,9 @@ from ludus.training.steps import stage_ends
 from ludus.training.workshop import Workshop
 
 log = logging.getLogger(__name__)
+
+_SILENT_STEPS = 3
+"""After so many steps in a row without signal, people are warned."""
 
 OnStep = Callable[[str, int, int, dict[str, float]], None]
 """Called as (phase, step, total, metrics) after every step, for whoever shows progress."""
@@ -62,6 +67,10 @@ class Trainer:
         """What the rewards remembered after the last completed step."""
         self._measured: set[int] = set()
         """The steps after which the held-out tasks have been played."""
+        self._warned: set[str] = set()
+        """What has been warned of, which is done once."""
+        self._silent = 0
+        """Steps in a row from which nothing could be learned."""
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
@@ -147,10 +156,28 @@ class Trainer:
         if result.groups and due:
             self.run.write_groups(list(result.groups), self.progress.step, result.split)
         metrics = prefixed(stage.prefix, result.metrics) if stage.prefix else result.metrics
+        self._warn_of_failures(result.groups, "held-out" if result.split == "eval" else "training")
+        self._warn_of_silence(result.metrics)
         if not stage.learns:
             self._log(stage.phase, self.progress.step, self.progress.step, metrics)
             return
         self._log(self._phase(stage), self.progress.done, stage.steps, metrics)
+
+    def _warn_of_failures(self, groups: Sequence[Group], which: str) -> None:
+        """Say that episodes are lost, once for each place where they are."""
+        failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
+        text = lost_warning(failures, sum(len(group.trajectories) for group in groups), which)
+        key = f"{which} {sorted({failure.boundary for failure in failures})}"
+        if text is not None and key not in self._warned:
+            self._warned.add(key)
+            log.warning("step %d: %s", self.progress.step, text)
+
+    def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
+        """Say, once, that several steps in a row have taught nothing."""
+        self._silent = self._silent + 1 if metrics.get("no_signal") else 0
+        if self._silent == _SILENT_STEPS and "no signal" not in self._warned:
+            self._warned.add("no signal")
+            log.warning("%s", no_signal_text(metrics, f"in {_SILENT_STEPS} steps in a row"))
 
     def _phase(self, stage: Stage) -> str:
         """What the stage is called where people read: counted, where there are several of its kind."""
@@ -173,6 +200,7 @@ class Trainer:
             attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
         )
         check_failures(result.groups, self.recipe.rl.max_failures)
+        self._warn_of_failures(result.groups, "held-out")
         self.evaluations[stage_of(step, self.recipe)] = result
         self.run.write_groups(result.groups, step, "eval")
         self._measured.add(step)

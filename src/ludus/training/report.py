@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent
 from ludus.core.success import is_success
 from ludus.core.trajectory import Trajectory
-from ludus.observe import RunFolder, atomic_write, episode_text, plot_curve, table_markdown
-from ludus.observe.report import Cell
+from ludus.observe import (
+    RunFolder,
+    atomic_write,
+    episode_text,
+    plot_curve,
+    table_markdown,
+)
+from ludus.observe.report import Cell, markdown_text
+from ludus.observe.store import read_failures
 from ludus.training.recipe import Recipe
 from ludus.training.settings import RLConfig
 from ludus.training.steps import steps_of
@@ -19,7 +28,19 @@ _NAMES = {
     "rejection": "rejection sampling",
     "eval": "the evaluation",
 }
-COLUMNS = ("held-out tasks", "step", "success", "reward", "turns", "tool errors")
+COLUMNS = (
+    "held-out tasks",
+    "step",
+    "success",
+    "95% interval",
+    "failed",
+    "reward",
+    "turns",
+    "tool errors",
+)
+_FILES_LOOKED_AT = 500
+"""How many of the newest files of episodes are searched for the causes of failures."""
+_RAISED_NOTABLY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +49,16 @@ class Report:
 
     rows: list[list[Cell]]
     samples: list[tuple[str, Trajectory]]
+    warnings: list[str] = field(default_factory=list)
+    """What the numbers do not tell by themselves: lost episodes, steps that taught nothing."""
 
 
 def write_report(run: RunFolder, recipe: Recipe) -> Report:
     """Draw `curve.png` and write `report.md` into the run's folder."""
-    report = Report(_rows(run, recipe), _samples(run, recipe))
+    report = Report(_rows(run, recipe), _samples(run, recipe), _warnings(run))
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
     parts = [f"# {run.name}\n", table_markdown(COLUMNS, report.rows), *_passes(run)]
+    parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
     for label, trajectory in report.samples:
         parts.append(f"## An episode {label}\n\n```text\n{episode_text(trajectory)}\n```\n")
@@ -64,18 +88,94 @@ def _name(number: int, recipe: Recipe) -> str:
 
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
-    names = ("eval/success", "eval/reward", "eval/turns", "eval/invalid_call_share")
     # by step, because a run that was resumed at its end has measured there twice
-    measured = {row["step"]: row for row in run.metrics() if row.get("eval/success") is not None}
+    measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
     return [
         [
             stage_of(row["step"], recipe),
             row["step"],
-            f"{row['eval/success']:.1%}",
-            *_cells(row, names[1:]),
+            success_text(row),
+            _interval_text(row),
+            _failed_text(row),
+            *_cells(row, ("eval/reward", "eval/turns", "eval/invalid_call_share")),
         ]
         for row in measured.values()
     ]
+
+
+def success_text(row: Mapping[str, float]) -> str:
+    """The share of success of a measurement; where episodes are missing from it, of how many."""
+    played, scored = int(row["eval/episodes"]), int(row["eval/episodes_scored"])
+    success = row.get("eval/success")
+    if success is None:
+        return f"– (0 of {played} scored)"
+    return f"{success:.1%}" + (f" ({scored} of {played} scored)" if scored < played else "")
+
+
+def _interval_text(row: Mapping[str, float]) -> str | None:
+    low, high = row.get("eval/success_low"), row.get("eval/success_high")
+    return None if low is None or high is None else f"{low:.1%} to {high:.1%}"
+
+
+def _failed_text(row: Mapping[str, float]) -> str:
+    failures = int(row.get("eval/failures", 0))
+    return f"{failures} of {int(row['eval/episodes'])}" if failures else "0"
+
+
+def no_signal_text(row: Mapping[str, float], steps: str) -> str:
+    """Why nothing was learned in `steps`, as far as the last one of them tells, and what to do."""
+    success = row.get("success")
+    likely = "the rewards do not tell attempts at one task apart"
+    if row.get("reward_std") == 0 and success == 0:
+        likely = "the tasks are too hard, or no answer has the form that the reward looks for"
+    elif row.get("reward_std") == 0 and success == 1:
+        likely = "the tasks are too easy"
+    return (
+        f"no signal {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
+        f"every advantage was 0 and nothing was learned. Most likely {likely}. Read some episodes (ludus show RUN); "
+        "then try a warm start, easier tasks or a curriculum, a reward with partial credit, more rl.attempts, "
+        "rl.refill, or a higher sampling.temperature"
+    )
+
+
+def _warnings(run: RunFolder) -> list[str]:
+    """What a reader of the table should know, from the run's numbers and the failures of its episodes."""
+    rows = run.metrics()
+    found: list[str] = []
+    for split, which in (("train", "training"), ("eval", "held-out")):
+        counted = [_episodes_of(row, split) for row in rows]
+        played, failed = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
+        if failed and failed >= NOTABLE_SHARE * played:
+            causes = list(_failures(run, split))
+            why = f" {most_frequent(causes)}" if causes else ""
+            found.append(
+                f"{failed} of {played} {which} episodes ({failed / played:.0%}) failed through no fault of the "
+                f"model's and were not scored: what was measured is over the others.{why}"
+            )
+    reinforced = [row for row in rows if row.get("no_signal") is not None]
+    silent = [row for row in reinforced if row["no_signal"]]
+    if silent and len(silent) >= NOTABLE_SHARE * len(reinforced):
+        found.append(no_signal_text(silent[-1], f"in {len(silent)} of {len(reinforced)} steps"))
+    shares = [row["fault_share/tool_raised"] for row in rows if "fault_share/tool_raised" in row]
+    if shares and sum(shares) / len(shares) >= _RAISED_NOTABLY:
+        found.append(
+            f"{sum(shares) / len(shares):.0%} of all tool calls ended in an exception of the tool: if that is "
+            "a mistake in the tool, the log says where it was raised"
+        )
+    return found
+
+
+def _episodes_of(row: Mapping[str, float], split: str) -> tuple[int, int]:
+    """Episodes that were played in a row's step, and how many of them failed."""
+    prefixes = ("eval/",) if split == "eval" else ("", "dpo/", "rejection/")
+    played = sum(int(row.get(f"{prefix}episodes") or 0) for prefix in prefixes)
+    return played, sum(int(row.get(f"{prefix}failures") or 0) for prefix in prefixes)
+
+
+def _failures(run: RunFolder, split: str) -> Iterator[Failure]:
+    files = [file for file in run.trajectory_files() if file.split == split]
+    for file in files[-_FILES_LOOKED_AT:]:
+        yield from read_failures(file.path)
 
 
 def _passes(run: RunFolder) -> list[str]:

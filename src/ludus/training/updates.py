@@ -109,6 +109,7 @@ def reinforce_groups(
         metrics |= _teach(critic, step, estimate.returns_T, config)
     if critic_only:
         return metrics
+    metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
     updates = [
         _update(learner, step, estimate, part, algorithm, config, reference) for part in step.parts
     ]

@@ -31,7 +31,7 @@ from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import LocalTools
 from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import load_progress
-from ludus.training.evaluating.summary import Statistics
+from ludus.training.evaluating.summary import Statistics, Summary
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
@@ -114,12 +114,20 @@ class Workshop:
             for scorer, memory in memories:
                 scorer.load_state_dict(memory)
         await self.engine.forget()
-        if not with_pass:
-            return measured
-        summary = measured.summary(Statistics(ks=tuple(pass_at)))
-        passes = {f"pass@{k}": float(e.value) for k, e in summary.passed.items()}
-        averages = {f"average@{k}": float(e.value) for k, e in summary.average.items()}
-        return Evaluation(measured.metrics | passes | averages, measured.groups)
+        summary = measured.summary(Statistics(ks=tuple(pass_at) if with_pass else (1,)))
+        return Evaluation(measured.metrics | _estimates(summary, with_pass), measured.groups)
+
+
+def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
+    """The interval of success, which allows for lost episodes; and pass@k and average@k, if asked for."""
+    found: dict[str, float] = {}
+    if summary.success is not None and summary.success.low is not None:
+        assert summary.success.high is not None
+        found |= {"success_low": summary.success.low, "success_high": summary.success.high}
+    if with_pass:
+        found |= {f"pass@{k}": float(e.value) for k, e in summary.passed.items()}
+        found |= {f"average@{k}": float(e.value) for k, e in summary.average.items()}
+    return found
 
 
 async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> Workshop:

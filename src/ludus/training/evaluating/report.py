@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludus.core.failures import lost_warning
 from ludus.core.messages import Json
 from ludus.observe import atomic_write, table_markdown
-from ludus.observe.report import Cell
+from ludus.observe.report import Cell, markdown_text
 from ludus.observe.statistics import Estimate
 from ludus.training.evaluating.plot import plot_study
 from ludus.training.evaluating.study import Measured, Study
@@ -26,7 +27,8 @@ _HOW_IT_ENDED = {
 
 _TESTS = (
     "`+/-/=` counts tasks on which the model did better, worse, the same. `p flip` is the two-sided "
-    "permutation test of the mean difference, `p sign` the sign test; neither allows for several comparisons.\n"
+    "permutation test of the mean difference, `p sign` the sign test; neither allows for several comparisons, "
+    "nor for lost episodes, which the interval of the difference does.\n"
 )
 
 
@@ -46,6 +48,21 @@ def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
+def _bounds_text(summary: Summary) -> str | None:
+    return None if summary.bounds is None else "{:.3f} / {:.3f}".format(*summary.bounds)
+
+
+def lost_warnings(study: Study) -> list[str]:
+    """What to say of each measurement that has lost a notable share of its episodes."""
+    found: list[str] = []
+    for measured in study.measured:
+        played = measured.evaluation.trajectories
+        failures = [one.failure for one in played if one.failure is not None]
+        text = lost_warning(failures, len(played), f"{measured.model}'s")
+        found += [text] if text else []
+    return found
+
+
 def letters(study: Study) -> dict[str, str]:
     """A short name for each model: a table of long ones does not fit on a terminal."""
     models = dict.fromkeys(measured.model for measured in study.measured)
@@ -56,11 +73,15 @@ def single_table(study: Study) -> Table:
     """One measurement, one number in a row."""
     measured, summary = study.summaries[0]
     rows: list[list[Cell]] = [["success", interval_text(summary.success)]]
+    if summary.scored < summary.episodes:
+        rows.append(["scored episodes", f"{summary.scored} of {summary.episodes}"])
+    if summary.failed and summary.bounds is not None:
+        rows.append(["success, failed ones as 0 / as 1", _bounds_text(summary)])
     rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
     rows += [["reward", interval_text(summary.reward)], ["turns", summary.turns]]
     found = measured.evaluation.metrics
     rows += [[label, round(found[name], 3)] for name, label in _HOW_IT_ENDED.items() if name in found]
-    rows += [["truncated (share)", summary.truncated], ["failures of ours", summary.failed]]
+    rows += [["truncated (share)", summary.truncated], ["failed episodes", summary.failed]]
     if summary.left_out:
         rows.append(["aborted or not scored", summary.left_out])
     title = f"{measured.model}: {summary.tasks} tasks, {summary.episodes} episodes"
@@ -76,6 +97,7 @@ def full_table(study: Study) -> Table:
         *_place_columns(study),
         "tasks",
         "episodes",
+        "failed",
         "success",
         *(f"average@{k}" for k in most),
         *(f"pass@{k}" for k in ks),
@@ -83,13 +105,13 @@ def full_table(study: Study) -> Table:
         "reward",
         "turns used",
         "truncated",
-        "failed",
     )
     rows: list[list[Cell]] = [
         [
             *_place(study, measured, summary.subtask, measured.model),
             summary.tasks,
             summary.episodes,
+            summary.failed,
             interval_text(summary.success),
             *(interval_text(summary.average.get(k)) for k in most),
             *(interval_text(summary.passed.get(k)) for k in ks),
@@ -97,7 +119,6 @@ def full_table(study: Study) -> Table:
             interval_text(summary.reward),
             summary.turns,
             summary.truncated,
-            summary.failed,
         ]
         for measured, summary in summaries
     ]
@@ -168,7 +189,9 @@ def study_markdown(study: Study) -> str:
         "# Evaluation\n",
         _markdown(full_table(study)),
         f"Brackets are {share} bootstrap intervals over tasks. Episodes lost to failures of ours are counted "
-        "under `failed`, and take no part in anything else.\n",
+        "under `failed` and are in no mean; the intervals of success, average@k, pass@k and pass^k allow for "
+        "them: their lower end counts every lost episode as 0, their upper end as 1.\n",
+        *(f"**Warning:** {markdown_text(text)}\n" for text in lost_warnings(study)),
     ]
     if study.against is not None:
         table = comparison_table(study)

@@ -3,18 +3,22 @@
 Episodes that failed through our fault, were aborted or were not scored are counted and otherwise left
 out: they are no zeros. A task that has lost so many attempts that fewer than k are left takes no part in
 pass@k and average@k.
+
+What was lost may have been easy or hard, so intervals of shares allow for both (worst-case bounds, Manski
+1990): the lower end is that of the interval in which every failed or aborted episode counts as 0, the upper
+end that of the one in which it counts as 1. Rewards have no such bounds: theirs is over scored episodes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 from ludus.core.success import is_success
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.observe.statistics import (
     Estimate,
     PairedTest,
@@ -62,7 +66,7 @@ class Summary:
     failed: int
     """Lost to failures of ours."""
     success: Estimate | None = None
-    """Share of scored episodes that succeeded."""
+    """Share of scored episodes that succeeded; the interval allows for those that were lost."""
     reward: Estimate | None = None
     """Mean reward of scored episodes."""
     average: Mapping[int, Estimate] = field(default_factory=dict)
@@ -75,6 +79,9 @@ class Summary:
     """Mean number of actions."""
     truncated: float | None = None
     """Share of episodes that ran out of a budget."""
+
+    bounds: tuple[float, float] | None = None
+    """The share of success if every lost episode had failed, and if every one had succeeded."""
 
     @property
     def left_out(self) -> int:
@@ -92,6 +99,7 @@ class Summary:
             "failed": self.failed,
             "left_out": self.left_out,
             "success": estimate_json(self.success),
+            "success_bounds": self.bounds,
             "reward": estimate_json(self.reward),
             **{
                 f"{name}{k}": estimate_json(e) for name, found in named.items() for k, e in found.items()
@@ -176,17 +184,37 @@ def subtask_of(task: Task, by: str) -> str:
 
 
 def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """The scored attempts at each task, in order; none for a task that lost them all."""
+    """All attempts at each task, in order, the lost ones included."""
     found: dict[str, list[Trajectory]] = {}
     for group in groups:
-        found.setdefault(group.task.id, []).extend(group.trainable)
+        found.setdefault(group.task.id, []).extend(group.trajectories)
     return [sorted(attempts, key=lambda trajectory: trajectory.attempt) for attempts in found.values()]
 
 
+def is_lost(trajectory: Trajectory) -> bool:
+    """Whether it has no score because of us, and not because its rewards gave none."""
+    return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
+
+
+def _outcomes(
+    attempts: Sequence[Sequence[Trajectory]], how: Statistics, lost: float | None = None
+) -> list[list[float]]:
+    """The successes at each task with any; where `lost` is given, lost episodes count as that."""
+    found = [
+        [
+            float(how.success(one)) if one.is_trainable else lost
+            for one in task
+            if one.is_trainable or (lost is not None and is_lost(one))
+        ]
+        for task in attempts
+    ]
+    return [[value for value in task if value is not None] for task in found if task]
+
+
 def _summary(name: str, groups: Sequence[Group], ks: Sequence[int], how: Statistics) -> Summary:
-    played = [trajectory for group in groups for trajectory in group.trajectories]
     attempts = _by_task(groups)
-    scored = [trajectory for attempt in attempts for trajectory in attempt]
+    played = [trajectory for task in attempts for trajectory in task]
+    scored = [trajectory for trajectory in played if trajectory.is_trainable]
     counted = Summary(
         subtask=name,
         tasks=len(attempts),
@@ -196,23 +224,33 @@ def _summary(name: str, groups: Sequence[Group], ks: Sequence[int], how: Statist
     )
     if not scored:
         return counted
-    tasks = [task for task in attempts if task]
-    outcomes = [[float(how.success(trajectory)) for trajectory in task] for task in tasks]
-    rewards = [[trajectory.reward or 0.0 for trajectory in task] for task in tasks]
-    return Summary(
-        subtask=name,
-        tasks=counted.tasks,
-        episodes=counted.episodes,
-        scored=counted.scored,
-        failed=counted.failed,
-        success=_pooled(outcomes, how, _SHARE),
-        reward=_pooled(rewards, how, None),
-        average=_at_k(outcomes, ks, how, average_at_k),
-        passed=_at_k(outcomes, ks, how, lambda o, k: pass_at_k(len(o), round(sum(o)), k)),
-        relied=_at_k(outcomes, ks, how, lambda o, k: all_at_k(len(o), round(sum(o)), k)),
+    seen, worst, best = (_outcomes(attempts, how, lost) for lost in (None, 0.0, 1.0))
+    cases = (seen, worst, best) if any(map(is_lost, played)) else (seen,)
+    rewards = [[one.reward or 0.0 for one in task if one.is_trainable] for task in attempts]
+    return replace(
+        counted,
+        success=_widened(*(_pooled(case, how, _SHARE) for case in cases)),
+        bounds=(_mean(worst), _mean(best)),
+        reward=_pooled([task for task in rewards if task], how, None),
+        average=_at_k(cases, ks, how, average_at_k),
+        passed=_at_k(cases, ks, how, lambda o, k: pass_at_k(len(o), round(sum(o)), k)),
+        relied=_at_k(cases, ks, how, lambda o, k: all_at_k(len(o), round(sum(o)), k)),
         turns=sum(trajectory.turns for trajectory in scored) / len(scored),
         truncated=sum(trajectory.stop.is_truncated for trajectory in scored) / len(scored),
     )
+
+
+def _mean(values: Sequence[Sequence[float]]) -> float:
+    return sum(map(sum, values)) / sum(map(len, values))
+
+
+def _widened(seen: Estimate, worst: Estimate | None = None, best: Estimate | None = None) -> Estimate:
+    """The estimate over what was scored, in an interval that allows for what was lost."""
+    if worst is None or best is None:
+        return seen
+    lows = [one for case in (seen, worst) for one in (case.value, case.low) if one is not None]
+    highs = [one for case in (seen, best) for one in (case.value, case.high) if one is not None]
+    return Estimate(seen.value, min(lows), max(highs))
 
 
 def _pooled(
@@ -229,35 +267,58 @@ def _pooled(
 
 
 def _at_k(
-    outcomes: Sequence[Sequence[float]],
+    cases: Sequence[Sequence[Sequence[float]]],
     ks: Sequence[int],
     how: Statistics,
     estimate: Callable[[Sequence[float], int], float],
 ) -> dict[int, Estimate]:
-    """The mean over tasks for each k, over those with at least k scored attempts."""
+    """The mean over tasks for each k, over those with at least k scored attempts.
+
+    `cases` are the outcomes as scored, and where any were lost, with those counted as 0 and as 1.
+    """
     found: dict[int, Estimate] = {}
     for k in ks:
-        values = [estimate(task, k) for task in outcomes if len(task) >= k]
-        if values:
-            found[k] = mean_interval(values, level=how.level, resamples=how.resamples, within=_SHARE)
+        values = [[estimate(task, k) for task in case if len(task) >= k] for case in cases]
+        if values[0]:
+            found[k] = _widened(
+                *(
+                    mean_interval(one, level=how.level, resamples=how.resamples, within=_SHARE)
+                    for one in values
+                )
+            )
     return found
 
 
-def _rates(groups: Sequence[Group], how: Statistics) -> dict[str, Fraction | None]:
-    """The share of successes at each task, exactly; None for a task without a scored attempt."""
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """The share of successes at a task, exactly, and what it would be with lost attempts as 0 and as 1."""
+
+    seen: Fraction
+    worst: Fraction
+    best: Fraction
+
+
+def _rates(groups: Sequence[Group], how: Statistics) -> dict[str, _Rate | None]:
+    """The rates by task; None for a task without a scored attempt."""
     found: dict[str, list[Trajectory]] = {}
     for group in groups:
-        found.setdefault(group.task.id, []).extend(group.trainable)
-    return {
-        task: Fraction(sum(map(how.success, scored)), len(scored)) if scored else None
-        for task, scored in found.items()
-    }
+        found.setdefault(group.task.id, []).extend(group.trajectories)
+    return {task: _rate(attempts, how) for task, attempts in found.items()}
+
+
+def _rate(attempts: Sequence[Trajectory], how: Statistics) -> _Rate | None:
+    scored = [one for one in attempts if one.is_trainable]
+    if not scored:
+        return None
+    won, lost = sum(map(how.success, scored)), sum(map(is_lost, attempts))
+    everything = len(scored) + lost
+    return _Rate(Fraction(won, len(scored)), Fraction(won, everything), Fraction(won + lost, everything))
 
 
 def _comparison(
     name: str,
-    first: Mapping[str, Fraction | None],
-    second: Mapping[str, Fraction | None],
+    first: Mapping[str, _Rate | None],
+    second: Mapping[str, _Rate | None],
     how: Statistics,
 ) -> Comparison | None:
     pairs = [
@@ -267,14 +328,24 @@ def _comparison(
     ]
     if not pairs:
         return None
-    mine, others = [a for a, _ in pairs], [b for _, b in pairs]
+    mine, others = [a.seen for a, _ in pairs], [b.seen for _, b in pairs]
+    test = paired_test(mine, others, level=how.level, resamples=how.resamples)
+    if any(one.worst != one.best for pair in pairs for one in pair):
+        worst, best = (
+            mean_interval([float(d) for d in differences], level=how.level, resamples=how.resamples)
+            for differences in (
+                [a.worst - b.best for a, b in pairs],
+                [a.best - b.worst for a, b in pairs],
+            )
+        )
+        test = replace(test, difference=_widened(test.difference, worst, best))
     return Comparison(
         subtask=name,
         tasks=len(pairs),
         unpaired=len(first.keys() | second.keys()) - len(pairs),
         first=float(sum(mine) / len(mine)),
         second=float(sum(others) / len(others)),
-        test=paired_test(mine, others, level=how.level, resamples=how.resamples),
+        test=test,
     )
 
 

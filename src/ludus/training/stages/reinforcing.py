@@ -61,14 +61,16 @@ class Reinforcement(Stage):
         check_failures(everything, self._config.max_failures)
         await self.workshop.engine.pause()
         ready = time.perf_counter()
+        warming_up = self._critic is not None and self._critic.is_warming_up(number)
         with self.change():
-            metrics = reinforce_groups(
+            # where nothing could be learned, the update has no metrics
+            metrics = {"no_signal": float(not warming_up)} | reinforce_groups(
                 self._learner,
                 played,
                 self._config,
                 reference=self._reference,
                 critic=self._critic,
-                critic_only=self._critic is not None and self._critic.is_warming_up(number),
+                critic_only=warming_up,
             )
         ended = time.perf_counter()
         # over all that was played: what refills and resampling leave is no picture of the policy
