@@ -504,10 +504,11 @@ for _ in range(8):
 
 
 HOSTILE_FORKS = {
-    "no pidfd": "fd = os.open('/dev/null', 0)",
-    "its own": "fd = os.pidfd_open(os.getpid())",
-    "of the dead": "p = os.fork()\n    if p == 0: os._exit(0)\n    fd = os.pidfd_open(p); os.waitpid(p, 0)",
-    "of a plain child": "p = os.fork()\n    if p == 0: time.sleep(1000)\n    fd = os.pidfd_open(p)",
+    "no number": "p = 'x'",
+    "of nobody": "p = 2**70",
+    "its own": "p = os.getpid()",
+    "of the dead": "p = os.fork()\n    if p == 0: os._exit(0)\n    os.waitpid(p, 0)",
+    "of a plain child": "p = os.fork()\n    if p == 0: time.sleep(1000)",
 }
 
 
@@ -528,7 +529,7 @@ def branch(link, *rest):
     import os, time
     frames.close_all(rest[-1])
     {HOSTILE_FORKS[what]}
-    frames.send(link, {{"forked": True}}, fds=(fd,))
+    frames.send(link, {{"forked": p}})
     return link
 assert "_branch" in inside
 inside["_branch"] = branch

@@ -92,9 +92,12 @@ async def test_a_flood_of_descriptors_ends_the_link() -> None:
     assert _open_descriptors() <= before
 
 
-def _verdict(code: list[seccomp.Instruction], number: int, argument: int = 0, arch: int = X86) -> int:
+def _verdict(code: list[seccomp.Instruction], number: int, *arguments: int, arch: int = X86) -> int:
     """An interpreter for the few instructions a filter is made of, written from the manual page."""
-    fields = {0: number, 4: arch, 16: argument & 0xFFFFFFFF}
+    fields = {0: number, 4: arch}
+    for place, argument in enumerate((*arguments, 0, 0, 0, 0, 0, 0)[:6]):
+        fields[16 + 8 * place] = argument & 0xFFFFFFFF
+        fields[20 + 8 * place] = argument >> 32 & 0xFFFFFFFF
     place = accumulator = 0
     while True:
         operation, yes, no, value = code[place]
@@ -143,7 +146,7 @@ def test_the_filter_refuses_what_it_should(number: int, argument: int, expected:
 
 @needs_x86
 def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
-    flags = branching.NAMESPACES | kernel.CLONE_PIDFD | signal.SIGCHLD
+    flags = kernel.clone_flags(branching.NAMESPACES)
     code = seccomp.program(network=True, branching=flags, own_pid=77)
     assert _verdict(code, 0, arch=0x40000003) == KILL
     assert _verdict(code, 56, flags) == ALLOW
@@ -151,6 +154,19 @@ def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
     assert _verdict(code, 41, 2) == ALLOW
     assert _verdict(code, 62, 77) == ALLOW and _verdict(code, 62, 78) == EPERM
     assert _verdict(code, 62, -1) == EPERM and _verdict(code, 424, 5) == EPERM
+
+
+@needs_x86
+@pytest.mark.parametrize("sees_others", [False, True])
+def test_the_limit_on_processes_is_not_for_code_to_set(sees_others: bool) -> None:
+    code = seccomp.program(network=False, branching=0, own_pid=None, sees_others=sees_others)
+    nproc, others = 6, [0, 7]
+    for somewhere in (1, 1 << 32, 0x7F00_0000_1000):
+        assert _verdict(code, 302, 0, nproc, somewhere) == EPERM
+        assert all(_verdict(code, 302, 0, other, somewhere) == ALLOW for other in others)
+    assert _verdict(code, 302, 0, nproc, 0, 1) == ALLOW, "it may be read"
+    assert _verdict(code, 160, nproc) == EPERM and _verdict(code, 160, 7) == ALLOW
+    assert _verdict(code, 302, 4242, 7, 1) == (EPERM if sees_others else ALLOW)
 
 
 @given(st.integers(0, 456))

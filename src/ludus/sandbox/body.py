@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ludus.sandbox.endings import ended_at_once
@@ -25,9 +25,6 @@ class Request:
     """Something asked of the inside."""
 
     answered: asyncio.Future[tuple[dict[str, Any], bytes]]
-    wants_fd: bool = False
-    """Whether a descriptor is expected with the answer."""
-    fds: list[int] = field(default_factory=list)
 
 
 class Body:
@@ -61,10 +58,9 @@ class Body:
         fds: tuple[int, ...] = (),
         *,
         most_body: int = 0,
-        wants_fd: bool = False,
     ) -> Request:
         """Send a request; its `answered` is done when the inside says something. `fds` are copied."""
-        self._request = Request(asyncio.get_running_loop().create_future(), wants_fd)
+        self._request = Request(asyncio.get_running_loop().create_future())
         self._link.most_body = most_body
         self._link.send(header, body, fds)
         return self._request
@@ -95,8 +91,6 @@ class Body:
         if request is None or request.answered.done():
             self.process.kill()
             return
-        if request.wants_fd and fds:
-            request.fds.append(fds.pop())
         request.answered.set_result((header, body))
 
     def _on_close(self, problem: str | None) -> None:

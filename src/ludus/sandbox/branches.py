@@ -11,7 +11,6 @@ Namespaces nest some thirty deep, so a line of descent can be forked about that 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import weakref
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any
 from ludus.sandbox.blame import Blame
 from ludus.sandbox.body import Body, first
 from ludus.sandbox.config import Limits
+from ludus.sandbox.endings import wait_status
 from ludus.sandbox.errors import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.worker import Ending
 
@@ -35,6 +35,8 @@ class Stem:
         self._below = below
         self._users = 0
         self._is_let_go = False
+        self.is_session = True
+        """Whether the session itself still lives in it: then a branch that fails leaves it alone."""
         self._blame = Blame(limits, body.process)
         self.is_lent = False
         """Whether a branch lives in its files: then they are as that branch makes them."""
@@ -52,27 +54,31 @@ class Stem:
                 raise self._gone()
             if self._places.locked():
                 raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
+            await self._body.process.widen()
             ours, theirs = socket.socketpair()
             try:
-                pid, pidfd = await self._clone(theirs)
+                pid = await self._clone(theirs)
             except BaseException:
                 ours.close()
                 raise
             finally:
                 theirs.close()
             await self._places.acquire()
-            body = self._adopted(pidfd, ours, copy)
+            body = self._adopted(pid, ours, copy)
             self._pids[body] = pid
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 if not await asyncio.shield(body.process.adopted):
-                    raise SandboxError(body.process.problem or "it could not be completed")
+                    raise SandboxError(body.process.refused or "it could not be completed")
                 body.tell({"op": "go", "copy": copy})
                 await body.opened()
         except (TimeoutError, SandboxError) as error:
+            ours_to_blame = body.process.problem
             await body.end()
             if not self._body.alive:
                 raise self._gone() from None
+            if ours_to_blame is not None:
+                raise SandboxError(f"a fork could not be completed: {ours_to_blame}") from None
             reason = str(error) or "it did not answer in time"
             raise CannotFork(f"the fork did not come to life: {reason}") from None
         except BaseException:
@@ -94,7 +100,7 @@ class Stem:
     def release(self) -> None:
         """One user less; without any, the stem is of no use."""
         self._users -= 1
-        if not self._users:
+        if not self._users and not self.is_session:
             self._is_let_go = True
             self._body.process.kill()
 
@@ -106,17 +112,17 @@ class Stem:
             await asyncio.shield(stem._body.process.ended)
             stem = stem._below
 
-    def _adopted(self, pidfd: int, link_end: socket.socket, copy: bool) -> Body:
+    def _adopted(self, pid: int, link_end: socket.socket, copy: bool) -> Body:
         parent = self._body.process
-        process = parent.worker.adopt(pidfd, parent.number, self._limits, copy=copy)
-        os.close(pidfd)
+        process = parent.worker.adopt(pid, parent.number, self._limits, copy=copy)
         self.hold()
         body = Body(process, link_end, self._places)
         process.ended.add_done_callback(lambda _: self._on_branch_end(body))
         return body
 
     def _on_branch_end(self, branch: Body) -> None:
-        if branch.process.was_killed or not self._body.alive:
+        # where the session still lives in it, its own requests are under way there
+        if branch.process.was_killed or self.is_session or not self._body.alive:
             self.release()
         else:
             self._farewells[branch] = asyncio.get_running_loop().create_task(self._farewell(branch))
@@ -125,26 +131,23 @@ class Stem:
         """Ask how a branch ended that nobody ended; only then let go of it."""
         try:
             async with self._lock:
-                said, _ = await self._asked({"op": "ended", "pid": self._pids.get(branch, 0)}, fds=())
+                said = await self._asked({"op": "ended", "pid": self._pids.get(branch, 0)}, fds=())
         except (SandboxError, SessionEnded):
             return None
         finally:
             self.release()
-        status = said.get("status")
-        return status if isinstance(status, int) else None
+        return wait_status(said.get("status"))
 
-    async def _clone(self, control: socket.socket) -> tuple[int, int]:
-        """The new process: its pid where the stem lives, and a pidfd of it."""
-        said, fds = await self._asked({"op": "fork"}, fds=(control.fileno(),))
-        if not fds:
-            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
+    async def _clone(self, control: socket.socket) -> int:
+        """The new process: its pid where the stem lives."""
+        said = await self._asked({"op": "fork"}, fds=(control.fileno(),))
         pid = said.get("forked")
-        return pid if isinstance(pid, int) else 0, fds[0]
+        if not isinstance(pid, int):
+            raise CannotFork(str(said.get("refused", "the session gave no reason"))[:500])
+        return pid
 
-    async def _asked(
-        self, header: dict[str, Any], fds: tuple[int, ...]
-    ) -> tuple[dict[str, Any], list[int]]:
-        request = self._body.ask(header, fds=fds, wants_fd=bool(fds))
+    async def _asked(self, header: dict[str, Any], fds: tuple[int, ...]) -> dict[str, Any]:
+        request = self._body.ask(header, fds=fds)
         try:
             async with asyncio.timeout(self._limits.wall_seconds):
                 await first(request.answered, self._body.process.ended)
@@ -158,7 +161,7 @@ class Stem:
             self._body.settled()
         if not request.answered.done():
             raise self._gone()
-        return request.answered.result()[0], request.fds
+        return request.answered.result()[0]
 
     def _gone(self, *, hung: bool = False) -> SessionLost | SessionEnded:
         """What to say about a stem that has ended: no code runs in it, but the code's signals still arrive."""

@@ -63,6 +63,11 @@ def unfinished(ending: Ending, stopped: Outcome | None, limits: Limits) -> Execu
     return Execution(Outcome.KILLED, signal=signal_name(number))
 
 
+def wait_status(said: Any) -> int | None:
+    """A status as `os.wait` gives it, if what a stranger said is one."""
+    return said if isinstance(said, int) and 0 <= said <= 0xFFFF else None
+
+
 def looks_killed(said: Execution) -> bool:
     """Whether the kernel may have ended it, or a program in it, for the memory of the whole sandbox."""
     is_killed = said.outcome is Outcome.KILLED and said.signal in (None, "SIGKILL")
@@ -90,4 +95,6 @@ def _text(value: Any) -> str | None:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    if not isinstance(value, int):
+        return None
+    return value if 0 <= value <= 0xFF else 1

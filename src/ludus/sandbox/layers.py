@@ -163,19 +163,13 @@ def _orders(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str
         "seccomp": True,
         "shown": list(dict.fromkeys(shown)),
         "folder": "",
-        "uid": None,
+        "uid": _FIRST_USER if os.geteuid() == 0 else None,
+        "users": 1,
     }
     yield {**common, "namespaces": True}
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
     Path(folder).chmod(0o711)
-    user = _FIRST_USER if os.geteuid() == 0 else None
-    yield {
-        **common,
-        "namespaces": False,
-        "shown": [*_SYSTEM, *common["shown"]],
-        "folder": folder,
-        "uid": user,
-    }
+    yield {**common, "namespaces": False, "shown": [*_SYSTEM, *common["shown"]], "folder": folder}
 
 
 def _python_folders() -> list[str]:

@@ -25,7 +25,7 @@ from ludus.sandbox.capture import Capture
 from ludus.sandbox.closing import ClosedAtExit, undisturbed
 from ludus.sandbox.config import Limits
 from ludus.sandbox.endings import execution_of, looks_killed, unfinished
-from ludus.sandbox.errors import SessionEnded, SessionLost
+from ludus.sandbox.errors import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
 
@@ -187,12 +187,16 @@ class Session(ClosedAtExit):
         except SessionEnded as ended:
             self._hung = ended.hung
             raise
+        except (CannotFork, SandboxError):
+            self._body.process.narrow()  # we live on in it
+            raise
 
     def _as_stem(self) -> Stem:
         return Stem(self._body, self.limits, self._places, self._stem)
 
     def _go_on(self, branch: Body, stem: Stem, *, has_stem_files: bool) -> None:
         """From now on live in a branch of what was our process."""
+        stem.is_session = False
         self._body, self._stem = branch, stem
         self._is_stem_state, self._has_stem_files = True, has_stem_files
 

@@ -67,12 +67,16 @@ class Process:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self.adopted: asyncio.Future[bool] = loop.create_future()
+        self.widened: asyncio.Future[None] | None = None
+        """Done when it may have as many processes as forks of it need; None before anybody asked."""
         self.excess: str | None = None
         self.problem: str | None = None
         """Why it could not be started, or was lost."""
         self.was_killed = False
         """Whether its end was our doing."""
         self._is_watched = False
+        self.refused: str | None = None
+        """Why it could not be completed, where the code in it has made that impossible."""
 
     def kill(self) -> None:
         """End it and all it started; `ended` tells when that is done.
@@ -92,6 +96,19 @@ class Process:
         self._is_watched = True
         self.worker.tell({"op": "watch", "id": self.number})
 
+    async def widen(self) -> None:
+        """Let forks of it have processes beside its own."""
+        if self.widened is None:
+            self.widened = asyncio.get_running_loop().create_future()
+            self.worker.tell({"op": "widen", "id": self.number, "wide": True})
+        await asyncio.wait((self.widened, self.ended), return_when=asyncio.FIRST_COMPLETED)
+
+    def narrow(self) -> None:
+        """It is not forked after all: its own processes are all that it may have."""
+        if self.widened is not None:
+            self.widened = None
+            self.worker.tell({"op": "widen", "id": self.number, "wide": False})
+
     def unwatch(self) -> None:
         if self._is_watched:
             self._is_watched = False
@@ -107,6 +124,7 @@ class Worker:
         self._order = dict(order)
         if order["uid"] is not None:  # no two workers give their sessions the same users
             self._order["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
+            self._order["users"] = _USERS_EACH
         self.group = group
         self._on_death = on_death
         self._processes: dict[int, Process] = {}
@@ -172,11 +190,11 @@ class Worker:
         self.tell(header, (control.fileno(),))
         return process
 
-    def adopt(self, pidfd: int, parent: int, limits: Limits, *, copy: bool) -> Process:
+    def adopt(self, pid: int, parent: int, limits: Limits, *, copy: bool) -> Process:
         """Look after a session that another one forked; `adopted` tells when it has its files."""
         process = self._new_process()
-        header = {"op": "adopt", "id": process.number, "parent": parent}
-        self.tell({**header, "copy": copy, "disk_mb": limits.disk_mb}, (pidfd,))
+        header = {"op": "adopt", "id": process.number, "parent": parent, "pid": pid}
+        self.tell({**header, "copy": copy, "disk_mb": limits.disk_mb})
         return process
 
     def tell(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -224,7 +242,7 @@ class Worker:
             self._ready.set_result(header)
         elif event == "broken" and not self._ready.done():
             self._ready.set_exception(SandboxError(str(header["error"])))
-        elif event in ("exit", "failed", "adopted", "excess"):
+        elif event in ("exit", "failed", "adopted", "excess", "widened"):
             self._on_event(event, header)
 
     def _on_event(self, event: str, header: dict[str, Any]) -> None:
@@ -233,8 +251,11 @@ class Worker:
             return
         if event == "excess":
             process.excess = header["what"]
+        elif event == "widened":
+            if process.widened is not None and not process.widened.done():
+                process.widened.set_result(None)
         elif event == "adopted":
-            process.problem = str(header.get("problem") or "") or process.problem
+            process.refused, process.problem = header.get("refused"), header.get("ours")
             process.adopted.set_result(bool(header["good"]))
         else:
             if event == "failed":
@@ -247,7 +268,7 @@ class Worker:
     def _map_users(self) -> None:
         assert self._popen is not None and self._ready is not None and self._link is not None
         try:
-            map_users(self._popen.pid)
+            map_users(self._popen.pid, self._order["uid"])
         except OSError as error:
             if not self._ready.done():
                 self._ready.set_exception(SandboxError(f"user map: {error}"))
@@ -304,26 +325,31 @@ def bounds_of(limits: Limits) -> Bounds:
     )
 
 
-_NOBODY_ELSE = (1_954_199_552, 65_534)
-"""User ids that nobody has, one after the other until one can be mapped."""
+_IN_A_CONTAINER = ((52_000, 8_000), (65_534, 1))
+"""User ids that nobody has, where a container's root has few: the first, and how many."""
 
 
-def map_users(pid: int) -> None:
-    """Say who the root of a new user namespace is outside: us, or nobody at all where we are root."""
+def map_users(pid: int, first: int | None) -> None:
+    """Say who the users of a new user namespace are outside.
+
+    As root: nobody at all, and one user for each session, because the kernel keeps many of its counts
+    (descriptors in flight, pages in pipes, watches of epoll) for a user. Otherwise the one user that we are.
+    """
     folder = Path(f"/proc/{pid}")
-    if os.geteuid() != 0:
+    if first is None:
         (folder / "setgroups").write_text("deny")
         (folder / "uid_map").write_text(f"0 {os.geteuid()} 1")
         (folder / "gid_map").write_text(f"0 {os.getegid()} 1")
         return
-    for position, user in enumerate(_NOBODY_ELSE):
+    ranges = ((first, _USERS_EACH), *_IN_A_CONTAINER)
+    for position, (user, count) in enumerate(ranges):
         try:
-            (folder / "uid_map").write_text(f"0 {user} 1")
+            (folder / "uid_map").write_text(f"0 {user} {count}")
         except OSError:
-            if position == len(_NOBODY_ELSE) - 1:
+            if position == len(ranges) - 1:
                 raise
             continue
-        (folder / "gid_map").write_text(f"0 {user} 1")
+        (folder / "gid_map").write_text(f"0 {user} {count}")
         return
 
 

@@ -158,7 +158,7 @@ class Campaign:
 
     async def _honest_turn(self, sandbox: Sandbox, number: int) -> str | None:
         """Several kinds of ordinary work, each with exactly one right result."""
-        kind = number % 4
+        kind = number % 5
         if kind == 0:
             said = await sandbox.python(
                 f"print(sum(i * i for i in range({number % 5000})))\nlen('done')"
@@ -172,6 +172,12 @@ class Campaign:
         elif kind == 2:
             said = await sandbox.python("import sys\nsys.stdin.read()[::-1]", stdin=f"in {number}")
             right = ("", repr(f"in {number}"[::-1]))
+        elif kind == 3:
+            async with await sandbox.session() as session:
+                await session.python(f"number = {number}")
+                async with await session.fork() as twin, await session.snapshot():
+                    said = await twin.python("number + 1")
+            right = ("", str(number + 1))
         else:
             assert self._steady is not None
             async with self._steady_lock:

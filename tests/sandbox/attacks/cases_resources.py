@@ -95,6 +95,50 @@ print("count", count)
         limits=_ENOUGH,
     ),
     Case(
+        "threads with small stacks, counted after the limit was raised",
+        1,
+        """
+import resource, threading, time
+for most in (500, resource.getrlimit(resource.RLIMIT_NPROC)[1]):
+    try:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    except (OSError, ValueError) as error:
+        print("refused", error)
+threading.stack_size(1 << 16)
+count = 0
+try:
+    while count < 500:
+        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
+        count += 1
+except (RuntimeError, MemoryError) as error:
+    print("stopped by", error)
+print("count", count)
+""",
+        every(ended("ok"), says("refused"), counted(32)),
+        limits=_ENOUGH,
+        bare=every(
+            ended("ok", "processes"), lacks("count 500")
+        ),  # one user's threads count together there
+    ),
+    Case(
+        "descriptors in flight",
+        1,
+        """
+import socket, time
+keep, count = [], 0
+try:
+    while count < 5000:
+        keep += socket.socketpair()
+        socket.send_fds(keep[-1], [b"x"], [0] * 100)
+        count += 100
+except OSError as error:
+    print("stopped by", error)
+print("count", count)
+time.sleep(2)
+""",
+        every(ended("ok"), counted(600)),
+    ),
+    Case(
         "jobs in bash",
         1,
         "for i in $(seq 300); do sleep 30 & done 2>/dev/null; echo count $(jobs -p | wc -l)",

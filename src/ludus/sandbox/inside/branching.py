@@ -88,17 +88,13 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def fork_session(namespaces: bool) -> tuple[int, int]:
-    """Fork this process: (pid, pidfd), and (0, -1) in the child, which keeps the random state too."""
+def fork_session(namespaces: bool) -> int:
+    """Fork this process: the pid, and 0 in the child, which keeps the random state too."""
     dice = random.getstate()
-    if namespaces:
-        pid, pidfd = kernel.fork_into(NAMESPACES)
-    else:
-        pid = os.fork()
-        pidfd = os.pidfd_open(pid) if pid else -1
+    pid = kernel.fork_into(NAMESPACES) if namespaces else os.fork()
     if pid == 0:
         random.setstate(dice)
-    return pid, pidfd
+    return pid
 
 
 def map_user(process: int | str, parent: int) -> None:

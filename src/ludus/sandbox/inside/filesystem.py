@@ -11,9 +11,10 @@ holds for whatever is mounted below it, also for what is mounted later in a fork
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ludus.sandbox.inside import kernel
 
@@ -38,6 +39,10 @@ _FILES = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 _BLOCK = 1 << 20
+
+
+class CannotCopy(Exception):
+    """A session's files are such that there is no copy of them: too deep, or larger than they look."""
 
 
 def build_root(shown: Sequence[str]) -> None:
@@ -102,7 +107,10 @@ def graft(copy_mb: int | None, shown: Sequence[str]) -> None:
     if copy_mb is not None:
         os.chdir(_BOX)  # the original's files, still reachable from here once the new ones lie above
         _mount_box(copy_mb)
-        _copy_tree(".", _BOX, {})
+        try:
+            _copy_tree(".", _BOX, {})
+        except OSError as error:
+            raise CannotCopy(f"its files cannot be copied: {error.strerror}") from error
         os.chdir("/")
         _bind_places(shown)
     mount_proc()
@@ -261,9 +269,28 @@ def _copy_entry(
     hard_links[key] = target
 
 
+def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file that take room, as (position, bytes): the holes of a sparse one stay holes."""
+    position = 0
+    while position < size:
+        try:
+            position = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return  # nothing but a hole is left
+            raise
+        end = os.lseek(fd, position, os.SEEK_HOLE)
+        while position < end:
+            count = min(_BLOCK, end - position)
+            yield position, count
+            position += count
+
+
 def _copy_content(source: str, target: str, status: os.stat_result) -> None:
     with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
-        while os.sendfile(writer.fileno(), reader.fileno(), None, _BLOCK):
-            pass
+        for position, count in _extents(reader.fileno(), status.st_size):
+            os.lseek(writer.fileno(), position, os.SEEK_SET)
+            os.sendfile(writer.fileno(), reader.fileno(), position, count)
+        os.ftruncate(writer.fileno(), status.st_size)  # what ends in a hole ends where it did
         os.fchmod(writer.fileno(), stat.S_IMODE(status.st_mode))
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))

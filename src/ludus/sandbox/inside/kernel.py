@@ -18,7 +18,7 @@ MNT_DETACH = 2
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-CLONE_PIDFD, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x00001000, 0x00200000, 0x01000000
+_TID_FLAGS = 0x00200000 | 0x01000000  # CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_GET_TID_ADDRESS = 36, 38, 40
@@ -132,28 +132,28 @@ def thread_id_address() -> int:
     return address.value if _libc.prctl(ctypes.c_int(PR_GET_TID_ADDRESS), *words) == 0 else 0
 
 
-def fork_into(namespaces: int) -> tuple[int, int]:
-    """Fork, the child in new `namespaces`: (its pid, a pidfd of it), and (0, -1) in the child.
+def clone_flags(namespaces: int) -> int:
+    """The flags that `fork_into` gives to `clone`: the only ones with namespaces that a session may use."""
+    return namespaces | signal.SIGCHLD | (_TID_FLAGS if thread_id_address() else 0)
+
+
+def fork_into(namespaces: int) -> int:
+    """Fork, the child in new `namespaces`: its pid, and 0 in the child.
 
     What `os.fork` does around the system call is done here too, so that Python's own state and that of the
     modules that registered for it is right in the child.
     """
     assert _CLONE is not None
-    pidfd = ctypes.c_int(-1)
-    flags = namespaces | CLONE_PIDFD | signal.SIGCHLD
     tid = thread_id_address()
-    if tid:
-        flags |= CLONE_CHILD_SETTID | CLONE_CHILD_CLEARTID
-    fd_at = ctypes.addressof(pidfd)
     last = (tid, 0) if MACHINE == "x86_64" else (0, tid)  # the two machines differ in their order
     ctypes.pythonapi.PyOS_BeforeFork()
     try:
-        pid = syscall(_CLONE, flags, 0, fd_at, *last)
+        pid = syscall(_CLONE, clone_flags(namespaces), 0, 0, *last)
     except OSError:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
         raise
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
-        return 0, -1
+        return 0
     ctypes.pythonapi.PyOS_AfterFork_Parent()
-    return pid, pidfd.value
+    return pid

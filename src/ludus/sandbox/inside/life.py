@@ -19,10 +19,12 @@ from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY, RESERVE, Interpreter
 from ludus.sandbox.inside.orphans import Orphans
 
 _CONTROL = 3
-_FAMILY = 16
+FAMILY = 16
 """How many times the processes of one session its whole family of forks may have."""
 _CROWD = 4
 """How many times its processes a session may have for a moment, where all sessions are the same user."""
+_SIGNALS = 256
+"""Signals and timers that may wait; the kernel counts those of all sessions together against the worker's."""
 _MOST_READ = frames.MOST_BODY
 
 
@@ -38,7 +40,9 @@ class Plan:
     folder: str
     """Without namespaces: where sessions have their folders."""
     uid: int | None
-    """Without namespaces, as root: the first of the user ids that sessions get."""
+    """As root: the first of the user ids that sessions get."""
+    users: int = 1
+    """How many users there are for sessions, from 0 on; with one alone, all sessions are that user."""
     base_bytes: int = 0
     """Address space that the warm interpreter takes itself."""
 
@@ -64,12 +68,15 @@ class Places:
     folder: str | None = None
 
 
-def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> None:
-    """Everything from the fork to the end of the session; does not return."""
+def live(control: int, plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) -> None:
+    """Everything from the fork to the end of the session; does not return.
+
+    `name`: of its folder, where it has one. `user`: who it is among the users for sessions.
+    """
     code = 1
     try:
         link = _only_link(control)
-        places = isolate(plan, bounds, number, one_shot)
+        places = isolate(plan, bounds, name, user, one_shot)
         frames.send(link, {"state": "ready"})
         _serve(link, plan, bounds, places, one_shot)
         code = 0
@@ -85,23 +92,26 @@ def live(control: int, plan: Plan, bounds: Bounds, number: int, one_shot: bool) 
         os._exit(code)
 
 
-def isolate(plan: Plan, bounds: Bounds, number: int, one_shot: bool) -> Places:
+def isolate(plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) -> Places:
     """Give up, layer by layer, everything that model-written code must not have."""
     if plan.namespaces:
-        branching.map_user("self", 0)
+        branching.map_user("self", user)
+        if user:  # and nobody else in any respect
+            os.setresgid(branching.AGENT, branching.AGENT, branching.AGENT)
+            os.setresuid(branching.AGENT, branching.AGENT, branching.AGENT)
         filesystem.enter_box(bounds.disk_mb, plan.shown)
         places = Places(filesystem.HOME, filesystem.STATE)
         writable: tuple[str, ...] = (filesystem.ABOVE,)
         readable: tuple[str, ...] = ("/",)
     else:
-        places = _own_folder(plan, number)
+        places = _own_folder(plan, name, user)
         # its forks need /proc too; environments and memory of others stay closed to it there
         writable, readable = (os.path.dirname(str(places.folder)),), (*plan.shown, "/proc")
     os.environ.update(HOME=places.home, PWD=places.home, TMPDIR=_temporary(plan, places))
     os.setsid()
     _limit(plan, bounds, one_shot)
     if not plan.namespaces and plan.uid is not None:
-        _become(plan.uid + number)
+        _become(plan.uid + user)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -136,14 +146,14 @@ def _only_link(control: int) -> socket.socket:
     return socket.socket(fileno=_CONTROL)
 
 
-def _own_folder(plan: Plan, number: int) -> Places:
+def _own_folder(plan: Plan, name: str, user: int) -> Places:
     """Without namespaces: a folder of its own, beside which its forks will have theirs."""
-    family = f"{plan.folder}/{number}-{os.getpid()}"
+    family = f"{plan.folder}/{name}-{os.getpid()}"
     home = f"{family}/0"
     for path in (family, home, f"{home}/home", f"{home}/tmp", f"{home}/state"):
         os.mkdir(path, 0o700)
         if plan.uid is not None:
-            os.chown(path, plan.uid + number, plan.uid + number)
+            os.chown(path, plan.uid + user, plan.uid + user)
     os.chdir(f"{home}/home")
     return Places(f"{home}/home", f"{home}/state", home)
 
@@ -161,9 +171,14 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_CPU: cpu,
         resource.RLIMIT_MEMLOCK: mega,
+        resource.RLIMIT_SIGPENDING: _SIGNALS,
     }
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
+        if kind == resource.RLIMIT_NOFILE and hard != resource.RLIM_INFINITY:
+            # It bounds descriptors in flight too, of which our own user may have as many as we may open files:
+            # what one session can take must leave us some.
+            value = min(value, max(hard // 2, 16))
         if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
             value = hard
         resource.setrlimit(kind, (value, value))
@@ -175,7 +190,7 @@ def _limit(plan: Plan, bounds: Bounds, one_shot: bool) -> None:
         # The kernel counts all that the user runs, and a fork bomb beside us must not take our share before it
         # is ended: here the watch alone holds each session to its own.
         most = _user_processes() + _CROWD * bounds.processes
-    resource.setrlimit(resource.RLIMIT_NPROC, _within((most, most * _FAMILY), resource.RLIMIT_NPROC))
+    resource.setrlimit(resource.RLIMIT_NPROC, _within((most, most * FAMILY), resource.RLIMIT_NPROC))
 
 
 def _within(limits: tuple[int, int], kind: int) -> tuple[int, int]:
@@ -217,14 +232,9 @@ def _own_pid(plan: Plan) -> int | None:
 @functools.cache
 def call_filter(plan: Plan, own_pid: int | None = None) -> bytes:
     """The system calls that a session may make. Mostly the same for all, and then made before the fork."""
-    flags = 0
-    if plan.namespaces:
-        flags = branching.NAMESPACES | kernel.CLONE_PIDFD | signal.SIGCHLD
-        if kernel.thread_id_address():
-            flags |= kernel.CLONE_CHILD_SETTID | kernel.CLONE_CHILD_CLEARTID
     code = seccomp.program(
         network=plan.network,
-        branching=flags,
+        branching=kernel.clone_flags(branching.NAMESPACES) if plan.namespaces else 0,
         own_pid=own_pid,
         keep_modes=_shares_user(plan),
         sees_others=not plan.namespaces,
@@ -323,23 +333,19 @@ def _branch(
         frames.close_all(fds)
         frames.send(link, {"refused": reason})
         return link
-    few, many = resource.getrlimit(resource.RLIMIT_NPROC)
     try:
-        resource.setrlimit(resource.RLIMIT_NPROC, (many, many))  # forks count in the original's user too
-        pid, pidfd = branching.fork_session(plan.namespaces)
+        pid = branching.fork_session(plan.namespaces)
     except OSError as error:
         frames.close_all(fds)
         deep = error.errno in (errno.ENOSPC, errno.EUSERS)
         reason = "it has been forked as deep as the kernel allows" if deep else error.strerror
         frames.send(link, {"refused": str(reason)})
         return link
-    finally:
-        resource.setrlimit(resource.RLIMIT_NPROC, (few, many))
     if pid:
         frames.close_all(fds)
         forks.add(pid)
-        frames.send(link, {"forked": pid}, fds=(pidfd,))
-        os.close(pidfd)
+        # The number alone: a pidfd would count among the descriptors in flight of a user who may be others too.
+        frames.send(link, {"forked": pid})
         return link
     forks.clear()
     return _awake(link, fds[0], plan, places)

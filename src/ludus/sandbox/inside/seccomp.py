@@ -63,13 +63,14 @@ _ATTRIBUTES = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 _CLONE, _CLONE3, _PRCTL = (56, 220), (435, 435), (157, 167)
+_PRLIMIT, _SETRLIMIT, _RLIMIT_NPROC = (302, 261), (160, 164), 6
 _SIGNALLING = {
     "kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
 # what can be done to any process of the same user; 0 as first argument means oneself
 _PRIORITIES = {
-    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274),
 }  # fmt: skip
 _PRIORITIES_OTHERWISE = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
@@ -134,6 +135,21 @@ def program(
         code += _argument_rule(numbers[column], _only(own_pid or 0))
     for numbers in _PRIORITIES.values() if sees_others else ():
         code += _argument_rule(numbers[column], _only(0))
+    # The hard limit on processes is that of a whole family of forks; the warm interpreter raises it for them.
+    code += _argument_rule(_SETRLIMIT[column], _when(_EQUAL, _RLIMIT_NPROC, _REFUSED))
+    code += _argument_rule(
+        _PRLIMIT[column],
+        [
+            *(_only(0) if sees_others else ()),
+            (_LOAD, 0, 0, _ARGUMENT + 8),
+            (_EQUAL, 1, 0, _RLIMIT_NPROC),
+            (_RETURN, 0, 0, _ALLOW),
+            (_LOAD, 0, 0, _ARGUMENT + 16),  # where the new limit lies; nowhere when it is only read
+            *_only(0),
+            (_LOAD, 0, 0, _ARGUMENT + 20),
+            *_only(0),
+        ],
+    )
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 

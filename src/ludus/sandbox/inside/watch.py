@@ -15,7 +15,7 @@ def tree(pid: int, without: set[int] | None = None) -> list[int]:
     """`pid` and everything below it. The first process of a session adopts its orphans, so nothing hides."""
     found, place = [pid], 0
     while place < len(found):
-        found += [child for child in _children(found[place]) if not without or child not in without]
+        found += [child for child in children(found[place]) if not without or child not in without]
         place += 1
     return found
 
@@ -26,7 +26,7 @@ def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> 
     `others` are the first processes of sessions, which count for themselves.
     """
     family = tree(pid, others)
-    if len(family) > most_processes + 1:
+    if sum(map(_threads, family)) > most_processes + 1:
         return "processes"
     if len(family) == 1:
         return None  # one process is held by the kernel itself
@@ -69,13 +69,21 @@ def _send(pid: int, which: signal.Signals) -> None:
         os.kill(pid, which)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """The processes that `pid` or one of its threads has started, or adopted."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 found += [int(child) for child in file.read().split()]
     return found
+
+
+def _threads(pid: int) -> int:
+    """How many threads a process has; counted by the links of the folder that they are in."""
+    with contextlib.suppress(OSError):
+        return max(1, os.stat(f"/proc/{pid}/task").st_nlink - 2)
+    return 1
 
 
 def _is_dead(pid: int) -> bool:
@@ -86,13 +94,13 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-def namespace_depth(pid: int) -> int:
-    """How many pid namespaces lie around a process."""
+def namespace_pids(pid: int) -> list[int]:
+    """The numbers of a process in the pid namespaces around it, ours first, its own last."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("NSpid:"):
-                return len(line.split())
-    return 0
+                return [int(number) for number in line.split()[1:]]
+    return []
 
 
 def _resident(pid: int) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -18,7 +19,7 @@ import time
 from typing import Any
 
 from ludus.sandbox.inside import branching, filesystem, frames, kernel, landlock, watch
-from ludus.sandbox.inside.life import Bounds, Plan, call_filter, live
+from ludus.sandbox.inside.life import FAMILY, Bounds, Plan, call_filter, live
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _OFTEN_SECONDS = 0.1
@@ -74,6 +75,10 @@ def _enter_namespaces(link: socket.socket, network: bool, shown: list[str]) -> N
     kinds = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
     kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (0 if network else kernel.CLONE_NEWNET)
     has_root = _built_as_root(shown)
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # as root: sessions are bounded each, not all together
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     kernel.unshare(kinds)
     frames.send(link, {"event": "unshared"})
     frames.receive(link)  # the host has written which users there are
@@ -131,8 +136,15 @@ def _plan(order: dict[str, Any]) -> Plan:
         shown=tuple(order["shown"]),
         folder=order["folder"],
         uid=order["uid"],
+        users=_users() if order["namespaces"] else order["users"],
         base_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def _users() -> int:
+    """How many users the host has given to our namespace."""
+    with open("/proc/self/uid_map") as file:
+        return int(file.read().split()[2])
 
 
 class Zygote:
@@ -153,6 +165,11 @@ class Zygote:
         """Number by pidfd of the sessions that another session forked: they are not our children."""
         self._pidfds: dict[int, int] = {}
         """And back: they are signalled by descriptor, because their pid may be another's by now."""
+        self._users: dict[int, int] = {}
+        """Which of the users for sessions a session is, by number; its forks are that user too."""
+        self._taken: set[int] = set()
+        """The users that living sessions are."""
+        self._last_user = int.from_bytes(os.urandom(4)) % max(plan.users - 1, 1)
         self._poll = select.poll()
         self._bounds: dict[int, Bounds] = {}
         """The limits of each session, by number."""
@@ -213,7 +230,9 @@ class Zygote:
         if operation == "spawn":
             self._spawn(number, fds[0], Bounds(**header["bounds"]), header["one_shot"])
         elif operation == "adopt":
-            self._adopt(number, fds.pop(), header)
+            self._adopt(number, header)
+        elif operation == "widen":
+            self._widen(number, header["wide"])
         elif operation == "signal":
             self._signal(number, header["signal"])
         elif operation == "kill":
@@ -225,55 +244,112 @@ class Zygote:
         frames.close_all(fds)
 
     def _spawn(self, number: int, control: int, bounds: Bounds, one_shot: bool) -> None:
+        user = self._free_user()
         try:
-            if self._plan.namespaces:
-                pid, pidfd = kernel.fork_into(branching.NAMESPACES)
-            else:
-                pid, pidfd = os.fork(), -1
+            pid = self._forked(user)
         except OSError as error:
             self._tell({"event": "failed", "id": number, "error": f"fork: {error.strerror}"})
             return
         if pid == 0:
-            live(control, self._plan, bounds, number, one_shot)
-        if pidfd >= 0:
-            os.close(pidfd)
+            live(control, self._plan, bounds, str(number), user, one_shot)
+        self._users[number] = user
+        self._taken.add(user)
         self._sessions[number], self._numbers[pid] = pid, number
         self._bounds[number] = bounds
 
-    def _adopt(self, number: int, pidfd: int, header: dict[str, Any]) -> None:
+    def _forked(self, user: int) -> int:
+        """Fork, as `user` of those for sessions; the pid, and 0 in the child."""
+        if not self._plan.namespaces:
+            return os.fork()
+        if not user:
+            return kernel.fork_into(branching.NAMESPACES)
+        # Who makes a user namespace may say that he is somebody in it; so we are that user for a moment.
+        os.setresgid(user, user, 0)
+        os.setresuid(user, user, 0)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its files under /proc would not be its own
+        pid = -1
+        try:
+            pid = kernel.fork_into(branching.NAMESPACES)
+        finally:
+            if pid:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
+                kernel.prctl(
+                    kernel.PR_SET_PDEATHSIG, signal.SIGKILL
+                )  # forgotten at every change of user
+        return pid
+
+    def _free_user(self) -> int:
+        """A user that no living session is, as long as there is one; 0 where there is one user alone."""
+        others = self._plan.users - 1
+        for _ in range(min(others, len(self._taken) + 1)):
+            self._last_user = self._last_user % others + 1
+            if self._last_user not in self._taken:
+                break
+        return self._last_user if others else 0
+
+    def _widen(self, number: int, wide: bool) -> None:
+        """Let a session that is about to be forked have its forks' processes too: they count in its user.
+
+        It cannot do so itself, or its code could as well. Its forks are held to one session's share again.
+        """
+        if number in self._sessions:
+            with contextlib.suppress(OSError):
+                pid = self._sessions[number]
+                _, family = resource.prlimit(pid, resource.RLIMIT_NPROC)
+                own = min(max(family // FAMILY, self._bounds[number].processes), family)
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (family if wide else own, family))
+        if wide:
+            self._tell({"event": "widened", "id": number})
+
+    def _adopt(self, number: int, header: dict[str, Any]) -> None:
         """Look after a session that another one forked, and give it files of its own.
 
-        The descriptor comes from the session, which may be hostile: what is behind it must be its child.
+        Its pid comes from the session, which may be hostile: it must be that of its child.
         """
-        pid = _pid_of(pidfd)
-        if (
-            pid is None
-            or pid in self._numbers
-            or not self._is_fork(pid, self._sessions.get(header["parent"]))
-        ):
-            os.close(pidfd)
+        parent = self._sessions.get(header["parent"])
+        found = None if parent is None else self._fork_of(parent, header["pid"])
+        if parent is None or found is None:
             self._tell({"event": "failed", "id": number, "error": "what it forked is not its child"})
             return
+        pid, pidfd = found
         self._forks[pidfd], self._pidfds[number] = number, pidfd
         self._poll.register(pidfd, select.POLLIN)
         self._sessions[number], self._numbers[pid] = pid, number
         self._bounds[number] = self._bounds[header["parent"]]
+        self._widen(number, False)
         if not self._plan.namespaces:
             self._tell({"event": "adopted", "id": number, "good": True})  # it copies its folder itself
             return
         said, says = os.pipe()
-        helper = os.fork()
+        try:
+            helper = os.fork()
+        except OSError as error:
+            frames.close_all([said, says])
+            self._tell(
+                {"event": "adopted", "id": number, "good": False, "ours": f"fork: {error.strerror}"}
+            )
+            return
         if not helper:
             copy_mb = header["disk_mb"] if header["copy"] else None
-            _graft(pid, pidfd, self._sessions[header["parent"]], copy_mb, self._plan.shown, says)
+            _graft(pid, pidfd, parent, copy_mb, self._plan.shown, says)
         os.close(says)
         self._grafts[helper] = (number, said)
 
-    def _is_fork(self, pid: int, parent: int | None) -> bool:
-        if parent is None or pid not in watch.tree(parent)[1:]:
-            return False
-        deeper = watch.namespace_depth(pid) - watch.namespace_depth(parent)
-        return deeper == (1 if self._plan.namespaces else 0)
+    def _fork_of(self, parent: int, claimed: int) -> tuple[int, int] | None:
+        """Pid and pidfd of the child that `parent` calls `claimed`, if it is a fork of the right kind."""
+        deeper = 1 if self._plan.namespaces else 0
+        depth = len(watch.namespace_pids(parent)) + deeper
+        for child in watch.children(parent):
+            numbers = watch.namespace_pids(child)
+            if child in self._numbers or len(numbers) != depth or numbers[-1 - deeper] != claimed:
+                continue
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(child)
+                if child in watch.children(parent):  # and not another that has its number by now
+                    return child, pidfd
+                os.close(pidfd)
+        return None
 
     def _fork_ended(self, pidfd: int) -> None:
         number = self._forks.pop(pidfd)
@@ -311,10 +387,12 @@ class Zygote:
                 return
             if pid in self._grafts:
                 number, said = self._grafts.pop(pid)
-                problem = os.read(said, 500).decode(errors="replace")
+                whose, _, problem = os.read(said, 500).decode(errors="replace").partition(":")
                 os.close(said)
-                good = status == 0 and not problem
-                self._tell({"event": "adopted", "id": number, "good": good, "problem": problem})
+                good = status == 0 and not whose
+                whose = whose or "ours"
+                told = {} if good else {whose: problem or f"its helper ended with status {status}"}
+                self._tell({"event": "adopted", "id": number, "good": good, **told})
             elif pid in self._removals:
                 self._removals.discard(pid)
             elif pid in self._numbers:
@@ -323,6 +401,7 @@ class Zygote:
     def _ended(self, pid: int, status: int | None, cpu: float, peak_kb: int) -> None:
         number = self._numbers.pop(pid)
         del self._sessions[number], self._bounds[number]
+        self._taken.discard(self._users.pop(number, 0))
         self._watched.discard(number)
         if not self._plan.namespaces:
             # what it had started and left is ours now, as we adopt orphans
@@ -383,6 +462,8 @@ def _graft(
     code = 1
     try:
         kernel.setns(os.pidfd_open(stem), kernel.CLONE_NEWUSER)
+        os.setresgid(branching.AGENT, branching.AGENT, branching.AGENT)
+        os.setresuid(branching.AGENT, branching.AGENT, branching.AGENT)
         branching.map_user(pid, branching.AGENT)
         kernel.setns(pidfd, kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
         inner = os.fork()  # only a child is in the pid namespace, whose processes its /proc shall show
@@ -391,14 +472,9 @@ def _graft(
         else:
             filesystem.graft(copy_mb, shown)
             code = 0
+    except filesystem.CannotCopy as error:  # what the session's code has made is not to be copied
+        os.write(says, f"refused:{error}".encode()[:500])
     except BaseException as error:  # noqa: BLE001 - told to whoever asked for the fork
-        os.write(says, f"{type(error).__name__}: {error}".encode()[:500])
+        os.write(says, f"ours:{type(error).__name__}: {error}".encode()[:500])
     finally:
         os._exit(code)
-
-
-def _pid_of(pidfd: int) -> int | None:
-    """The pid behind a pidfd, as numbered here; None when it is no pidfd, or its process is not here."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        pids = [int(line.split()[1]) for line in file if line.startswith("Pid:")]
-    return pids[0] if pids and pids[0] > 0 else None

@@ -1,0 +1,164 @@
+"""What one session does to the kernel's counts, to our protocol and to itself, and what others notice of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from attacks.case import INTERNALS
+
+from ludus.sandbox import CannotFork, Limits, Sandbox, SandboxConfig, SandboxError
+from ludus.sandbox.worker import Worker
+
+on_sandbox = pytest.mark.asyncio(loop_scope="module")
+IN_FLIGHT = """
+import socket
+keep, count = [], 0
+try:
+    while True:
+        one, other = socket.socketpair()
+        keep += [one, other]
+        socket.send_fds(one, [b"x"], [0] * 100)
+        count += 100
+except OSError as error:
+    print(count, error.strerror)
+"""
+SPARSE = "for name in 'abcd':\n    file = open(name, 'wb'); file.truncate(60 << 20); file.close()\n"
+DEEP = """
+import os
+folder = os.open(".", os.O_RDONLY)
+for _ in range(30):
+    os.mkdir("d" * 200, dir_fd=folder)
+    folder, above = os.open("d" * 200, os.O_RDONLY, dir_fd=folder), folder
+    os.close(above)
+os.close(folder)
+"""
+THREADS = """
+import ctypes, resource, threading
+try:
+    resource.setrlimit(resource.RLIMIT_NPROC, (resource.getrlimit(resource.RLIMIT_NPROC)[1],) * 2)
+except (ValueError, OSError):
+    pass
+threading.stack_size(1 << 16)
+done, started = threading.Event(), 0
+try:
+    for _ in range(300):
+        threading.Thread(target=done.wait, daemon=True).start()
+        started += 1
+except RuntimeError:
+    pass
+done.set()
+print("threads", started)
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def box() -> AsyncIterator[Sandbox]:
+    async with Sandbox(SandboxConfig(workers=1)) as box:
+        yield box
+
+
+@on_sandbox
+async def test_descriptors_in_flight_in_one_session_do_not_keep_others_from_forking(
+    box: Sandbox,
+) -> None:
+    async with await box.session() as hostile, await box.session() as neighbour:
+        full = await hostile.python(IN_FLIGHT)
+        assert full.ok and int(full.stdout.split()[0]) >= 200, full.text()
+        await neighbour.python("x = 1")
+        async with (
+            await neighbour.fork() as twin,
+            await neighbour.snapshot() as before,
+            await before.restore() as again,
+        ):
+            for session in (neighbour, twin, again):
+                assert (await session.python("x")).value == "1"
+
+
+@on_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user is one user in the kernel")
+async def test_each_session_is_a_user_of_its_own(box: Sandbox) -> None:
+    async with await box.session() as one, await box.session() as other:
+        outside = [
+            (await session.python("open('/proc/self/uid_map').read().split()[1]")).value
+            for session in (one, other)
+        ]
+        assert outside[0] != outside[1]
+        assert (await one.python("import os; os.getresuid(), os.getresgid()")).value == str(
+            ((1000,) * 3, (1000,) * 3)
+        )
+        full = await one.python(IN_FLIGHT)
+        same = await other.python(IN_FLIGHT)
+        assert int(same.stdout.split()[0]) >= int(full.stdout.split()[0]) > 0, same.text()
+
+
+@on_sandbox
+@pytest.mark.parametrize("use", ["fork", "snapshot"])
+async def test_a_refused_fork_leaves_the_session_as_it_was(box: Sandbox, use: str) -> None:
+    async with await box.session() as session:
+        await session.python(f"{DEEP}\nx = 41")
+        with pytest.raises(CannotFork, match="File name too long"):
+            await getattr(session, use)()
+        assert (await session.python("x + 1")).value == "42"
+        limit = "import resource; resource.getrlimit(resource.RLIMIT_NPROC)[0]"
+        assert (await session.python(limit)).value == str(session.limits.processes)
+        await session.shell("rm -rf d*")
+        made = await getattr(session, use)()
+        assert (await session.python("x")).value == "41"
+        await made.close()
+
+
+@on_sandbox
+async def test_sparse_files_are_copied_as_sparse_files(box: Sandbox) -> None:
+    async with await box.session() as session:
+        await session.python(
+            SPARSE + "file = open('a', 'r+b'); file.seek(5 << 20); file.write(b'here'); file.close()"
+        )
+        async with await session.fork() as twin:
+            said = await twin.python(
+                "import os\nfile = open('a', 'rb'); file.seek(5 << 20)\n"
+                "file.read(5), os.path.getsize('a'), os.path.getsize('d'), os.stat('a').st_blocks < 100"
+            )
+            assert said.value == str((b"here\0", 60 << 20, 60 << 20, True)), said.text()
+
+
+@on_sandbox
+async def test_a_fork_that_fails_by_our_fault_is_ours_and_harms_nobody(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopt = Worker.adopt
+
+    def far_too_small(worker: Worker, pid: int, parent: int, limits: Limits, *, copy: bool) -> object:
+        return adopt(worker, pid, parent, limits.model_copy(update={"disk_mb": -1}), copy=copy)
+
+    async with await box.session() as session:
+        await session.python("x = 1")
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "adopt", far_too_small)  # a tmpfs that the kernel refuses to mount
+            with pytest.raises(SandboxError, match="could not be completed"):
+                await session.snapshot()
+        assert (await session.python("x")).value == "1"
+
+
+@on_sandbox
+@pytest.mark.parametrize("status", ["2**70", "-1", "2**40", "True", "'0'", "float('nan')"])
+async def test_a_forged_status_of_a_fork_is_a_result(box: Sandbox, status: str) -> None:
+    async with await box.session() as session:
+        forged = f"{INTERNALS}\ninside['branching'].status_of = lambda *_: {status}"
+        assert (await session.python(forged)).ok
+        async with await session.fork() as twin:
+            ended = await twin.python("import os; os._exit(3)")
+            assert ended.lost and not ended.ok
+
+
+@on_sandbox
+async def test_threads_count_as_processes(box: Sandbox) -> None:
+    limits = Limits(processes=32)
+    said = await box.python(THREADS, limits=limits)
+    assert "threads" in said.stdout and int(said.stdout.split()[1]) < 32, said.text()
+    async with await box.session(limits=limits) as session, await session.fork() as twin:
+        for one in (session, twin):
+            said = await one.python(THREADS)
+            assert "threads" in said.stdout and int(said.stdout.split()[1]) < 32, said.text()
