@@ -386,3 +386,45 @@ def test_unknown_formats_are_named():
         load_format("hermez")
     with pytest.raises(ConfigError, match="subclass of ActionFormat"):
         load_format("collections:OrderedDict")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "fenced"])
+def test_an_answer_may_stand_in_a_tag(name):
+    """Agent-R1: `<think>`, calls, and a final `<answer>`; what is compared is what stands in it."""
+    format = load_format(name)
+    for text, answer in (
+        ("<answer>Paris</answer>", "Paris"),
+        ("<think>\nit is <answer>Rome</answer>?\n</think>\n\nSo: <answer> Paris </answer>", "Paris"),
+        ("<answer>Rome</answer> no: <answer>Paris</answer>.", "Paris"),
+        ("Paris", "Paris"),
+        ("an open <answer> Paris", "an open <answer> Paris"),
+        ("</answer> Paris <answer>", "</answer> Paris <answer>"),
+        ("<answer></answer>", ""),
+    ):
+        assert (format.parse(text).answer, format.parse(text).calls) == (answer, ())
+    assert load_format(name, answer=None).parse("<answer>4</answer>").answer == "<answer>4</answer>"
+    assert load_format(name, answer="solution").parse("<solution>4</solution>").answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("tags", "text", "name", "argument"),
+    [
+        ({"search": "search.query"}, "<think>I ask. <search>who?</search>", "search", "who?"),
+        ({"code": "python.code"}, "<think>\n<code>\n```python\n1+1\n```\n</code>", "python", "1+1"),
+        ({"code": "python.code"}, "and now <code>\nprint(1)\n</code>", "python", "print(1)"),
+    ],
+)
+def test_inline_calls_are_read_inside_a_thought(tags, text, name, argument):
+    [call] = load_format("tags", tags=tags).inlined().parse(text).calls
+    assert (call.name, list(call.arguments.values()), call.fault) == (name, [argument], None)
+    [refused] = load_format("tags", tags=tags).parse(f"<think>{text}").calls
+    assert "not finished" in refused.problem, "in a chat, a thought is closed before a call"
+
+
+def test_inline_answers_leave_the_thought_out():
+    for name in ("hermes", "fenced"):
+        format = load_format(name).inlined()
+        assert format.parse("and so it is 5.\n</think>\n\nIt is 5.").answer == "It is 5."
+        assert "not finished" in format.parse("<think>\nhm").calls[0].problem
+    tags = load_format("tags").inlined()
+    assert tags.parse("so.\n</think><answer>5</answer>").answer == "5"

@@ -125,6 +125,110 @@ def test_a_lossy_tokenizer_changes_no_action(template, script, said):
     assert renderer.end_of_turn not in step.tokens[:1]
 
 
+FRAMES = {
+    "tags": ("\n<result>\n", "\n</result>\n"),
+    "hermes": ("\n<tool_response>\n", "\n</tool_response>\n"),
+    "fenced": ("\n<output>\n", "\n</output>\n"),
+}
+INLINE_CALLS = {
+    "tags": "<python>\n{}\n</python>",
+    "hermes": '<tool_call>\n{{"name": "python", "arguments": {{"code": "{}"}}}}\n</tool_call>',
+    "fenced": "\n```python\n{}\n```\n",
+}
+CODE = st.text("abc 1+", min_size=1, max_size=8).map(str.strip).filter(bool)
+
+
+@cache
+def inline_renderer(kind, template: str, format: str) -> Renderer:
+    return Renderer(kind(template), load_format(format), "keep", "inline")
+
+
+@pytest.mark.parametrize("kind", [TemplatedBytes, hf_tokenizer])
+@pytest.mark.parametrize("format", sorted(FRAMES))
+@pytest.mark.parametrize("template", [*sorted(PRESERVING), *sorted(REWRITING)])
+@settings(max_examples=10)
+@given(script=st.lists(st.tuples(WORDS, CODE, WORDS), min_size=1, max_size=3), last=WORDS)
+def test_inline_results_stand_raw_in_the_turn_that_called(kind, template, format, script, last):
+    """The whole text is the prompt, and then words and results in turn, with nothing between them."""
+    renderer = inline_renderer(kind, template, format)
+    tokenizer = renderer.tokenizer
+    opening = [Message("user", "Why?")]
+    sequence = TokenSequence([Segment(SegmentKind.PROMPT, renderer.prompt(opening, [LOOKUP]))])
+    conversation, expected = list(opening), tokenizer.decode(sequence.tokens)
+    thought = "" if renderer.abilities.opens_thinking else "<think>"
+    for number, (said, code, result) in enumerate(script):
+        text = (thought if number == 0 else "") + said + INLINE_CALLS[format].format(code)
+        sampled = tokenizer.encode(text)
+        completion = Completion(sampled, [0.0] * len(sampled), FinishReason.STOP_STRING)
+        read = renderer.text_of(completion, goes_on=number > 0)
+        parsed = renderer.format.parse(read)
+        assert [call.arguments for call in parsed.calls] == [{"code": code}], "inside the open thought"
+        message = renderer.format.render_result(parsed.calls[0], ToolResult(result))
+        sequence.segments.append(Segment(SegmentKind.ACTION, sampled, completion.logprobs))
+        conversation.append(Message("assistant", read, parsed.calls))
+        step = renderer.next_context(sequence, conversation, [message], [LOOKUP])
+        assert step.goes_on and not step.restart
+        conversation.append(message)
+        sequence.segments.append(Segment(SegmentKind.OBSERVATION, step.tokens))
+        ours = {tokenizer.controls.get(mark.strip()) for mark in FRAMES[format]}
+        assert {t for t in step.tokens if t in tokenizer.controls.values()} <= ours
+        expected += tokenizer.decode(sampled) + FRAMES[format][0] + result + FRAMES[format][1]
+    assert tokenizer.decode(sequence.tokens) == expected
+    # a message of the user's closes the turn, as it does in a chat
+    chat = make_renderer(kind, template, format)
+    words = tokenizer.encode(last)
+    after = [*sequence.segments, Segment(SegmentKind.ACTION, words, [0.0] * len(words))]
+    step = renderer.next_context(TokenSequence(after), conversation, [Message("user", "x")], [])
+    assert not step.goes_on and step.tokens == chat.observation(words, [Message("user", "x")])
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "r1"])
+@given(said=st.lists(st.integers(0, 255), max_size=12), result=WORDS)
+def test_inline_actions_stay_as_sampled_with_a_lossy_tokenizer(template, said, result):
+    renderer = inline_renderer(LossyBytes, template, "tags")
+    prompt = renderer.prompt([Message("user", "Why  ME")], [LOOKUP])
+    sampled = [*said, *b"<python>1</python>"]
+    sequence = TokenSequence(
+        [
+            Segment(SegmentKind.PROMPT, list(prompt)),
+            Segment(SegmentKind.ACTION, list(sampled), [0.0] * len(sampled)),
+        ]
+    )
+    step = renderer.next_context(sequence, [], [Message("tool", result)], [LOOKUP])
+    assert step.goes_on and sequence.tokens == [*prompt, *sampled]
+    framed = [*b"\n<result>\n", *renderer.tokenizer.encode_text(result), *b"\n</result>\n"]
+    assert step.tokens == framed
+
+
+class TestInline:
+    renderer = Renderer(ByteTokenizer(), load_format("tags", result="information"), turns="inline")
+    end = 257  # <|im_end|>
+
+    def test_a_turn_that_the_model_closed_is_closed(self):
+        """Nothing raw follows an end-of-turn token: the result is a message, as in a chat."""
+        chat = Renderer(ByteTokenizer(), load_format("tags", result="information"))
+        result = [Message("tool", "x")]
+        assert self.renderer.observation([104, self.end], result) == chat.observation(
+            [104, self.end], result
+        )
+
+    def test_a_user_who_speaks_after_a_result_closes_the_turn(self):
+        tokens = self.renderer.observation([104], [Message("tool", "x"), Message("user", "y")])
+        assert self.renderer.tokenizer.decode(tokens) == (
+            "\n<information>\nx\n</information>\n<|im_end|>\n"
+            "<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_what_cannot_be_inline_is_refused(self):
+        for name in ("llama3", "react", "plain"):
+            with pytest.raises(ConfigError, match="choose tags, hermes or fenced"):
+                Renderer(ByteTokenizer(), load_format(name), turns="inline")
+        with pytest.raises(ConfigError, match="history='keep'"):
+            Renderer(ByteTokenizer(), load_format("tags"), "split", "inline")
+        with pytest.raises(ConfigError, match="'chat' or 'inline'"):
+            Renderer(ByteTokenizer(), load_format("tags"), turns="online")
+
+
 class TestEndOfTurn:
     renderer = Renderer(ByteTokenizer(), load_format("hermes"))
     end = 257  # <|im_end|>

@@ -554,3 +554,39 @@ def test_rewards_that_remember_go_on_where_they_were(tmp_path: Path) -> None:
         for name in ("whole", "cut")
     ]
     assert states[0] == states[1] != "{}"
+
+
+def test_a_model_learns_to_call_inside_its_turn(tmp_path: Path) -> None:
+    """Inline turns, from the expert's demonstrations to a step of RL: raw results, masked, exact."""
+
+    @ludus.tool
+    async def look(word: str) -> str:
+        """Look a word up."""
+        return word.strip() * 2
+
+    def looking(task: ludus.Task) -> Any:
+        found = yield ludus.ToolCall("look", {"word": "ab"})
+        yield found
+
+    tables = settings(tmp_path / "run", rl={"steps": 1}, agent={"format": "tags", "turns": "inline"})
+    tables["budgets"] = {"max_turns": 4, "max_turn_tokens": 24, "max_tokens": 512}
+    learning = {"learning_rate": 5e-3}
+    given = [ludus.Task.of("Look up ab.", "abab", id=str(n)) for n in range(2)]
+    ludus.train(**tables, tasks=given, tools=[look], rewards=["exact_match"], demonstrations=looking,
+                warm_start={"steps": 40, "batch": 2, "optimizer": learning})  # fmt: skip
+    run = RunFolder(tmp_path / "run")
+    row = next(row for row in run.metrics() if "reward" in row)
+    assert row["tool_calls"] > 0, "the demonstrations were learned"
+    assert row["logprob_difference_max"] < 1e-3, "the trainer reads what the engine read"
+    tokenizer = load_tokenizer(str(run.checkpoints()[-1].path))
+    played = [t for t in run.trajectories(row["step"]) if t.calls and t.turns > 1]
+    for trajectory in played:
+        [sequence] = trajectory.sequences
+        first, result = sequence.segments[1:3]
+        if first.faults or first.finish != "stop_string":
+            continue
+        assert tokenizer.decode(result.tokens) == "\n<result>\nabab\n</result>\n"
+        after = tokenizer.decode(sequence.tokens[len(sequence.segments[0].tokens) :])
+        assert "<|im_start|>" not in after and result.logprobs is None
+        return
+    raise AssertionError("no episode called the tool")

@@ -26,9 +26,10 @@ class Format:
     Give `tags`, names that must each occur once as `<name>…</name>`, in this order and not inside each
     other; with `only`, nothing but white space may stand outside them. Or give `pattern`, a regular
     expression that the whole text must match, white space at the ends aside; the dot matches newlines.
-    `where` is the last turn, or every turn. A text above `max_chars` is not well-formed. With `calls`, the
-    score is (1 if it has the form + 1 if all calls of the episode could be read) / 2: Agent-R1's r_format,
-    with `tags = ["answer"]`. An episode without calls has none that is wrong.
+    `where` is the last turn, every turn, or "joined": all that the model said as one text, for turns that are
+    inline, where a thought goes on over several actions. A text above `max_chars` is not well-formed.
+    With `calls`, the score is (1 if it has the form + 1 if all calls of the episode could be read) / 2:
+    Agent-R1's r_format, with `tags = ["answer"]`. An episode without calls has none that is wrong.
 
     Tags are found in linear time. A pattern can backtrack for ever over a hostile text, and so runs in a
     process with a CPU limit; a text for which it exceeds that does not have the form.
@@ -42,7 +43,7 @@ class Format:
         tags: Sequence[str] | None = None,
         pattern: str | None = None,
         only: bool = False,
-        where: Literal["last", "every"] = "last",
+        where: Literal["last", "every", "joined"] = "last",
         calls: bool = False,
         max_chars: int = 20_000,
         name: str = "format",
@@ -52,8 +53,8 @@ class Format:
             raise ConfigError(f"{name!r} needs either tags or a pattern")
         if isinstance(tags, str) or (tags is not None and not all(tags)):
             raise ConfigError(f"{name!r}: tags is a list of names, not {tags!r}")
-        if where not in ("last", "every"):
-            raise ConfigError(f"{name!r}: where is 'last' or 'every', not {where!r}")
+        if where not in ("last", "every", "joined"):
+            raise ConfigError(f"{name!r}: where is 'last', 'every' or 'joined', not {where!r}")
         if pattern is not None:
             try:
                 re.compile(pattern)
@@ -74,6 +75,8 @@ class Format:
         turns = spoken(trajectory)
         if self.where == "last":
             turns = turns[-1:]
+        elif self.where == "joined":
+            turns = ["".join(turns)] if turns else []
         for text in turns:
             if not await self.matches(text):
                 return False

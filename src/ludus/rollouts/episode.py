@@ -72,6 +72,8 @@ class Episode:
         self._sampling = sampling
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
+        self._turn = ""
+        """What was said in the assistant's turn that is still open; turns are closed unless they are inline."""
         trajectory.seconds.update(generate=0.0, tools=0.0)
 
     @property
@@ -123,13 +125,16 @@ class Episode:
         """
         self._check_turns()
         self._read_pending()
-        tokens = self._renderer.action_tokens(self._renderer.format.render_action(content, calls))
-        nobody = [0.0] * len(tokens)
-        return self._act(Completion(tokens, nobody, FinishReason.STOP_TOKEN), 0.0)
+        written = self._renderer.format.render_action(content, calls)
+        tokens = self._renderer.action_tokens(written, self._turn)
+        ended = self._renderer.turns == "chat" or tokens[-1:] == [self._renderer.end_of_turn]
+        finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
+        return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
 
     def _act(self, completion: Completion, seconds: float, *, may_be_cut: bool = False) -> Turn:
         """Append an action's tokens as they came, and say what they mean."""
-        text = self._renderer.text_of(completion)
+        text = self._renderer.text_of(completion, goes_on=bool(self._turn))
+        self._turn += text
         parsed = self._renderer.format.parse(text)
         calls = tuple(
             replace(call, id=call.id or self._call_id(i)) for i, call in enumerate(parsed.calls)
@@ -227,6 +232,8 @@ class Episode:
             self._end(StopReason.MAX_TOKENS)
         if step.restart and self._sequence.segments:
             self.trajectory.sequences.append(TokenSequence())
+        if not step.goes_on:
+            self._turn = ""
         kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
         self._sequence.segments.append(Segment(kind, step.tokens))
 

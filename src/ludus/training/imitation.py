@@ -20,6 +20,7 @@ from ludus.core.task import Task
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories
+from ludus.rollouts.formats.base import THINK
 from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.tasksets import Columns, read_rows
 
@@ -149,37 +150,44 @@ def trajectory_of(
     check_conversation(conversation)
     bound = renderer.bound(tools)
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
+    turn = ""  # what was said in a turn that results do not close
     for is_action, run in groupby(conversation, key=lambda message: message.role == "assistant"):
         messages = list(run)
         if not is_action:
-            _observe(trajectory, messages, bound, tools)
+            turn = turn if _observe(trajectory, messages, bound, tools) else ""
             trajectory.messages.extend(messages)
             continue
         for place, message in enumerate(messages):
             if place:  # between two messages in a row the model reads that it may speak again
-                _observe(trajectory, [], bound, tools)
-            _act(trajectory, message, bound)
+                turn = turn if _observe(trajectory, [], bound, tools) else ""
+            turn += _act(trajectory, message, bound, turn)
             trajectory.messages.append(message)
     return trajectory
 
 
-def _act(trajectory: Trajectory, message: Message, renderer: Renderer) -> None:
+def _act(trajectory: Trajectory, message: Message, renderer: Renderer, turn: str) -> str:
+    """Append the message as an action, and return what it says, with the thought that a prompt opens."""
     sequence = trajectory.sequences[-1]
-    tokens = renderer.action_tokens(renderer.action_text(message))
+    text = renderer.action_text(message)
+    tokens = renderer.action_tokens(text, turn)
     nobody = [0.0] * len(tokens)
     sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))
+    opened = "" if turn or text.startswith(THINK[0]) else renderer.abilities.opens_thinking
+    return opened + text
 
 
 def _observe(
     trajectory: Trajectory, messages: list[Message], renderer: Renderer, tools: Sequence[ToolSpec]
-) -> None:
+) -> bool:
+    """Append what the model reads, and say whether it goes on in the same turn afterwards."""
     sequence = trajectory.sequences[-1]
     if not sequence.segments:
         sequence.segments.append(Segment(SegmentKind.PROMPT, renderer.prompt(messages, tools)))
-        return
+        return False
     following = renderer.next_context(sequence, trajectory.messages, messages, tools)
     if following.restart:
         prompt = Segment(SegmentKind.PROMPT, following.tokens)
         trajectory.sequences.append(TokenSequence([prompt]))
     else:
         sequence.segments.append(Segment(SegmentKind.OBSERVATION, following.tokens))
+    return following.goes_on

@@ -120,6 +120,8 @@ class AgentConfig(Config):
     """Settings of the format, such as which tag stands for which tool."""
     history: Literal["strict", "keep", "split"] = "strict"
     """What to do when the chat template rewrites earlier turns: refuse, keep them, or split the episode."""
+    turns: Literal["chat", "inline"] = "chat"
+    """Where results go: into messages of their own, or as raw text into the turn and thought that called."""
     system: str | None = None
     """A system message put before every task that has none."""
 

@@ -19,6 +19,7 @@ from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolSpec
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
+from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import EnvPool, call_env
 from ludus.rewards import Scorer
 from ludus.rollouts.demonstrator import Demonstrator, Expert
@@ -154,7 +155,12 @@ def task_sets_on(engine: Engine, tokenizer: Tokenizer, recipe: Recipe, parts: Pa
 def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
     """The rollout that a recipe describes, on any engine."""
     format = load_format(recipe.agent.format, **recipe.agent.format_options)
-    renderer = Renderer(tokenizer, format, history=recipe.agent.history)
+    if recipe.agent.turns == "inline" and isinstance(tokenizer, TranscriptTokenizer):
+        raise ConfigError(
+            'agent.turns = "inline" goes on in an open turn of the assistant, which a chat server cannot: name '
+            "the model's tokenizer (--tokenizer), and its tokens are sent to /completions"
+        )
+    renderer = Renderer(tokenizer, format, recipe.agent.history, recipe.agent.turns)
     return Rollout(
         engine=engine,
         renderer=renderer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from ludus.core.messages import ToolCall
 from ludus.core.tooling import ToolSpec
 from ludus.rollouts.formats.base import malformed
 from ludus.rollouts.formats.json_calls import BadJson, whole_json, write_json
+
+_FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,12 @@ def summaries(tools: Sequence[ToolSpec]) -> str:
         f"Arguments: {write_json(tool.parameters.get('properties') or {})}"
         for tool in tools
     )
+
+
+def without_fence(code: str) -> str:
+    """Code without the Markdown fence around all of it, which ReTool's models write inside their tag."""
+    found = _FENCED.fullmatch(code.strip())
+    return code if found is None else found[1]
 
 
 def without_frame(block: str) -> str:

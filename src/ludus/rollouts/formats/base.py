@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from ludus.core.failures import Fault
+from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import Message, Role, ToolCall
 from ludus.core.tooling import ToolResult, ToolSpec
 
@@ -37,11 +38,47 @@ class ActionFormat(ABC):
     """Strings that end an action, beside the tokenizer's stop tokens."""
     marks: tuple[str, ...] = ()
     """What an action may contain as special tokens, where the tokenizer has them."""
+    inline_stops: tuple[str, ...] = ()
+    """What ends a call where its result is appended to the same turn; without any, a format cannot do that."""
+    inline: bool = False
+    """Whether results are appended to the assistant's own turn. Calls may then stand inside a thought."""
+    answer_tag: str | None = None
+    """A tag that the answer may stand in, where all text without calls is one."""
     result_role: Role = "tool"
     """Who is shown to say a result. With "user", the renderer makes a user's message of it."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
     """What encloses a result that is shown as a user's message. Only there is it taken for our own words:
     a user who writes the same has written text."""
+
+    def inlined(self) -> Self:
+        """The same format, for results that are appended to the turn that made the call."""
+        if not self.inline_stops:
+            raise ConfigError(
+                f'the format {self.name!r} has nothing that ends a call, so agent.turns cannot be "inline": '
+                "choose tags, hermes or fenced"
+            )
+        made = copy.copy(self)
+        made.inline = True
+        made.stops = tuple(dict.fromkeys((*self.stops, *self.inline_stops)))
+        return made
+
+    def divide(self, text: str) -> tuple[str, str, bool]:
+        """`(thought, rest, closed)`: what is searched for calls is `rest`.
+
+        Inline, a thought may go on over several actions, and may call: all of the text is searched.
+        """
+        return ("", text, True) if self.inline else split_thinking(text)
+
+    def without_calls(self, text: str, thought: str) -> ParsedAction:
+        """An action that calls nothing, and so answers: with the text of the last answer tag, or all of it."""
+        if self.inline and is_thinking(text):
+            return unfinished(text)
+        answer = text.rpartition(THINK[1])[2].strip() if self.inline else text
+        before, closing, _ = answer.rpartition(f"</{self.answer_tag}>")
+        _, opening, inside = before.rpartition(f"<{self.answer_tag}>")
+        if self.answer_tag is not None and opening and closing:
+            answer = inside.strip()
+        return ParsedAction(text, (), answer, thought)
 
     def bind(self, tools: Sequence[ToolSpec]) -> Self:
         """The format for exactly these tools, where its grammar depends on them."""
@@ -100,6 +137,11 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
             return "\n".join(thoughts), "", False
         position = skip_space(text, stop + len(closing))
     return "\n".join(thoughts), text[position:].rstrip(), True
+
+
+def is_thinking(text: str) -> bool:
+    """Whether a thought is open at the end of `text`."""
+    return text.rfind(THINK[0]) > text.rfind(THINK[1])
 
 
 def skip_space(text: str, start: int) -> int:

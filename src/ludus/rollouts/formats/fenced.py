@@ -16,7 +16,6 @@ from ludus.rollouts.formats.base import (
     ParsedAction,
     limited,
     malformed,
-    split_thinking,
     unfinished,
 )
 
@@ -35,11 +34,16 @@ class FencedFormat(ActionFormat):
 
     name: ClassVar[str] = "fenced"
     stops = ("\n```\n",)
+    inline_stops = stops
     result_role: Role = "user"
     result_frame = ("<output>\n", "\n</output>")
 
-    def __init__(self, languages: Mapping[str, str] = LANGUAGES) -> None:
-        """`languages` says which tool runs what, such as `{"python": "python.code"}`."""
+    def __init__(
+        self, languages: Mapping[str, str] = LANGUAGES, *, answer: str | None = "answer"
+    ) -> None:
+        """`languages` says which tool runs what, such as `{"python": "python.code"}`. `answer` is the tag that
+        an answer may stand in, as in the format hermes."""
+        self.answer_tag = answer
         self.languages = targets({name.lower(): target for name, target in languages.items()})
 
     def unreachable(self, tools: Sequence[ToolSpec]) -> list[str]:
@@ -47,7 +51,7 @@ class FencedFormat(ActionFormat):
         return [tool.name for tool in tools if tool.name not in reached]
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, spoken, closed = self.divide(text)
         if not closed:
             return unfinished(thought)
         said: list[str] = []
@@ -66,7 +70,9 @@ class FencedFormat(ActionFormat):
             if len(calls) > MAX_CALLS:
                 break
         beside = "".join([*said, spoken[position:]]).strip()
-        return ParsedAction(beside, limited(calls), None if calls else beside, thought)
+        if not calls:
+            return self.without_calls(beside, thought)
+        return ParsedAction(beside, limited(calls), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         known = {tool.name: tool for tool in tools}

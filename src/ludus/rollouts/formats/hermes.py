@@ -14,7 +14,6 @@ from ludus.rollouts.formats.base import (
     limited,
     malformed,
     skip_space,
-    split_thinking,
     unfinished,
 )
 from ludus.rollouts.formats.json_calls import BadJson, read_call, read_json, write_json
@@ -28,9 +27,17 @@ class HermesFormat(ActionFormat):
 
     name: ClassVar[str] = "hermes"
     marks = (OPEN, CLOSE)
+    inline_stops = (CLOSE,)
+
+    def __init__(self, *, answer: str | None = "answer") -> None:
+        """`answer` names a tag that an answer may stand in: `<answer>42</answer>` answers "42".
+
+        Text without the tag is an answer as a whole; None reads no tag.
+        """
+        self.answer_tag = answer
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, spoken, closed = self.divide(text)
         if not closed:
             return unfinished(thought)
         said: list[str] = []
@@ -44,7 +51,9 @@ class HermesFormat(ActionFormat):
         if not calls and CLOSE in rest:
             calls.append(malformed(f"{OPEN} is missing before {CLOSE}; write {EXAMPLE}"))
         beside = "".join([*said, rest]).strip()
-        return ParsedAction(beside, limited(calls), None if calls else beside, thought)
+        if not calls:
+            return self.without_calls(beside, thought)
+        return ParsedAction(beside, limited(calls), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         if not tools:

@@ -33,16 +33,23 @@ class Llama3Format(ActionFormat):
     name: ClassVar[str] = "llama3"
     marks = (TAG,)
 
+    def __init__(self, *, answer: str | None = "answer") -> None:
+        """`answer` names a tag that an answer may stand in: `<answer>42</answer>` answers "42".
+
+        Text without the tag is an answer as a whole; None reads no tag.
+        """
+        self.answer_tag = answer
+
     def parse(self, text: str) -> ParsedAction:
         thought, spoken, closed = split_thinking(text)
         if not closed:
             return unfinished(thought)
         before, tag, after = spoken.partition(TAG)
         if not tag and not spoken.startswith("{"):
-            return ParsedAction(spoken, (), spoken, thought)
+            return self.without_calls(spoken, thought)
         calls = _read(after if tag else spoken)
         if not tag and not calls:
-            return ParsedAction(spoken, (), spoken, thought)
+            return self.without_calls(spoken, thought)
         said = before.strip() if tag else ""
         return ParsedAction(said, limited(calls or [_nothing()]), None, thought)
 

@@ -9,14 +9,13 @@ from typing import ClassVar, Self
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Role, ToolCall
 from ludus.core.tooling import ToolSpec
-from ludus.rollouts.formats.arguments import Target, targets, without_frame
+from ludus.rollouts.formats.arguments import Target, targets, without_fence, without_frame
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
     limited,
     malformed,
-    split_thinking,
     unfinished,
 )
 
@@ -56,6 +55,7 @@ class TagsFormat(ActionFormat):
             )
         self.tags = tags
         self.stops = tuple(f"</{name}>" for name in (*tags, self._answer))
+        self.inline_stops = self.stops
         self.marks = tuple(f"<{slash}{n}>" for n in (*tags, self._answer) for slash in ("", "/"))
         self.result_frame = (f"<{self._result}>\n", f"\n</{self._result}>")
         self._opening = re.compile(
@@ -68,6 +68,7 @@ class TagsFormat(ActionFormat):
         usable = [tool for tool in tools if _NAME.fullmatch(tool.name) and tool.name != self._answer]
         made = type(self)(answer=self._answer, result=self._result)
         made._set({tool.name: Target.of(tool) for tool in usable})
+        made.inline = self.inline
         return made
 
     def unreachable(self, tools: Sequence[ToolSpec]) -> list[str]:
@@ -75,7 +76,7 @@ class TagsFormat(ActionFormat):
         return [tool.name for tool in tools if self._given and tool.name not in reached]
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, spoken, closed = self.divide(text)
         if not closed:
             return unfinished(thought)
         said: list[str] = []
@@ -93,7 +94,9 @@ class TagsFormat(ActionFormat):
                 if not calls:
                     return ParsedAction("".join(said).strip(), (), block.strip(), thought)
             else:
-                calls.append(self.tags[tag].call(without_frame(block), self._example(tag)))
+                target, inside = self.tags[tag], without_frame(block)
+                inside = without_fence(inside) if target.argument == "code" else inside
+                calls.append(target.call(inside, self._example(tag)))
         beside = "".join([*said, spoken[position:]]).strip()
         return ParsedAction(beside, limited(calls or [self._neither()]), None, thought)
 

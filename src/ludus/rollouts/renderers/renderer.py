@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, Self
 
 from ludus.core.failures import ConfigError
@@ -14,7 +15,7 @@ from ludus.core.messages import Message
 from ludus.core.protocols import Tokenizer
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import SegmentKind, TokenSequence
-from ludus.rollouts.formats.base import THINK, ActionFormat
+from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
 from ludus.rollouts.renderers.cache import Recent, RenderCache, tools_key
 from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described, entries, marked
 from ludus.rollouts.renderers.placeholders import unused_word
@@ -24,6 +25,7 @@ from ludus.rollouts.renderers.template import SafeTemplate
 log = logging.getLogger(__name__)
 
 History = Literal["strict", "keep", "split"]
+Turns = Literal["chat", "inline"]
 
 MOST_BOUND = 16
 """How many lists of tools have their own renderer, each with the renderings it keeps."""
@@ -35,6 +37,8 @@ class NextContext:
 
     tokens: list[int]
     restart: bool = False
+    goes_on: bool = False
+    """The assistant's turn was not closed: the next action continues it."""
 
 
 class Renderer:
@@ -46,14 +50,34 @@ class Renderer:
     `history` says what to do with a template that rewrites earlier turns (many drop old thinking):
     "strict" refuses it, "keep" appends to the history as it was generated, "split" starts a new sequence
     with the rewritten conversation as its prompt whenever the template rewrites something.
+
+    `turns` says where results go: "chat" closes the assistant's turn and renders them as messages; "inline"
+    appends them to it as raw text in the format's frame, and the model goes on in the same turn, and in the
+    same thought, as in Search-R1, ReTool and VerlTool.
     """
 
-    def __init__(self, tokenizer: Tokenizer, format: ActionFormat, history: History = "strict") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        format: ActionFormat,
+        history: History = "strict",
+        turns: Turns = "chat",
+    ) -> None:
         if history not in ("strict", "keep", "split"):
             raise ConfigError(f"history must be 'strict', 'keep' or 'split', not {history!r}")
+        if turns not in ("chat", "inline"):
+            raise ConfigError(f"turns must be 'chat' or 'inline', not {turns!r}")
+        if turns == "inline" and history == "split":
+            raise ConfigError(
+                "history='split' renders earlier turns anew, and with turns='inline' they hold results: "
+                "choose history='keep'"
+            )
+        if turns == "inline" and not format.inline:
+            format = format.inlined()
         self.tokenizer = tokenizer
         self.format = format
         self.history = history
+        self.turns = turns
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
         self._bound: Recent[Self | None] = Recent(MOST_BOUND)
@@ -116,13 +140,32 @@ class Renderer:
         """What is appended after a sampled action: the rest of its turn, `messages`, the next opening.
 
         An end-of-turn token that the model said itself is not repeated; one that it did not say (a stop
-        string, a length cut) is added here, and belongs to the observation.
+        string, a length cut) is added here, and belongs to the observation. With inline turns, results come
+        first, as raw text in the turn itself, unless the model has closed it.
         """
+        results = self._inline_results(action, messages)
+        if results:
+            raw = self._template.encode_pieces(
+                piece for result in results for piece in self._raw(result)
+            )
+            following = messages[len(results) :]
+            return [*raw, *self.observation([], following, tools)] if following else raw
         new = entries(messages, self.format, self.abilities)
         # Tools stand at the front, which is cut off here: any tool will do, and a small one is quick.
         native = [TOOL] if tools and self.abilities.native_tools else []
         rest = self._cache.tokens("rest", new, native, lambda: self._rest_of_turn(new, native))
         return self._unsaid(action, rest)
+
+    def _inline_results(self, action: Sequence[int], messages: Sequence[Message]) -> Sequence[Message]:
+        """The results that go into the turn of `action` itself."""
+        if self.turns != "inline" or not action or self._is_stop(action[-1]):
+            return []
+        return list(takewhile(lambda message: message.role == "tool", messages))
+
+    def _raw(self, result: Message) -> list[Piece]:
+        """A result in its frame, on lines of its own. The frame is ours; what is in it is not."""
+        opening, closing = self.format.result_frame
+        return [Piece(f"\n{opening}", True), Piece(result.content), Piece(f"{closing}\n", True)]
 
     def _rest_of_turn(self, new: Sequence[Entry], native: Sequence[ToolSpec]) -> list[int]:
         """What the template writes after something that the assistant said, when `new` follows."""
@@ -142,7 +185,11 @@ class Renderer:
             return NextContext(self.prompt([*conversation, *messages], tools), restart=True)
         last = sequence.segments[-1] if sequence.segments else None
         action = last.tokens if last and last.kind is SegmentKind.ACTION else []
-        return NextContext(self.observation(action, messages, tools))
+        results = self._inline_results(action, messages)
+        return NextContext(
+            self.observation(action, messages, tools),
+            goes_on=bool(results) and len(results) == len(messages),
+        )
 
     def needs_split(
         self,
@@ -159,27 +206,42 @@ class Renderer:
         new = entries(messages, self.format, self.abilities)
         return is_rewritten(self._template, before, new, native, self.abilities)
 
-    def text_of(self, completion: Completion) -> str:
-        """What an action says: without its stop token, and with the thought that the prompt opened."""
+    def text_of(self, completion: Completion, *, goes_on: bool = False) -> str:
+        """What an action says: without its stop token, and with the thought that the prompt opened.
+
+        One that goes on in a turn has no such prompt before it.
+        """
         tokens = completion.tokens
         if completion.finish is FinishReason.STOP_TOKEN and tokens[-1:] and self._is_stop(tokens[-1]):
             tokens = tokens[:-1]
-        said = self.tokenizer.decode(tokens).removeprefix(self.abilities.lead)
-        return self.abilities.opens_thinking + said
+        said = self.tokenizer.decode(tokens)
+        if goes_on:
+            return said
+        return self.abilities.opens_thinking + said.removeprefix(self.abilities.lead)
 
     def action_text(self, message: Message) -> str:
         """What an assistant's message says as an action, its calls included."""
         return action_text(message, self.format)
 
-    def action_tokens(self, text: str) -> list[int]:
-        """An action that somebody else wrote, as the model would have said it, end of turn included."""
-        opened = self.abilities.opens_thinking
-        if opened and not text.startswith(THINK[0]):
-            text = f"{opened}\n{THINK[1]}\n\n{text}"  # the prompt opens a thought: it is closed first
-        said = text.removeprefix(opened)
-        pieces = marked(self.abilities.lead + said, (*THINK, *self.format.marks))
+    def action_tokens(self, text: str, turn: str = "") -> list[int]:
+        """An action that somebody else wrote, as the model would have said it, end of turn included.
+
+        `turn` is what was said in the same turn before it, where turns are inline. There, a call stays inside
+        an open thought and does not end the turn.
+        """
+        opened, lead = ("", "") if turn else (self.abilities.opens_thinking, self.abilities.lead)
+        calls = self.turns == "inline" and bool(self.format.parse(text).calls)
+        if calls:
+            text += "" if text.endswith(self.format.stops) else self._end_of_call(text)
+        elif (opened and not text.startswith(THINK[0])) or (is_thinking(turn) and THINK[1] not in text):
+            text = f"{opened}\n{THINK[1]}\n\n{text}"  # a thought is open: it is closed first
+        pieces = marked(lead + text.removeprefix(opened), (*THINK, *self.format.marks))
         tokens = self._template.encode_pieces(pieces)
-        return tokens if self.end_of_turn is None else [*tokens, self.end_of_turn]
+        return tokens if calls or self.end_of_turn is None else [*tokens, self.end_of_turn]
+
+    def _end_of_call(self, text: str) -> str:
+        """The line break that a stop string has after the end of a call."""
+        return "\n" if f"{text}\n".endswith(self.format.stops) else ""
 
     def _find_end_of_turn(self) -> int | None:
         """The stop token that the template writes after what the assistant said, if it does."""
