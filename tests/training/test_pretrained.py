@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ import torch
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.training import models
+from ludus.training.gguf_files import dequantize_in_threads
 from ludus.training.models import check_source, device_of, dtype_of, load_model
 from ludus.training.pretrained import LISTING, SHORT_NAMES, cache_folder, converted, located
 from ludus.training.recipe import ModelConfig
 
+VOCABULARY = 261
 SIZES = {"width": 64, "heads": 2, "layers": 2, "wide": 96}
 
 
@@ -28,12 +32,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+def write_gguf(
+    path: Path,
+    seed: int = 0,
+    weights: dict[str, np.ndarray[Any, np.dtype[np.float32]]] | None = None,
+    kinds: dict[str, Any] | None = None,
+) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     """A tiny Llama in a GGUF file, with a byte-level vocabulary; its weights by their GGUF names."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_bytes(), "he", "ll"]
+    assert len(tokens) == VOCABULARY
     writer.add_context_length(256)
     writer.add_embedding_length(SIZES["width"])
     writer.add_block_count(SIZES["layers"])
@@ -55,9 +65,11 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[
         "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
         "'<|im_end|>\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    weights = _weights(len(tokens), seed)
+    weights = _weights(len(tokens), seed) if weights is None else weights
     for name, value in weights.items():
-        writer.add_tensor(name, value)
+        kind = (kinds or {}).get(name)
+        packed = value if kind is None else gguf.quantize(value, kind)
+        writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,6 +135,85 @@ def test_its_tokenizer_template_and_stops_come_along(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
     pieces = tokenizer.inner.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
     assert [piece for piece, _ in pieces] == ["a", "ĠĠ", "1", "2"], "digits stand on their own"
+
+
+def write_quantised(path: Path, head: Literal["same", "other"]) -> dict[str, Any]:
+    """A file with an embedding in 5 bits a weight and a head in 8: the same matrix, or one of its own."""
+    import gguf
+
+    weights = _weights(VOCABULARY, 0)
+    own = np.random.default_rng(7).normal(size=(VOCABULARY, SIZES["width"])).astype(np.float32) * 0.1
+    written = {**weights, "output.weight": weights["token_embd.weight"] if head == "same" else own}
+    kinds = {
+        "token_embd.weight": gguf.GGMLQuantizationType.Q5_0,
+        "output.weight": gguf.GGMLQuantizationType.Q8_0,
+    }
+    write_gguf(path, weights=written, kinds=kinds)
+    return {
+        name: torch.from_numpy(gguf.dequantize(gguf.quantize(written[name], kind), kind))
+        .bfloat16()
+        .float()
+        for name, kind in kinds.items()
+    }
+
+
+def test_an_embedding_that_is_written_twice_is_tied(tmp_path: Path) -> None:
+    packed = write_quantised(tmp_path / "tiny.gguf", head="same")
+    model, _ = load(str(tmp_path / "tiny.gguf"))
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.lm_head.weight, packed["output.weight"]), "the one with more bits is taken"
+
+
+def test_a_head_of_its_own_stays_one(tmp_path: Path) -> None:
+    packed = write_quantised(tmp_path / "tiny.gguf", head="other")
+    model, _ = load(str(tmp_path / "tiny.gguf"))
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.get_input_embeddings().weight, packed["token_embd.weight"])
+    assert torch.equal(model.lm_head.weight, packed["output.weight"])
+
+
+def test_a_file_is_parsed_once_and_unpacked_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+
+    parsed, threads, real = [], set(), gguf.dequantize
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, *arguments: Any) -> None:
+            parsed.append(arguments)
+            super().__init__(*arguments)
+
+    def dequantize(*arguments: Any) -> Any:
+        threads.add(threading.current_thread())
+        return real(*arguments)
+
+    write_quantised(tmp_path / "tiny.gguf", head="same")
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    monkeypatch.setattr("ludus.training.gguf_files._CHUNK", 1024)
+    converted(tmp_path / "tiny.gguf")
+    assert len(parsed) == 1
+    assert threads - {threading.main_thread()}
+    assert gguf.GGUFReader is Counted, "the library is left as it was"
+    assert gguf.dequantize is dequantize
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "F16", "F32"])
+def test_threads_unpack_what_one_call_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    monkeypatch.setattr("ludus.training.gguf_files._CHUNK", 700)
+    form = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[form]
+    data = np.random.default_rng(0).integers(0, 60, (37, 512 // block * size), dtype=np.uint8)
+    if kind in ("F16", "F32"):
+        data = data.view(np.float16 if kind == "F16" else np.float32)
+    with ThreadPoolExecutor(3) as pool:
+        given = dequantize_in_threads(data, form, pool, gguf.dequantize)
+    assert given.shape == (37, 512)
+    assert np.array_equal(given, gguf.dequantize(data, form), equal_nan=True)
 
 
 def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from ludus.engine.backbone import (
     unwrapped,
 )
 from ludus.engine.dense import Rule
-from ludus.engine.forward import hidden_states, why_not_fused
+from ludus.engine.forward import hidden_states, stock_hidden_states, why_not_fused
 from ludus.engine.fused import distrust
-from ludus.engine.head import agree, probe_head, probe_tokens
+from ludus.engine.head import probe_head
 from ludus.engine.packed import PackedContext
+from ludus.engine.probing import agree, agree_up_to_rounding, computed_in_float32, probe_tokens
 
-_PROBE_LENGTHS = (5, 3)
+_PROBE_LENGTHS = (5, 3, 8, 7)
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ def use_ludus_attention(model: nn.Module) -> None:
     """Switch `model` to the attention function of Ludus; refuse an architecture it does not fit.
 
     A short probe compares packed sequences with the architecture's own eager attention, sequence by
-    sequence, and the head's logits with the model's. Calling it twice does no harm.
+    sequence, and the head's logits with the model's. The structure is compared in float32; results in half
+    precision may differ by rounding (`probing`). Calling it twice does no harm.
     """
     inner = unwrapped(model)
     decoder_of(model)
@@ -43,14 +45,16 @@ def use_ludus_attention(model: nn.Module) -> None:
     with torch.no_grad(), sampling_mode(model):
         try:
             inner.set_attn_implementation("eager")
-            expected = _one_by_one(model)
+            stock = _one_by_one(model)
+            with computed_in_float32(model):
+                exact = _one_by_one(model)
             inner.set_attn_implementation(NAME)
             if inner.config._attn_implementation != NAME:
                 raise ConfigError(
                     f"{type(inner).__name__} does not use the attention interface of transformers, "
                     "which Ludus needs to run it"
                 )
-            _compare(model, expected)
+            _compare(model, stock, exact)
             probe_head(model)
             _tell(model)
         except BaseException:
@@ -113,30 +117,45 @@ def _one_by_one(model: nn.Module) -> Tensor:
     return torch.cat([decoder(input_ids=p[None], use_cache=False).last_hidden_state[0] for p in pieces])
 
 
-def _compare(model: nn.Module, expected: Tensor) -> None:
+def _compare(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
+    """Refuse a model that mixes packed sequences; leave it to its own forward where the fused one is wrong."""
     name = type(unwrapped(model)).__name__
-    tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
-    context = _Recorder(_PROBE_LENGTHS, tokens.device)
-    try:
-        given = hidden_states(model, tokens, context.position_ids, context)
-    except LostContextError:
-        raise _unheard(name) from None
-    if why_not_fused(model) is None and not agree(given, expected):
-        distrust(decoder_of(model), "it gave other hidden states than the module itself")
-        given = hidden_states(model, tokens, context.position_ids, context)
-    if context.calls == 0:
-        raise _unheard(name)
-    _check_windows(model, context.windows)
-    if not bool(expected.isfinite().all()):
+    if not bool(stock.isfinite().all()):
         raise ConfigError(
             f"{name} computes what is no finite number even on its own: its weights are damaged (look for NaN "
             "or infinity in them), or too large for their number format"
         )
-    if not agree(given, expected):
+    with computed_in_float32(model):
+        packed = _packed(model, stock_hidden_states)
+    if not agree(packed, exact):
         raise ConfigError(
             f"{name} gives other hidden states with packed sequences than with each one alone: "
             "something in it mixes tokens besides causal attention"
         )
+    if why_not_fused(model) is None:
+        if agree_up_to_rounding(_packed(model, hidden_states), stock, exact):
+            return
+        distrust(decoder_of(model), "it gave other hidden states than the module itself")
+    if not agree_up_to_rounding(_packed(model, stock_hidden_states), stock, exact):
+        raise ConfigError(
+            f"{name} gives other hidden states with packed sequences than with each one alone in "
+            f"{str(stock.dtype).removeprefix('torch.')}, though not in float32: this device's attention kernel "
+            'for that format is wrong. Set model.dtype = "float32", and please report it'
+        )
+
+
+def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
+    """Hidden states of the probe's sequences, packed; refuses a model whose attention was not reached."""
+    tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
+    context = _Recorder(_PROBE_LENGTHS, tokens.device)
+    try:
+        given = forward(model, tokens, context.position_ids, context)
+    except LostContextError:
+        raise _unheard(type(unwrapped(model)).__name__) from None
+    if context.calls == 0:
+        raise _unheard(type(unwrapped(model)).__name__)
+    _check_windows(model, context.windows)
+    return given
 
 
 def _unheard(name: str) -> ConfigError:

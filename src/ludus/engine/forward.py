@@ -23,6 +23,13 @@ def hidden_states(
     if blueprint is not None:
         recomputed = recomputed_layers(model)
         return fused_hidden_states(blueprint, input_ids, position_ids, context, recomputed)
+    return stock_hidden_states(model, input_ids, position_ids, context)
+
+
+def stock_hidden_states(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
+) -> Tensor:
+    """[T, hidden]: the same by the module's own forward."""
     output = decoder_of(model)(
         input_ids=input_ids[None],
         position_ids=position_ids.reshape(1, -1),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
-from ludus.engine.backbone import decoder_of, sampling_mode, text_config, unwrapped, vocabulary_size
+from ludus.engine.backbone import decoder_of, sampling_mode, text_config, unwrapped
+from ludus.engine.probing import agree, probe_tokens
 from ludus.kernels import linear_float32
 
 # What an architecture may do to its logits after the product.
@@ -74,18 +75,3 @@ def probe_head(model: nn.Module) -> None:
             f"{type(inner).__name__} does something to its logits that Ludus does not know: "
             "log-probabilities computed from its hidden states would be wrong, so it is refused"
         )
-
-
-def probe_tokens(model: nn.Module, count: int) -> Tensor:
-    """A few arbitrary tokens of the model's vocabulary, on its device."""
-    device = unwrapped(model).get_input_embeddings().weight.device
-    return (torch.arange(count, device=device) * 7 + 3) % vocabulary_size(model)
-
-
-def agree(given: Tensor, expected: Tensor) -> bool:
-    """Whether two results of the same arithmetic are equal, as far as their precision allows."""
-    if given.shape != expected.shape:
-        return False
-    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
-    scale = max(1.0, float(expected.float().abs().max()))
-    return float((given.float() - expected.float()).abs().max()) <= tolerance * scale

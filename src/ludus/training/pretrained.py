@@ -18,19 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.observe import atomic_directory
 from ludus.observe.atomic import remove_directory
-from ludus.training.gguf_tokenizer import read_tokenizer
+from ludus.training.gguf_files import unpack
 
 log = logging.getLogger(__name__)
 
 LISTING = "converted.json"
 _MAGIC = b"GGUF"
-FORMAT = 1
+FORMAT = 2
 """Counted up when the conversion changes: what an older one made is not used any more."""
 
 
@@ -149,31 +148,14 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     try:
         with without_bars():
-            tokenizer = read_tokenizer(file)
-            packed = AutoModelForCausalLM.from_pretrained(
-                str(file.parent), gguf_file=file.name, dtype=torch.float32
-            )
+            unpack(file, folder)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} cannot be read as a GGUF model that transformers knows "
             f"({type(error).__name__}: {str(error).strip():.200})"
         ) from error
-    # One that was loaded from a GGUF file refuses to be saved, so its weights go into a fresh one.
-    config = packed.config
-    for name in ("quantization_config", "_model_name_or_path"):
-        if hasattr(config, name):
-            delattr(config, name)
-    config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(packed.state_dict())
-    model.generation_config = packed.generation_config
-    with without_bars():
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 @contextmanager

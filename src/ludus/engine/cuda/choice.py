@@ -14,10 +14,11 @@ from ludus.engine.cuda.pages import FixedStore, PageShape
 from ludus.engine.cuda.reserved import KeptMemory
 from ludus.engine.cuda.runner import StaticRunner
 from ludus.engine.dense import Rule
-from ludus.engine.forward import hidden_states
-from ludus.engine.head import agree, head_logits, probe_tokens
+from ludus.engine.forward import hidden_states, stock_hidden_states
+from ludus.engine.head import head_logits
 from ludus.engine.memory import device_of, on_device
 from ludus.engine.packed import PackedContext
+from ludus.engine.probing import agree_up_to_rounding, computed_in_float32, probe_tokens
 from ludus.engine.runner import Runner, StepRunner
 from ludus.engine.stats import EngineStats
 from ludus.engine.store import KvStore, PageMemory
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 _WIDEST = 8192
 """Pages of a row's table at the start; it grows when a context does."""
-_PROBE = 6
+_PROBE_LENGTHS = (6, 2, 8, 7, 4, 5, 3, 8)
+"""Contexts that the paged kernels are tried on, each a prompt and one decoded token."""
 
 
 def runner_for(
@@ -107,23 +109,32 @@ def page_shape(model: nn.Module) -> PageShape | str:
 
 
 def _agrees(model: nn.Module, shape: PageShape, page_size: int) -> bool:
-    """Whether a prompt and one decoded token give the same through pages as side by side."""
+    """Whether prompts and a decoded token of each give the same through pages as packed side by side."""
     device = device_of(model)
-    pages = -(-_PROBE // page_size)
-    store = FixedStore(shape, pages, page_size, device, KeptMemory(device))
+    rows, width = len(_PROBE_LENGTHS), -(-max(_PROBE_LENGTHS) // page_size)
+    store = FixedStore(shape, rows * width, page_size, device, KeptMemory(device))
     store.regain()
-    tokens, prompt = probe_tokens(model, _PROBE), _PROBE - 1
-    places = torch.arange(_PROBE, device=device)
-    tables = torch.arange(pages, dtype=torch.int32, device=device)[None]
-    counts = torch.tensor([0, prompt, _PROBE], dtype=torch.int32, device=device)
+    tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
+    packed = PackedContext(_PROBE_LENGTHS, device)
+    tokens, positions = probe_tokens(model, packed.tokens), packed.position_ids[0]
+    lengths = torch.tensor(_PROBE_LENGTHS, device=device)
+    row_of = torch.repeat_interleave(torch.arange(rows, device=device), lengths)
+    slots = row_of * (width * page_size) + positions
+    is_last = positions == lengths[row_of] - 1
+    prompts = (lengths - 1).int()
+    starts = torch.cat([torch.zeros_like(prompts[:1]), prompts.cumsum(0).int()])
     with torch.no_grad(), sampling_mode(model):
-        prefill = PrefillContext(store, places[:prompt], tables, counts[:2], counts[1:2])
-        first = hidden_states(model, tokens[:prompt], places[:prompt], prefill)
-        decode = DecodeContext(store, places[prompt:], tables, counts[2:])
-        second = hidden_states(model, tokens[prompt:], places[prompt:], decode)
-        packed = PackedContext([_PROBE], device)
-        expected = hidden_states(model, tokens, packed.position_ids, packed)
-        logits = head_logits(model, second)
-        ones = torch.ones(1, device=device)
+        prefill = PrefillContext(store, slots[~is_last], tables, starts, prompts)
+        decode = DecodeContext(store, slots[is_last], tables, lengths.int())
+        given = torch.empty_like(stock := hidden_states(model, tokens, positions, packed))
+        given[~is_last] = hidden_states(model, tokens[~is_last], positions[~is_last], prefill)
+        given[is_last] = hidden_states(model, tokens[is_last], positions[is_last], decode)
+        with computed_in_float32(model):
+            exact = stock_hidden_states(model, tokens, positions, packed)
+        logits = head_logits(model, given[is_last])
+        ones = torch.ones(rows, device=device)
         drawn = sample(logits, ones, ones.double() * 0.5)
-    return agree(torch.cat([first, second]), expected) and bool(drawn[2].all())
+    agrees = all(
+        agree_up_to_rounding(given[part], stock[part], exact[part]) for part in (is_last, ~is_last)
+    )
+    return agrees and bool(drawn[2].all())

@@ -1,0 +1,169 @@
+"""GGUF files: a whole model in one file, unpacked into a folder in Hugging Face format.
+
+transformers maps names and shapes. It reads the file anew for each question and de-quantises on one core, so
+here it is given a reader that is shared and a de-quantiser that uses all cores.
+
+The tokenizer is read here: how transformers does it differs from version to version, down to which token ends
+a turn. What the file says is followed: its vocabulary, its merges, its special tokens, its chat template. How
+text is split before merging is a mere name in the file; where that name is not known here, transformers'
+reading is the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_CONTROL = 3
+"""The type of a token that never comes from text."""
+_SPECIAL = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+}
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_TIED = 0.2
+"""Two quantisations of one matrix differ by less than this share of its norm (2 bits a weight: about 0.15)."""
+_CHUNK = 1 << 20
+"""Bytes that one task de-quantises: its intermediate arrays stay in the cache of a core."""
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Write the model and the tokenizer in a GGUF file into `folder`, in bfloat16."""
+    import transformers
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+
+    # Versions that have it leave weights packed otherwise, where they have kernels for that.
+    plain = getattr(transformers, "GgufConfig", None)
+    options = {} if plain is None else {"quantization_config": plain(dequantize=True)}
+    reader = GGUFReader(file)
+    with _read_once(reader):
+        tokenizer = read_tokenizer(file, reader)
+        packed = AutoModelForCausalLM.from_pretrained(
+            str(file.parent), gguf_file=file.name, dtype=torch.bfloat16, **options
+        )
+    # A model that was loaded from a GGUF file refuses to be saved, so its weights go into a fresh one.
+    config = packed.config
+    for name in ("quantization_config", "_model_name_or_path"):
+        if hasattr(config, name):
+            delattr(config, name)
+    config.dtype = torch.bfloat16
+    finer = _finer_of_tied(reader)
+    if finer is not None:
+        config.tie_word_embeddings = True
+        source = packed.get_input_embeddings() if finer == _EMBEDDING else packed.get_output_embeddings()
+        packed.get_input_embeddings().weight = packed.get_output_embeddings().weight = source.weight
+    with torch.device("meta"):  # random weights would be drawn for nothing
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(packed.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = packed.generation_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def dequantize_in_threads(data: Any, kind: Any, pool: ThreadPoolExecutor, dequantize: Any) -> Any:
+    """`gguf.dequantize` by rows, which are packed independently of each other; numpy lets threads run."""
+    if data.ndim < 2 or data.nbytes <= _CHUNK:
+        return dequantize(data, kind)
+    rows = max(1, _CHUNK * len(data) // data.nbytes)
+    starts = range(0, len(data), rows)
+    return np.concatenate(list(pool.map(lambda i: dequantize(data[i : i + rows], kind), starts)))
+
+
+@contextmanager
+def _read_once(reader: Any) -> Iterator[None]:
+    """Give transformers this reader and a parallel de-quantiser; it looks both up in `gguf` at each call."""
+    import gguf
+
+    real_reader, real_dequantize = gguf.GGUFReader, gguf.dequantize
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        gguf.GGUFReader = lambda *_: reader
+        gguf.dequantize = lambda data, kind: dequantize_in_threads(data, kind, pool, real_dequantize)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.dequantize = real_reader, real_dequantize
+
+
+def _finer_of_tied(reader: Any) -> str | None:
+    """Which of embedding and head has more bits, where they are one matrix quantised twice; else None.
+
+    Files of tied models may hold both, and do not say that they are tied.
+    """
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    found = {tensor.name: tensor for tensor in reader.tensors if tensor.name in (_EMBEDDING, _HEAD)}
+    if len(found) < 2 or list(found[_EMBEDDING].shape) != list(found[_HEAD].shape):
+        return None
+    step = max(1, len(found[_HEAD].data) // 512)
+    one, other = (
+        dequantize(found[name].data[::step].copy(), found[name].tensor_type)
+        for name in (_EMBEDDING, _HEAD)
+    )
+    if np.linalg.norm(one - other) > _TIED * np.linalg.norm(other):
+        return None
+
+    def bits(name: str) -> float:
+        weights, size = GGML_QUANT_SIZES[found[name].tensor_type]
+        return float(size / weights)
+
+    return max((_HEAD, _EMBEDDING), key=bits)
+
+
+def read_tokenizer(file: Path, reader: Any) -> Any:
+    """A `transformers` tokenizer that does as the file says."""
+
+    def field(name: str) -> Any:
+        found = reader.get_field(name)
+        return None if found is None else found.contents()
+
+    tokens = field("tokenizer.ggml.tokens")
+    known = {name: tokens[field(key)] for name, key in _SPECIAL.items() if field(key) is not None}
+    split = _splitters().get(field("tokenizer.ggml.pre"))
+    if split is not None and field("tokenizer.ggml.model") == "gpt2":
+        tokenizer = _built(tokens, field, split(), known)
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        for name, token in known.items():
+            setattr(tokenizer, name, token)
+    tokenizer.chat_template = field("tokenizer.chat_template")
+    return tokenizer
+
+
+def _built(tokens: list[str], field: Callable[[str], Any], split: Any, known: dict[str, str]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [tuple(merge.split(" ", 1)) for merge in field("tokenizer.ggml.merges")]
+    inner = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    inner.pre_tokenizer = split
+    inner.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, field("tokenizer.ggml.token_type"), strict=True)
+    control = [token for token, kind in kinds if kind == _CONTROL]
+    inner.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **known)
+
+
+def _splitters() -> dict[str | None, Callable[[], Any]]:
+    """How text is split before merging, by the name that a file has for it."""
+    from tokenizers import pre_tokenizers
+
+    def smollm() -> Any:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence(
+            [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        )
+
+    return {"smollm": smollm}
