@@ -35,7 +35,6 @@ def attempt_from(random: random.Random) -> Attempt:
         prompt=prompt,
         truncated=random.random() < 0.5,
         set=group % 2,  # a group lies within one set
-        bootstrap=number(),
         values=[number() for _ in range(length)],
         penalties=[random.choice([0.0, -0.1, 0.02]) for _ in range(length)],
     )

@@ -185,8 +185,11 @@ def gae(
         for k, place in enumerate(steps):
             if k + 1 < len(steps):
                 later = attempt.values[steps[k + 1]]
+            elif bootstrap and attempt.truncated:
+                deltas.append(0.0)  # the value of the last state stands for what comes after
+                continue
             else:
-                later = attempt.bootstrap if bootstrap and attempt.truncated else 0.0
+                later = 0.0
             gamma = factor(discount, discount_per, k)
             deltas.append(rewards.get(place, 0.0) + gamma * later - attempt.values[place])
         for k, place in enumerate(steps):

@@ -124,12 +124,47 @@ def test_gae_by_hand() -> None:
 
 
 def test_truncation_is_not_termination() -> None:
-    cut = Attempt(reward=0.0, turns=[Turn(1)], values=[0, 2.0], truncated=True, bootstrap=3.0)
+    """A cut episode is followed to its last state, whose value stands for the outcome and all after it."""
+    cut = Attempt(reward=1.0, turns=[Turn(2)], values=[0, 2.0, 3.0], truncated=True)
     ended = replace(cut, truncated=False)
-    found = algos.gae(credit_from([cut, ended]), discount=0.5, bootstrap=True, normalise=False)
-    assert found.advantages_T.tolist() == [0, 0.5 * 3 - 2, 0, -2]
-    over = algos.gae(credit_from([cut, ended]), discount=0.5, normalise=False)
-    assert over.advantages_T.tolist() == [0, -2, 0, -2]
+    options: dict[str, Any] = {"discount": 0.5, "lam": 1.0, "normalise": False}
+    found = algos.gae(credit_from([cut, ended]), bootstrap=True, **options)
+    assert found.advantages_T.tolist() == [0, 0.5 * 3 - 2, 0, 0, 0.5 * 1 - 2, 1 - 3]
+    assert found.returns_T is not None
+    assert found.returns_T.tolist() == [0, 1.5, 3, 0, 0.5, 1]
+    over = algos.gae(credit_from([cut, ended]), **options)
+    assert over.advantages_T.tolist() == [0, 0.5 - 2, -2, 0, 0.5 - 2, -2]
+
+
+@pytest.mark.parametrize(("cut", "paid"), [(0.0, 1.0), (0.5, 1.0), (0.5, -3.0), (0.9, 1.0)])
+def test_a_critic_of_cut_episodes_converges(cut: float, paid: float) -> None:
+    """Ten episodes through the same two states; those that end get 1, those that are cut are paid as well.
+
+    With the outcome added at each cut, V = cut * (paid + V) + (1 - cut) would be 1 + cut * paid / (1 - cut).
+    """
+    values = [0.0, 0.0]
+    for _ in range(400):
+        batch = [
+            Attempt(
+                paid if n < 10 * cut else 1.0, [Turn(2)], values=[9.0, *values], truncated=n < 10 * cut
+            )
+            for n in range(10)
+        ]
+        found = algos.gae(credit_from(batch), bootstrap=True, normalise=False).returns_T
+        assert found is not None
+        values = found.reshape(10, 3).mean(0).tolist()[1:]
+    assert values == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
+def test_a_critic_of_nothing_but_cut_episodes_stays() -> None:
+    """Nothing says what comes after, so the last state's value is kept, however often it is paid 1."""
+    values = [0.25, 0.5]
+    for _ in range(50):
+        cut = Attempt(1.0, [Turn(2)], values=[9.0, *values], truncated=True)
+        found = algos.gae(credit_from([cut]), bootstrap=True, normalise=False).returns_T
+        assert found is not None
+        values = found.tolist()[1:]
+    assert values == pytest.approx([0.5, 0.5])
 
 
 def test_a_turns_pay_lands_on_its_last_token_and_the_rest_at_the_end() -> None:
@@ -256,7 +291,7 @@ def test_what_is_missing_is_named() -> None:
             load_estimator(name)(bare)
     with pytest.raises(ValueError, match="turn_T"):
         algos.gae(replace(bare, values_T=torch.zeros(2)), discount_per="turn")
-    with pytest.raises(ValueError, match="bootstrap_N"):
+    with pytest.raises(ValueError, match="truncated_N"):
         algos.gae(replace(bare, values_T=torch.zeros(2)), bootstrap=True)
     with pytest.raises(ValueError, match=r"values_T has the shape \(3,\), not \(2,\)"):
         replace(bare, values_T=torch.zeros(3))

@@ -95,7 +95,7 @@ def still_critic(model: nn.Module) -> Critic:
 
 
 def values_row_by_row(critic: Critic, model: nn.Module, tokens: list[int]) -> list[float]:
-    """The value before each token and after the last, from the policy's own hidden states.
+    """The value before each token, from the policy's own hidden states.
 
     The critic's trunk is a copy of it that has not learnt yet.
     """
@@ -103,14 +103,14 @@ def values_row_by_row(critic: Critic, model: nn.Module, tokens: list[int]) -> li
     with torch.no_grad():
         hidden = runner.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
         after = critic.model.head(hidden).squeeze(1).tolist()
-    return [0.0, *after]
+    return [0.0, *after[:-1]]
 
 
 def ppo_attempts(critic: Critic, model: nn.Module, given: Played) -> list[Any]:
     result = []
     for attempt, trajectory in zip(attempts_of(given), scored(given), strict=True):
-        *values, after = values_row_by_row(critic, model, trajectory.tokens)
-        result.append(replace(attempt, values=values, bootstrap=after))
+        values = values_row_by_row(critic, model, trajectory.tokens)
+        result.append(replace(attempt, values=values))
     return result
 
 
@@ -245,7 +245,7 @@ def test_without_the_advantage_mask_credit_runs_through_observations() -> None:
 
 
 def test_ppo_by_the_turn_and_beyond_the_cut() -> None:
-    """The options that read turns, endings and the value after the last token."""
+    """The options that read turns and endings."""
     model = tiny_model()
     given = played(model, seed=12)
     critic = still_critic(model)

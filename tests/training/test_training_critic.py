@@ -13,7 +13,7 @@ import torch
 from ragged_episodes import attempts_of, played, references, scored, tiny_learner, tiny_model
 from torch import nn
 
-from ludus.core.failures import LudusError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, TokenSequence, Trajectory
 from ludus.training.critic import Critic, explained_variance
@@ -54,25 +54,20 @@ def test_values_are_read_before_each_token(kind: Kind) -> None:
     trajectories.insert(1, silent)
     rows = rows_of(trajectories)
     critic = critic_of(model, kind)
-    values_T, bootstrap_N = critic.values(rows, len(trajectories))
-    assert not values_T.any()
-    assert not bootstrap_N.any()
+    assert not critic.values(rows).any()
     nn.init.normal_(critic.model.head.weight)
     nn.init.constant_(critic.model.head.bias, 0.5)
-    values_T, bootstrap_N = critic.values(rows, len(trajectories))
-    pieces = iter(torch.split(values_T, [len(row.tokens) for row in rows]))
+    pieces = iter(torch.split(critic.values(rows), [len(row.tokens) for row in rows]))
     plain: Any = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")
-    for number, trajectory in enumerate(trajectories):
+    for trajectory in trajectories:
         if trajectory is silent:
-            assert bootstrap_N[number] == 0
             continue
         with torch.no_grad():
             hidden = plain.model(input_ids=torch.tensor([trajectory.tokens])).last_hidden_state[0]
             after = critic.model.head(hidden).squeeze(1)
         expected = torch.cat([torch.zeros(1), after[:-1]])
         torch.testing.assert_close(next(pieces), expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(bootstrap_N[number], after[-1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -108,8 +103,7 @@ def test_the_value_loss_is_the_formulas(kind: Kind, skip: bool) -> None:
     given = played(model, seed=3)
     critic = critic_of(model, kind)
     nn.init.normal_(critic.model.head.weight, std=0.3)
-    values_T, _ = critic.values(rows_of(scored(given)), len(scored(given)))
-    pieces = torch.split(values_T, [len(t.tokens) for t in scored(given)])
+    pieces = torch.split(critic.values(rows_of(scored(given))), [len(t.tokens) for t in scored(given)])
     attempts = [replace(a, values=v.tolist()) for a, v in zip(attempts_of(given), pieces, strict=True)]
     _, targets = advantages.gae(attempts, discount=1.0, lam=0.95, skip_observations=skip)
     wanted = []
@@ -157,6 +151,41 @@ def test_policy_and_critic_learn_together() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["value_learning_rate"] == pytest.approx(0.02)
     assert metrics["learning_rate"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("cut", ["all", "half"])
+def test_cut_episodes_that_are_paid_do_not_blow_up_their_values(cut: str) -> None:
+    """Every episode is paid 1, so no state is worth more, whether a budget cuts it or not."""
+    model = tiny_model()
+    given, critic = (
+        played(model, seed=2),
+        critic_of(model, clip=None, optimizer={"micro_batch_tokens": 999}),
+    )
+    for number, trajectory in enumerate(scored(given)):
+        is_cut = cut == "all" or number % 2 == 0
+        trajectory.stop = StopReason.MAX_TURNS if is_cut else StopReason.ANSWERED
+        trajectory.reward = 1.0
+        for segment in trajectory.sequences[0].segments:
+            segment.reward = None
+    config = RLConfig.parse({"algorithm": "ppo", "options": {"bootstrap": True}})
+    for _ in range(20):
+        reinforce_groups(
+            tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
+        )
+    rows = rows_of(scored(given))
+    said_T = torch.tensor([said for row in rows for said in row.action_mask])
+    values_A = critic.values(rows)[said_T]
+    assert float(values_A.max()) < 1.3
+
+
+def test_a_price_for_being_cut_contradicts_bootstrapping() -> None:
+    tables: dict[str, Any] = {"algorithm": "ppo", "options": {"bootstrap": True}}
+    RLConfig.parse({**tables, "broken": {"no_answer": "mask", "tool_error": -0.5}})
+    for priced in ({"broken": {"no_answer": -0.5}}, {"overlong": {"longest": 8, "buffer": 4}}):
+        with pytest.raises(
+            ConfigError, match=r"bootstrap .* (broken\.no_answer|overlong) would be lost"
+        ):
+            RLConfig.parse({**tables, **priced})
 
 
 def test_a_masked_episode_teaches_the_critic() -> None:
@@ -217,7 +246,7 @@ def test_a_critic_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> None:
     assert learn(first) == learn(second)
     assert same(first.state_dict(), second.state_dict())
     rows = rows_of(scored(given))
-    assert same(first.values(rows, 20), second.values(rows, 20))
+    assert same(first.values(rows), second.values(rows))
 
 
 def test_a_head_is_saved_without_the_policy() -> None:

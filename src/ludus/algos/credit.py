@@ -57,8 +57,6 @@ class Credit:
     """True where a budget cut the episode, as against an ending of its own. None: nowhere."""
     values_T: Tensor | None = None
     """A critic's value of the state in which each token was chosen, that is, before it was said."""
-    bootstrap_N: Tensor | None = None
-    """A critic's value of the state after the last token, for episodes that were cut."""
     set_N: Tensor | None = None
     """The task set of each trajectory: statistics over the batch are taken within it. None: one set."""
     penalty_T: Tensor | None = None

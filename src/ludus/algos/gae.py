@@ -7,7 +7,15 @@
 "Next" is the next token that the model said. What it heard in between is skipped: the value of a state is
 read where the model is about to speak, and credit passes over an observation without decay. After the
 last token the value is 0, because the episode is over. An episode that a budget cut is over as well (the
-budget is part of the task), unless `bootstrap` says that it would have gone on: then it is `bootstrap_N`.
+budget is part of the task), unless `bootstrap` says that it would have gone on. Then it is followed up to the
+state in which its last token was chosen, whose value stands for all that comes after::
+
+    delta_last = 0, so that A_last = 0 and R_last = V_last
+
+That is the last state that the critic is trained on: it never learns what follows a finished turn. What is
+paid at the last token (the outcome) is part of that value, and is not added to it. Added, it would be paid
+anew at every cut: V = r + V has no solution. Pardo et al., "Time Limits in Reinforcement Learning", 2018,
+arXiv:1712.00378.
 
 A turn's pay lands on the last token of the turn, the rest of the total on the last action token. In the end
 the advantages are normalised over the batch; the critic's targets are not.
@@ -56,7 +64,8 @@ def gae(
         critic_lam: The lambda of the critic's targets; the same when left out.
         discount_per: Whether gamma counts at every action token, or only between two turns.
         lam_per: The same for lambda.
-        bootstrap: Whether an episode that a budget cut is taken to go on, at the worth of `bootstrap_N`.
+        bootstrap: Whether an episode that a budget cut is taken to go on, at the worth of its last state; its
+            outcome is not paid then. Rewards of turns in episodes that never end want a discount below 1.
         skip_observations: The advantage mask. False lets the recursion run through what was heard, for
             ablations; whether that is trained on is another matter (`Credit.trained_T`).
         normalise: Whether advantages are normalised over the batch, task set by task set.
@@ -64,8 +73,11 @@ def gae(
     walk = _walk(credit, skip_observations)
     values_S = required(credit.values_T, "values_T")[walk.place_S]
     gamma_S = walk.rate(discount, discount_per, values_S)
-    after_S = torch.where(walk.goes_on_S, values_S.roll(-1), _end_value(credit, bootstrap)[walk.owner_S])
+    after_S = torch.where(walk.goes_on_S, values_S.roll(-1), 0)
     delta_S = token_rewards(credit)[walk.place_S] + gamma_S * after_S - values_S
+    if bootstrap:
+        cut_S = required(credit.truncated_N, "truncated_N")[walk.owner_S]
+        delta_S = delta_S.masked_fill(cut_S & ~walk.goes_on_S, 0)
 
     def credited(number: float) -> Tensor:
         return sum_backwards(delta_S, gamma_S * walk.rate(number, lam_per, values_S), walk.owner_S)
@@ -119,12 +131,6 @@ def _walk(credit: Credit, skip_observations: bool) -> _Walk:
         turn_S = turn_S[torch.where(turn_S >= 0, number_S, 0).cummax(0).values]
         same_turn_S = goes_on_S & (turn_S == turn_S.roll(-1))
     return _Walk(place_S, owner_S, goes_on_S, same_turn_S)
-
-
-def _end_value(credit: Credit, bootstrap: bool) -> Tensor:
-    if not bootstrap:
-        return torch.zeros_like(credit.rewards_N)
-    return required(credit.bootstrap_N, "bootstrap_N") * required(credit.truncated_N, "truncated_N")
 
 
 def _handed_back(advantages_T: Tensor, place_S: Tensor, credit: Credit) -> Tensor:

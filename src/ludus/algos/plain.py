@@ -31,7 +31,6 @@ class Attempt:
     """Tokens before the first turn."""
     truncated: bool = False
     set: int = 0
-    bootstrap: float = 0.0
     values: Sequence[float] = field(default=())
     """One for each token; left out where there is no critic."""
     penalties: Sequence[float] = field(default=())
@@ -81,7 +80,6 @@ def credit_from(attempts: Sequence[Attempt], dtype: torch.dtype = torch.float64)
         anchor_U=whole([turn.anchor for _, turn in turns]),
         truncated_N=torch.tensor([attempt.truncated for attempt in attempts], dtype=torch.bool),
         values_T=real([v for attempt in attempts for v in attempt.values]) if has_values else None,
-        bootstrap_N=real([attempt.bootstrap for attempt in attempts]),
         set_N=whole([attempt.set for attempt in attempts]),
         penalty_T=real([p for attempt in attempts for p in attempt.penalties])
         if has_penalties

@@ -85,31 +85,20 @@ class Critic:
         return step < self.config.warmup_steps
 
     @torch.no_grad()
-    def values(self, rows: Sequence[Row], trajectories: int) -> tuple[Tensor, Tensor]:
-        """(values_T, bootstrap_N): before each token, and after the last one of each trajectory.
-
-        Both are 0 where there is nothing to read from: at the first token of a row, and for a trajectory
-        without rows.
-        """
+    def values(self, rows: Sequence[Row]) -> Tensor:
+        """The value before each token; 0 at the first one of a row, where there is nothing to read from."""
         values_T = torch.zeros(sum(len(row.tokens) for row in rows))
-        after_T = torch.zeros_like(values_T)
         budget = self.config.optimizer.micro_batch_tokens
 
         def read(part: Laid) -> None:
             found_T = self._after(part).cpu()
-            after_T[part.own_T] = found_T
             inside_T = torch.ones(len(found_T), dtype=torch.bool)
             inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
             values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
 
         with sampling_mode(self.model):
             Passes(budget).over(laid(rows, range(len(rows)), budget), read)
-        bootstrap_N = torch.zeros(trajectories)
-        end = 0
-        for row in rows:  # the last row of a trajectory has the last word
-            end += len(row.tokens)
-            bootstrap_N[row.trajectory] = after_T[end - 1]
-        return values_T, bootstrap_N
+        return values_T
 
     def learn(
         self, rows: Sequence[Row], lesson: Lesson, parts: Sequence[Sequence[int]]

@@ -103,5 +103,4 @@ def with_penalty(
 
 def with_values(step: Experience, critic: Critic) -> Experience:
     """The same with what the critic says."""
-    values_T, bootstrap_N = critic.values(step.rows, len(step.credit.rewards_N))
-    return replace(step, credit=replace(step.credit, values_T=values_T, bootstrap_N=bootstrap_N))
+    return replace(step, credit=replace(step.credit, values_T=critic.values(step.rows)))

@@ -35,6 +35,7 @@ def check_reinforcement(config: RLConfig) -> None:
         raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
     _check_attempts(config)
     _check_divergence(config)
+    _check_bootstrap(config)
     if config.updates > config.tasks:
         raise ValueError(
             f"updates = {config.updates} cannot split the {config.tasks} group(s) of a step (tasks)"
@@ -110,6 +111,24 @@ def _check_needs(config: RLConfig, has_critic: bool) -> None:
         raise ValueError(
             f"critic.warmup_steps = {critic.warmup_steps} leaves none of {config.steps} step(s) for the "
             "policy to learn in: lower it, or raise steps"
+        )
+
+
+def _check_bootstrap(config: RLConfig) -> None:
+    """What is paid for being cut would be lost: a bootstrapped episode's outcome is the critic's value."""
+    if config.algorithm != "ppo" or not config.options.get("bootstrap"):
+        return
+    prices = [
+        f"broken.{kind}"
+        for kind in ("no_answer", "over_length")
+        if isinstance(getattr(config.broken, kind), float)
+    ]
+    if config.overlong is not None:
+        prices.append("overlong")
+    if prices:
+        raise ValueError(
+            f"options.bootstrap takes an episode that a budget cut as going on, at the critic's value, so "
+            f"{' and '.join(prices)} would be lost where it is paid: leave out the one or the other"
         )
 
 
