@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.errors import explained
 from ludus.cli.main import app
 from ludus.observe import RunFolder
 

@@ -132,9 +132,9 @@ def no_signal_text(row: Mapping[str, float], steps: str) -> str:
         likely = "the tasks are too easy"
     return (
         f"no signal {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
-        f"every advantage was 0 and nothing was learned. Most likely {likely}. Read some episodes (ludus show RUN); "
-        "then try a warm start, easier tasks or a curriculum, a reward with partial credit, more rl.attempts, "
-        "rl.refill, or a higher sampling.temperature"
+        f"every advantage was 0 and nothing was learned. Most likely {likely}. Read some episodes "
+        "(ludus show RUN); then try a warm start, easier tasks or a curriculum, a reward with partial credit, "
+        "more rl.attempts, rl.refill, or a higher sampling.temperature"
     )
 
 
