@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -151,6 +154,30 @@ async def test_a_forged_status_of_a_fork_is_a_result(box: Sandbox, status: str) 
         async with await session.fork() as twin:
             ended = await twin.python("import os; os._exit(3)")
             assert ended.lost and not ended.ok
+
+
+_NEVER_CLOSED = """
+import asyncio, glob, os, sys
+from ludus.sandbox import Sandbox, SandboxConfig, sandbox
+async def main():
+    one, two = sandbox.shared_sandbox(), sandbox.shared_sandbox(SandboxConfig(workers=2))
+    await one.python("1")
+    for _ in range(4):
+        await (await two.session()).python("x = bytearray(50 << 20)")  # takes its end a moment
+    await one.close()
+    print(len(glob.glob(f"/sys/fs/cgroup/**/ludus-sandbox-{os.getpid()}", recursive=True)))
+asyncio.run(main())
+"""
+
+
+def test_no_control_group_is_left_behind() -> None:
+    """Neither where a sandbox is never closed, as at the end of a server, nor where two share one group."""
+    ended = subprocess.Popen([sys.executable, "-c", _NEVER_CLOSED], stdout=subprocess.PIPE, text=True)
+    said = ended.communicate(timeout=30)[0]
+    if said == "0\n":
+        pytest.skip("this user may make no control group")
+    assert ended.returncode == 0 and int(said) > 0
+    assert list(Path("/sys/fs/cgroup").glob(f"**/ludus-sandbox-{ended.pid}")) == []
 
 
 @on_sandbox

@@ -11,8 +11,11 @@ happened: what ended meanwhile, killed, was not at fault (`Session` decides).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import time
+from collections import Counter
 from pathlib import Path
 
 _PREFIX = "ludus-sandbox-"
@@ -22,6 +25,7 @@ _COUNTERS = ("memory.events", "memory.oom_control")
 """Where the kernel counts whom it has ended, in either version."""
 _KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _MOST_COUNTER = 4096
+_REMOVE_SECONDS = 2.0
 
 
 class ControlGroup:
@@ -60,9 +64,29 @@ class ControlGroup:
         if self._counter is not None:
             os.close(self._counter)
             self._counter = None
-        for folder in self._folders:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        folders, self._folders = self._folders, []
+        for folder in folders:
+            _sharing[folder] -= 1
+            if _sharing[folder] <= 0:  # or another sandbox of ours is in it
+                del _sharing[folder]
+                _remove(folder)
+
+
+_sharing: Counter[Path] = Counter()
+"""How many sandboxes of this process are in a group: they have one together."""
+
+
+def _remove(folder: Path) -> None:
+    """Remove a group whose processes have ended; the kernel may need a moment to notice."""
+    deadline = time.monotonic() + _REMOVE_SECONDS
+    while True:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno == errno.EBUSY and time.monotonic() < deadline:
+                time.sleep(0.005)
+                continue
+        return
 
 
 def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> ControlGroup:
@@ -83,6 +107,7 @@ def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> C
         folder = parent / f"{_PREFIX}{pid}"
         if _is_made(folder, limits):
             folders.append(folder)
+            _sharing[folder] += 1
     return ControlGroup(folders, memory)
 
 

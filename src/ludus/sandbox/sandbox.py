@@ -136,6 +136,8 @@ class Sandbox(ClosedAtExit):
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.abandon()
+        for worker in workers:
+            worker.wait_for_end()
         if self._layers is not None:
             self._layers.tidy()
 

@@ -214,14 +214,20 @@ class Worker:
             self._popen.wait()
 
     def abandon(self) -> None:
-        """The same at once, where there is no event loop any more."""
+        """Tell it to end, where there is no event loop any more; `wait_for_end` waits for it."""
         self.is_alive = False
         if self._link is not None:
             self._link.abandon()
             self._link = None
+
+    def wait_for_end(self) -> None:
+        """It ends by itself and takes its sessions along; what is killed leaves that to the kernel, later."""
         if self._popen is not None and self._popen.returncode is None:
-            self._popen.kill()
-            self._popen.wait()
+            try:
+                self._popen.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
 
     def _new_process(self) -> Process:
         process = Process(self, next(self._numbers))
