@@ -21,10 +21,10 @@ from ludus.training.recipe import Recipe, load_recipe
 if TYPE_CHECKING:
     from ludus.training.api import Result
 
-_OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "loss": "loss"}
+_OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "reverse_kl": "KL", "loss": "loss"}
 _SHOWN = {**SHOWN} | {
     f"{stage}/{name}": label
-    for stage in ("sft", "dpo", "rejection")
+    for stage in ("sft", "dpo", "rejection", "distill")
     for name, label in {**SHOWN, **_OWN}.items()
 }
 """What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""

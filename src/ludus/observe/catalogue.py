@@ -13,7 +13,7 @@ from typing import Literal
 
 Aggregate = Literal["mean", "sum", "max", "last"]
 
-SPLITS = ("train", "eval", "sft", "dpo", "rejection", "rollout")
+SPLITS = ("train", "eval", "sft", "dpo", "rejection", "distill", "rollout")
 """The prefixes that say which episodes or examples, or which stage, a number was measured on."""
 
 
@@ -133,6 +133,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "and answers, at least 0.", "nats"),
     Metric("margin", "Mean difference of the implicit rewards of preferred and rejected episodes.",
            "nats"),
+    Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
+           "an estimate of KL(student ‖ teacher).", "nats"),
     Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),

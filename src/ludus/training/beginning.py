@@ -10,11 +10,12 @@ from ludus.engine.remote import is_address
 from ludus.rewards import Scorer
 from ludus.training.curriculum import DIFFICULTY, STRICTNESS
 from ludus.training.imitation import read_labelled, read_pairs
-from ludus.training.models import device_of
+from ludus.training.models import check_source, device_of
 from ludus.training.parts import Parts, demonstrations_of
-from ludus.training.recipe import Recipe
+from ludus.training.recipe import ModelConfig, Recipe
 from ludus.training.set_building import SetPlan, plans_of, refuse_stray_tasks
 from ludus.training.settings import (
+    DistillationConfig,
     ImitationConfig,
     MeasurementConfig,
     PreferenceConfig,
@@ -47,10 +48,12 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
 
 def _check_tasks(recipe: Recipe, parts: Parts) -> None:
     refuse_stray_tasks(recipe, parts)
-    if not any(_plays(stage) for stage in recipe.stages):
-        return
-    if not (parts.tasks or recipe.task_sets):
+    distills = any(isinstance(stage, DistillationConfig) for stage in recipe.stages)
+    is_scored = any(_plays(stage) for stage in recipe.stages)
+    if (is_scored or distills) and not (parts.tasks or recipe.task_sets):
         raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
+    if not is_scored:
+        return
     shared = bool(parts.rewards or parts.group_rewards)
     if not (shared or recipe.task_sets):
         raise ConfigError(
@@ -76,6 +79,12 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
             )
     if isinstance(stage, PreferenceConfig) and stage.pairs is not None and not _pairs(stage, where):
         raise ConfigError(f"{where}.pairs: {stage.pairs} has no pairs to learn from")
+    if isinstance(stage, DistillationConfig):
+        try:
+            check_source(ModelConfig(name=stage.teacher))
+        except ConfigError as error:
+            problem = str(error).replace("model.name", f"{where}.teacher")
+            raise ConfigError(problem) from None
     if isinstance(stage, RLConfig) and stage.steps:
         _check_curriculum(stage, where, recipe, parts)
     measured = parts.held_out or any(one.evaluation for one in recipe.task_sets)

@@ -151,6 +151,14 @@ def _load_adapted(
     return adapted, tokenizer
 
 
+def tokenizer_of(name: str) -> HFTokenizer:
+    """A model's tokenizer alone."""
+    folder = Path(name)
+    if is_adapter(folder) and not (folder / "tokenizer_config.json").is_file():
+        return load_tokenizer(_source(base_of(folder)), revision=revision_of(folder))
+    return load_tokenizer(name if is_adapter(folder) else _source(name))
+
+
 def _source(name: str, revision: str | None = None) -> str:
     """The folder to load a model from, or a name that a hub has."""
     found = located(name)

@@ -26,6 +26,7 @@ _NAMES = {
     "rl": "RL",
     "dpo": "DPO",
     "rejection": "rejection sampling",
+    "distill": "distillation",
     "eval": "the evaluation",
 }
 COLUMNS = (

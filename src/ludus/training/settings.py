@@ -262,6 +262,25 @@ class RejectionConfig(Config):
         return self
 
 
+class DistillationConfig(Config):
+    """On-policy distillation: the student plays, and a teacher scores its tokens (reverse KL)."""
+
+    kind: Literal["distill"] = "distill"
+    """What kind of stage this is."""
+    teacher: Place
+    """The teacher: a folder or a name on the hub, with the student's tokenizer."""
+    steps: int = Field(default=100, ge=1)
+    """Training steps: play, let the teacher score, update."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks in a step."""
+    attempts: int = Field(default=4, ge=1)
+    """Episodes for each of them."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """Optimizer settings."""
+
+
 class MeasurementConfig(Config):
     """An evaluation on the held-out tasks, with pass@k."""
 
@@ -276,6 +295,11 @@ class MeasurementConfig(Config):
 
 
 StageConfig = Annotated[
-    ImitationConfig | RLConfig | PreferenceConfig | RejectionConfig | MeasurementConfig,
+    ImitationConfig
+    | RLConfig
+    | PreferenceConfig
+    | RejectionConfig
+    | DistillationConfig
+    | MeasurementConfig,
     Field(discriminator="kind"),
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.training.settings import (
+    DistillationConfig,
     ImitationConfig,
     MeasurementConfig,
     PreferenceConfig,
@@ -13,6 +14,7 @@ from ludus.training.settings import (
     RLConfig,
     StageConfig,
 )
+from ludus.training.stages.distilling import Distillation
 from ludus.training.stages.imitating import Imitation
 from ludus.training.stages.measuring import Measurement
 from ludus.training.stages.preferring import Preference
@@ -28,6 +30,7 @@ _MAKERS: dict[type[Any], Any] = {
     RLConfig: Reinforcement,
     PreferenceConfig: Preference,
     RejectionConfig: Rejection,
+    DistillationConfig: Distillation,
     MeasurementConfig: Measurement,
 }
 

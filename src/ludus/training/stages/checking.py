@@ -8,11 +8,11 @@ from ludus.core.failures import ConfigError, LudusError, most_frequent
 from ludus.core.trajectory import Group
 
 
-def check_failures(groups: Sequence[Group], max_failures: float) -> None:
-    """Raise when nothing was scored, or when more than this share of the episodes failed through our fault."""
+def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool = True) -> None:
+    """Raise when a larger share of the episodes failed through our fault, or (`scored`) none was scored."""
     failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
     played = sum(len(group.trajectories) for group in groups)
-    if played and not failures and not any(group.trainable for group in groups):
+    if scored and played and not failures and not any(group.trainable for group in groups):
         raise ConfigError(
             f"none of {played} episodes was scored: every reward returned None. Return a number for at "
             "least some of them"

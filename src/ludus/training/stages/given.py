@@ -15,7 +15,8 @@ from ludus.training.imitation import read_labelled, read_pairs, trajectory_of
 from ludus.training.parts import demonstrations_of
 from ludus.training.preference import Labelled, Pair, pair_of, says_the_same
 from ludus.training.readable import check_readable
-from ludus.training.settings import ImitationConfig, PreferenceConfig, StageConfig
+from ludus.training.settings import DistillationConfig, ImitationConfig, PreferenceConfig, StageConfig
+from ludus.training.stages.distilling import check_teacher
 from ludus.training.workshop import Workshop, tool_specs
 
 
@@ -59,6 +60,8 @@ async def given_preferences(workshop: Workshop, config: PreferenceConfig) -> Seq
 
 async def check_given(workshop: Workshop, config: StageConfig) -> None:
     """Read what a stage will be given, to find out now what is wrong with it."""
+    if isinstance(config, DistillationConfig):
+        check_teacher(workshop, config)
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
         await given_preferences(workshop, config)
     if isinstance(config, ImitationConfig) and not is_played(workshop, config):

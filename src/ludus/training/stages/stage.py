@@ -11,7 +11,7 @@ from typing import ClassVar
 from ludus.core.random import key
 from ludus.core.trajectory import Group
 from ludus.training.recipe import Recipe
-from ludus.training.settings import PreferenceConfig, RejectionConfig, RLConfig
+from ludus.training.settings import DistillationConfig, PreferenceConfig, RejectionConfig, RLConfig
 from ludus.training.workshop import Workshop
 
 
@@ -77,6 +77,6 @@ class Stage:
 
 def _seed(recipe: Recipe, number: int) -> int:
     """The run's own seed for the first stage that plays, and one of its own for each later one."""
-    plays = (RLConfig, PreferenceConfig, RejectionConfig)
+    plays = (RLConfig, PreferenceConfig, RejectionConfig, DistillationConfig)
     is_first = not any(isinstance(stage, plays) for stage in recipe.stages[:number])
     return recipe.seed if is_first else key(recipe.seed, "stage", number)

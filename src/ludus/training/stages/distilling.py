@@ -1,0 +1,141 @@
+"""On-policy distillation: the student plays, and a teacher scores every token that it said.
+
+    reverse KL of a token   k = log p(y) - log q(y)      p the student as it sampled, q the teacher
+    loss of a token         k * ratio                    ratio = p_now(y) / p(y), which is 1 in the first pass
+
+so a token's advantage is -k, its own alone (a discount of 0), averaged over all action tokens. Its expectation
+is the gradient of KL(student || teacher) at the states that the student visits: it makes the student seek the
+teacher's modes where it gets to by itself, which imitating the teacher's own episodes does not. Observations
+are context for both. Rewards play no part; where a recipe has some, they are logged.
+
+Gu et al., "MiniLLM: Knowledge Distillation of Large Language Models", 2023, arXiv:2306.08543. Agarwal et al.,
+"On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes" (GKD), 2023,
+arXiv:2306.13649. Lu et al., "On-Policy Distillation", Thinking Machines Lab, 2025.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ludus.algos import by_token
+from ludus.core.failures import ConfigError
+from ludus.core.trajectory import StopReason, Trajectory
+from ludus.engine import use_ludus_attention
+from ludus.observe import rollout_metrics
+from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.learner import Learner, frozen
+from ludus.training.logprobs import logprobs_of
+from ludus.training.models import load_model, tokenizer_of
+from ludus.training.packing import Columns, Pack, packs_of
+from ludus.training.playing import Player
+from ludus.training.readable import check_readable
+from ludus.training.recipe import ModelConfig
+from ludus.training.rows import engine_logprobs, flags, owners, rows_of
+from ludus.training.settings import DistillationConfig, RLConfig
+from ludus.training.stages.checking import check_failures
+from ludus.training.stages.stage import Stage, Step
+from ludus.training.stages.timing import timing_metrics
+from ludus.training.workshop import Workshop
+
+_STATE = "distillation.json"
+
+
+class Distillation(Stage):
+    """Become like a teacher where one gets to by oneself."""
+
+    phase = "distillation"
+    prefix = "distill"
+
+    def __init__(self, workshop: Workshop, folder: Path, config: DistillationConfig) -> None:
+        super().__init__(workshop, folder, config.steps)
+        self._config = config
+        temperature = workshop.recipe.sampling.temperature
+        self._learner = Learner(workshop.model, config.optimizer, config.steps, temperature, self.seed)
+        playing = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+        self._player = Player(workshop.task_sets, playing, self.seed)
+        self._teacher: nn.Module | None = None
+
+    async def begin(self) -> None:
+        check_teacher(self.workshop, self._config)
+        own = self.workshop.recipe.model
+        settings = ModelConfig(name=self._config.teacher, dtype=own.dtype, device=own.device)
+        teacher, _ = load_model(settings, self.workshop.recipe.seed)
+        use_ludus_attention(teacher)
+        self._teacher = frozen(teacher)
+
+    async def advance(self, number: int) -> Step:
+        assert self._teacher is not None
+        started = time.perf_counter()
+        played = await self._player.play(number, {})
+        check_failures(played.groups, self._config.max_failures, scored=False)
+        said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
+        check_readable(said, self._teacher, "for the teacher, episode")
+        await self.workshop.engine.pause()
+        ready = time.perf_counter()
+        with self.change():
+            metrics = distill(self._learner, said, self._teacher)
+        metrics |= rollout_metrics(played.groups)
+        metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
+        return Step(metrics, played.groups)
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+        (folder / _STATE).write_text(json.dumps(self._player.state_dict()), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+        self._player.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+
+
+def distill(
+    learner: Learner, trajectories: Sequence[Trajectory], teacher: nn.Module
+) -> dict[str, float]:
+    """One step on what the student said; `reverse_kl` is the mean of log p - log q over its tokens."""
+    rows = rows_of(trajectories)
+    if not rows:
+        return {}
+    said_T = flags(row.action_mask for row in rows)
+    budget = learner.config.micro_batch_tokens
+    teacher_T = logprobs_of(teacher, rows, said_T, learner.temperature, budget)
+    divergence_T = torch.where(said_T, engine_logprobs(rows) - teacher_T, 0.0)
+    columns = Columns.of(rows, -divergence_T, by_token(owners(rows), said_T))
+
+    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
+        return -ratio_A * pack.advantages_A, {"reverse_kl": -pack.advantages_A}
+
+    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    return learner.step(packs_of(rows, columns, budget), objective)
+
+
+def check_teacher(workshop: Workshop, config: DistillationConfig) -> None:
+    """Refuse a teacher to which the student's tokens mean something else; it may have further ones."""
+    try:
+        theirs = tokenizer_of(config.teacher)
+    except ConfigError as error:
+        raise ConfigError(f"the teacher: {error}") from error
+    compare_tokenizers(workshop.tokenizer, theirs, config.teacher)
+
+
+def compare_tokenizers(student: HFTokenizer, teacher: HFTokenizer, name: str) -> None:
+    own, theirs = student.inner.get_vocab(), teacher.inner.get_vocab()
+    other = [token for token, number in own.items() if theirs.get(token) != number]
+    if other:
+        raise ConfigError(
+            f"teacher = {name!r} has another tokenizer than the student: {len(other)} of {len(own)} tokens are "
+            f"others or have other numbers, such as {other[0]!r}. The teacher scores the student's tokens, so "
+            "it must be a model of the same family"
+        )
+
+
+def _is_whole(trajectory: Trajectory) -> bool:
+    """Whether the episode was played to its end, and something was said; whether it was scored is no matter."""
+    is_played = trajectory.failure is None and trajectory.stop is not StopReason.ABORTED
+    return is_played and any(action.tokens for action in trajectory.actions)
