@@ -2,11 +2,13 @@
 
     python benchmarks/algorithms/compare.py                  # about 20 minutes on two cores
     python benchmarks/algorithms/compare.py --seeds 1 --only grpo --only ppo
-    python benchmarks/algorithms/compare.py --write          # also writes docs/algorithms.md's table and curves
+    python benchmarks/algorithms/compare.py --only GRPO --reruns 4   # how far one seed varies between reruns
+    python benchmarks/algorithms/compare.py --write          # also writes curves and numbers to docs/images
 
 For each seed a small model is made and warm-started on an expert's demonstrations once; every algorithm then
-trains it for the same number of steps, tasks and attempts, on one thread. Two runs go at a time. Success is
-measured on held-out tasks before and after.
+trains it for the same number of steps, tasks and attempts, on one thread, as many runs at a time as there are
+cores. Success is measured on held-out tasks before and after. A run's seed fixes its tasks and its random
+numbers, but not which episodes share a batch: rounding then differs, and so does the outcome.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "GiGPO": {"algorithm": "gigpo"},
     "GRPO-RoC (16, keep 8)": {"algorithm": "grpo", "attempts": 16, "keep_attempts": 8, "tasks": 8},
 }
+DPO: dict[str, Any] = {
+    "kind": "dpo", "steps": STEPS, "tasks": TASKS, "attempts": ATTEMPTS, "beta": 0.1, "optimizer": OPTIMIZER,
+}  # fmt: skip
 PARADIGMS: dict[str, list[dict[str, Any]]] = {
-    "DPO, mined pairs": [
-        {"kind": "dpo", "steps": STEPS, "tasks": TASKS, "attempts": ATTEMPTS, "beta": 0.1,
-         "optimizer": {**OPTIMIZER, "learning_rate": 2e-4}},
-    ],
+    "DPO, mined pairs": [DPO],
+    "DPO, twice the learning rate": [{**DPO, "optimizer": {**OPTIMIZER, "learning_rate": 1e-3}}],
+    "IPO, mined pairs": [{**DPO, "loss": "ipo"}],
+    "SimPO, mined pairs": [{**DPO, "loss": "simpo", "beta": 2.0}],
+    "KTO, mined pairs": [{**DPO, "loss": "kto"}],
     "rejection sampling, 4 rounds": [
         {"kind": "rejection", "rounds": 4, "tasks": TASKS * STEPS // 4, "attempts": ATTEMPTS, "keep": 2,
          "steps": 10, "optimizer": OPTIMIZER},
@@ -108,8 +114,9 @@ def run_one(label: str, seed: int, start: str, folder: str) -> dict[str, Any]:
     found = {"label": label, "seed": seed, "before": held_out[0], "after": held_out[-1], "curve": curve}
     if label in HORIZONS:
         budgets = {"max_turns": 8, "max_turn_tokens": 24}
-        longer = ludus.evaluate(RECIPE, model=str(result.model), budgets=budgets, attempts=4)
-        found["after_8"] = longer.metrics["success"]
+        for name, model in (("before_8", start), ("after_8", str(result.model))):
+            longer = ludus.evaluate(RECIPE, model=model, budgets=budgets, attempts=4)
+            found[name] = longer.metrics["success"]
     return {**found, "seconds": time.perf_counter() - began}
 
 
@@ -137,8 +144,8 @@ def in_process(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(labels: list[str], seeds: int, at_once: int) -> list[dict[str, Any]]:
-    """All runs, so many at a time."""
+def compare(labels: list[str], seeds: int, at_once: int, reruns: int = 1) -> list[dict[str, Any]]:
+    """All runs, so many at a time; each of them `reruns` times."""
     with (
         tempfile.TemporaryDirectory(prefix="ludus-compare-") as folder,
         ThreadPoolExecutor(at_once) as pool,
@@ -146,7 +153,7 @@ def compare(labels: list[str], seeds: int, at_once: int) -> list[dict[str, Any]]
         starts = list(
             pool.map(lambda s: in_process("--warm", str(s), f"{folder}/warm-{s}"), range(seeds))
         )
-        jobs = [(label, seed) for label in labels for seed in range(seeds)]
+        jobs = [(label, seed) for label in labels for seed in range(seeds) for _ in range(reruns)]
 
         def job(numbered: tuple[int, tuple[str, int]]) -> dict[str, Any]:
             number, (label, seed) = numbered
@@ -158,7 +165,7 @@ def compare(labels: list[str], seeds: int, at_once: int) -> list[dict[str, Any]]
         return list(pool.map(job, enumerate(jobs)))
 
 
-def table(results: list[dict[str, Any]], title: str, key: str = "after") -> str:
+def table(results: list[dict[str, Any]], title: str, suffix: str = "") -> str:
     """Mean and spread over the seeds, as Markdown."""
     lines = [
         f"| {title} | before | after: mean | spread (lowest to highest) | seconds a run |",
@@ -166,13 +173,23 @@ def table(results: list[dict[str, Any]], title: str, key: str = "after") -> str:
     ]
     for label in dict.fromkeys(result["label"] for result in results):
         own = [result for result in results if result["label"] == label]
-        after = [result[key] for result in own]
-        before = statistics.fmean(result["before"] for result in own)
+        after = [result["after" + suffix] for result in own]
+        before = statistics.fmean(result["before" + suffix] for result in own)
         seconds = statistics.fmean(result["seconds"] for result in own)
         spread = f"{min(after):.1%} to {max(after):.1%}"
         lines.append(
             f"| {label} | {before:.1%} | {statistics.fmean(after):.1%} | {spread} | {seconds:.0f} |"
         )
+    return "\n".join(lines)
+
+
+def reruns_table(results: list[dict[str, Any]]) -> str:
+    """How far the outcome of one seed varies between reruns, as Markdown."""
+    lines = ["| run | seed | after, each rerun | range |", "|---|---|---|---|"]
+    for label, seed in dict.fromkeys((result["label"], result["seed"]) for result in results):
+        after = [r["after"] for r in results if (r["label"], r["seed"]) == (label, seed)]
+        shown = ", ".join(f"{value:.1%}" for value in after)
+        lines.append(f"| {label} | {seed} | {shown} | {100 * (max(after) - min(after)):.1f} points |")
     return "\n".join(lines)
 
 
@@ -206,14 +223,17 @@ def main(options: argparse.Namespace) -> None:
         labels = [
             label for label in labels if any(word.lower() in label.lower() for word in options.only)
         ]
-    results = compare(labels, options.seeds, options.at_once)
+    results = compare(labels, options.seeds, options.at_once, options.reruns)
+    if options.reruns > 1:
+        print(reruns_table(results))
+        return
     parts: list[str] = []
     for kind in kinds:
         own = [result for result in results if result["label"] in KINDS[kind]]
         if own:
             parts.append(table(own, kind))
             if kind == "horizons":
-                parts.append(table(own, "horizons, measured with 8 turns", "after_8"))
+                parts.append(table(own, "horizons, measured with 8 turns", "_8"))
     text = "\n\n".join(parts)
     print(text)
     if options.write:
@@ -232,6 +252,9 @@ if __name__ == "__main__":
         "--kind", action="append", choices=list(KINDS), help="only these runs; repeatable"
     )
     parser.add_argument("--only", action="append", help="only runs whose name has this word; repeatable")
+    parser.add_argument(
+        "--reruns", type=int, default=1, help="run each seed so often; print how far it varies"
+    )
     parser.add_argument(
         "--write", action="store_true", help="write the curves and numbers into docs/images"
     )
