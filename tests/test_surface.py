@@ -5,8 +5,10 @@ After a deliberate change: python tests/test_surface.py > tests/surface.txt
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -64,18 +66,71 @@ def test_every_public_name_can_be_imported() -> None:
 
 
 def test_every_recipe_key_is_explained() -> None:
+    from ludus.cli.settings import tables
+
+    bare = [
+        f"{table.model.__module__}: {table.model.__name__}.{one.key}"
+        for table in tables()
+        for one in table.settings
+        if not one.meaning
+    ]
+    assert not bare, "write a docstring under each of these fields (a line of text in triple quotes)"
+    nameless = [t.model.__name__ for t in tables() if not t.model.__doc__]
+    assert not nameless, "write a docstring for each of these tables"
+
+
+def test_the_settings_page_is_current() -> None:
+    from ludus.cli.settings import markdown
+
+    page = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert page.read_text() == markdown(), "run: ludus settings --markdown > docs/settings.md"
+
+
+def test_every_key_of_the_surface_is_on_the_settings_page() -> None:
+    """Two walks over the recipe, written apart: what one finds, the other has."""
+    from ludus.cli.settings import tables
     from ludus.training import Recipe
 
-    def unexplained(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-        for name, field in model.model_fields.items():
-            inner = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
-            tables = [t for t in inner if issubclass(t, BaseModel)]
-            if tables:
-                yield from unexplained(tables[0], f"{prefix}{name}.")
-            elif not field.description:
-                yield prefix + name
+    found = {f"{place}.{key}".lstrip(".") for table in tables() for place in table.places
+             for key in table.model.model_fields}  # fmt: skip
+    shown = {key.replace("[]", "") for key in found}
+    assert {key.removeprefix("key ") for key in keys(Recipe)} <= shown
 
-    assert list(unexplained(Recipe)) == []
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path) -> None:
+    import jsonschema_rs
+
+    from ludus.cli.settings import schema
+
+    made = jsonschema_rs.validator_for(json.loads(schema()))
+    raw = tomllib.loads(recipe.read_text())
+    made.validate(raw)
+    mistakes: list[dict[str, Any]] = [
+        {"rl": {"stepps": 3}}, {"rl": {"steps": "three"}}, {"rl": {"steps": -1}}, {"sed": 1},
+        {"model": {"scratch": {"width": 8}}}, {"stage": [{"kind": "ppo"}]}, {"threads": None},
+    ]  # fmt: skip
+    for wrong in mistakes:
+        assert not made.is_valid(raw | wrong), wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("rl.kl", "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence"),
+        ("stage.0.pairs", "stage.pairs"),
+        ("warm_start.optimizer.learning_rate", "learning_rate = 0.001"),
+        ("budgets", "budgets.max_turns = 8"),
+        ("rl.optimiser", "did you mean rl.optimizer"),
+    ],
+)
+def test_settings_are_shown_by_name(key: str, expected: str, tmp_path: Path) -> None:
+    said, loaded = loaded_by("from ludus.cli.main import run; run()", tmp_path, "settings", key)
+    assert expected in said
+    assert loaded == []
 
 
 HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "pandas", "matplotlib", "datasets")

@@ -177,6 +177,25 @@ def rollout(
     run_rollout(recipe, overrides or [], model, task_sets or [], options)
 
 
+@app.command()
+def settings(
+    key: Annotated[
+        str | None, typer.Argument(help="A key or a table, such as rl.kl or rl.", show_default=False)
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="A JSON Schema, for editors.")] = False,
+) -> None:
+    """Show what a recipe can say: every key with its type, default and meaning."""
+    from ludus.cli import settings
+
+    if markdown or schema:
+        typer.echo(settings.markdown() if markdown else settings.schema(), nl=schema)
+        return
+    for name, one in settings.described(key or ""):
+        default = settings.default_text(one)
+        typer.echo(f"{name}{f' = {default}' if default else ''}    ({one.takes})\n    {one.meaning}")
+
+
 def run() -> None:
     """The entry point: errors on purpose are one message and exit code 2; Ctrl-C is 130."""
     # Before torch loads its thread pool: threads that spin while they wait bring a small model to a crawl

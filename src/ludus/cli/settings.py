@@ -1,0 +1,241 @@
+"""`ludus settings`: every key of a recipe, as a page, in a terminal, or as a JSON Schema for editors.
+
+All of it is read from the recipe's own models, so it cannot say anything else than what a run does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ludus.core.failures import ConfigError
+from ludus.training.recipe import Recipe
+
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least", "max_length": "at most"}
+_HEAD = """# Settings
+
+Every key of a recipe: what it takes, what it is when left out, and what it means. This page is generated from
+the recipe's own models by `ludus settings --markdown`; a test fails when it is not current.
+
+`ludus settings rl.kl` shows one key, or all keys of a table, in a terminal. Any key can be set on the command
+line: `ludus train recipe.toml rl.kl=0.01`. `ludus settings --schema > ludus.schema.json` writes a JSON Schema:
+with `#:schema ludus.schema.json` as the first line of a recipe, editors that know TOML schemas (Even Better
+TOML, taplo) complete and check keys while you type.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a table."""
+
+    key: str
+    takes: str
+    """What values it has, in words."""
+    default: Any
+    meaning: str
+    tables: tuple[type[BaseModel], ...]
+    """The tables that can stand there."""
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One kind of table, and where in a recipe it can stand."""
+
+    model: type[BaseModel]
+    places: tuple[str, ...] = ()
+    usual: BaseModel | None = None
+    """What the table is where it is left out, if that is not what each of its keys says."""
+
+    @property
+    def settings(self) -> Iterator[Setting]:
+        for name, field in self.model.model_fields.items():
+            found = tuple(_tables(field.annotation))
+            meaning = field.description or _about(found)
+            takes = _words(field.annotation) + _bounded(field.metadata)
+            value = None if field.is_required() else field.get_default(call_default_factory=True)
+            value = getattr(self.usual, name, value)
+            yield Setting(name, takes, value, meaning, found, field.is_required())
+
+
+def tables(model: type[BaseModel] = Recipe) -> list[Table]:
+    """The tables of a recipe in their order, each once with all places where it can stand."""
+    places: dict[type[BaseModel], list[str]] = {}
+
+    def visit(table: type[BaseModel], place: str) -> None:
+        if place not in places.setdefault(table, []):
+            places[table].append(place)
+        for name, field in table.model_fields.items():
+            for inner in _tables(field.annotation):
+                brackets = "[]" if get_origin(field.annotation) in (tuple, list) else ""
+                kind = f" of {_kind(inner)}" if brackets and _kind(inner) else ""
+                visit(inner, f"{place}.{name}{brackets}{kind}".lstrip("."))
+
+    visit(model, "")
+    return [Table(table, tuple(where)) for table, where in places.items()]
+
+
+def markdown() -> str:
+    """The page docs/settings.md."""
+    found = tables()
+    titles = {table.model: _title(table) for table in found}
+    lines = [_HEAD]
+    for table in found:
+        where = ", ".join(f"`{place}`" for place in table.places[1:])
+        also = f" Stands at {where} too, with the same keys." if where else ""
+        lines.append(f"## {titles[table.model]}\n\n{_about([table.model])}{also}\n")
+        lines.append("| key | takes | default | meaning |\n|---|---|---|---|")
+        for one in table.settings:
+            links = ", ".join(f"[{titles[t]}](#{_anchor(titles[t])})" for t in one.tables)
+            takes = f"{one.takes}: {links}" if links else one.takes
+            text = default_text(one)
+            default = f"`{text}`" if text else "*must be given*" if one.is_required else ""
+            cells = (f"`{one.key}`", takes, default, one.meaning)
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def described(key: str) -> list[tuple[str, Setting]]:
+    """One key (`rl.kl`), or all keys of a table (`rl`, `stage.0`), by the names that a recipe has for them."""
+    found: dict[str, Setting] = {}
+    wanted = [part for part in key.split(".") if part and not part.isdecimal()]
+
+    def visit(table: Table, path: str, rest: list[str]) -> None:
+        for one in table.settings:
+            if rest and one.key != rest[0]:
+                continue
+            place = f"{path}.{one.key}".lstrip(".")
+            if not one.tables or rest == [one.key]:
+                found.setdefault(place, one)
+            usual = one.default if isinstance(one.default, BaseModel) else None
+            for inner in one.tables:
+                visit(Table(inner, usual=usual), place, rest[1:])
+
+    visit(Table(Recipe), "", wanted)
+    if not found:
+        every = [
+            f"{place}.{name}" for t in tables() for place in t.places for name in t.model.model_fields
+        ]
+        near = get_close_matches(key, [one.lstrip(".") for one in every], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ludus settings` lists all of them"
+        raise ConfigError(f"there is no setting {key!r}{hint}")
+    return list(found.items())
+
+
+def schema() -> str:
+    """A JSON Schema of recipes, for editors."""
+    made = Recipe.model_json_schema()
+    made = {"$schema": "http://json-schema.org/draft-07/schema#", **_without_null(made)}
+    made["title"] = "Ludus recipe"
+    return json.dumps(made, indent=1, ensure_ascii=False)
+
+
+def _words(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _words(arguments[0]) + _bounded(arguments[1:])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_words(one) for one in arguments if one is not NoneType))
+    if origin is Literal:
+        return " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in arguments)
+    if origin in (tuple, list):
+        inner = [one for one in arguments if one is not ...]
+        count = f"list of {len(inner)}" if ... not in arguments and origin is tuple else "list"
+        return f"{count} ({', '.join(map(_words, inner))})"
+    if origin is dict and arguments[1] is not Any:
+        return f"table ({_words(arguments[1])} by name)"
+    if origin is dict or (isinstance(hint, type) and issubclass(hint, BaseModel)):
+        return "table"
+    return _WORDS.get(hint, str(hint))
+
+
+def _bounded(metadata: Any) -> str:
+    bounds: list[str] = []
+    for one in metadata:
+        parts = one.metadata if isinstance(one, FieldInfo) else [one]
+        for part in parts:
+            bounds += [
+                f"{sign} {getattr(part, name)}"
+                for name, sign in _BOUNDS.items()
+                if getattr(part, name, None) is not None
+            ]
+    return f", {' and '.join(bounds)}" if bounds else ""
+
+
+def default_text(setting: Setting) -> str:
+    """The default as it would stand in a recipe; of a table, what differs from that table's own defaults."""
+    value = setting.default
+    if isinstance(value, BaseModel):
+        value = {
+            one.key: getattr(value, one.key)
+            for one in Table(type(value)).settings
+            if getattr(value, one.key) != one.default
+        } or None
+    return "" if value is None else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} = {_toml(one)}" for key, one in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+
+
+def _tables(hint: Any) -> Iterator[type[BaseModel]]:
+    """The tables that an annotation names, inside lists and unions too."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for one in get_args(hint):
+        yield from _tables(one)
+
+
+def _kind(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("kind")
+    return f'kind = "{field.default}"' if field is not None and get_origin(field.annotation) else ""
+
+
+def _about(models: Any) -> str:
+    first = next(iter(models), None)
+    return " ".join((first.__doc__ or "").split()) if first is not None else ""
+
+
+def _title(table: Table) -> str:
+    return table.places[0].replace("[]", "") or "The top of the file"
+
+
+def _anchor(title: str) -> str:
+    """The fragment under which a heading can be linked to."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _without_null(value: Any) -> Any:
+    """TOML has no null: a key that may be left out is left out."""
+    if isinstance(value, list):
+        return [_without_null(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    made = {
+        key: _without_null(one) for key, one in value.items() if not (key == "default" and one is None)
+    }
+    if "anyOf" in made:
+        rest = [one for one in made["anyOf"] if one != {"type": "null"}]
+        if len(rest) == 1:
+            made.pop("anyOf")
+            made = {**rest[0], **made}
+        else:
+            made["anyOf"] = rest
+    return made
