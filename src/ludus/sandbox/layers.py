@@ -28,7 +28,7 @@ from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.config import SandboxConfig
 from ludus.sandbox.errors import SandboxError, SandboxUnavailable
 from ludus.sandbox.inside import kernel, landlock
-from ludus.sandbox.inside.filesystem import remove_folder
+from ludus.sandbox.inside.filesystem import is_covered, remove_folder
 from ludus.sandbox.session import Session
 from ludus.sandbox.worker import Worker
 
@@ -85,6 +85,13 @@ class Layers:
     """Why a layer is not there."""
 
     @property
+    def has_slots(self) -> bool:
+        """Whether one-shot programs can share namespaces that others have left clean."""
+        # what is shown among a session's own files is not compared between programs
+        covered = any(is_covered(path) for path in self.order["shown"])
+        return bool(self.order["namespaces"]) and not covered
+
+    @property
     def open_doors(self) -> list[str]:
         return [name for name, error in self.doors.items() if error is None]
 
@@ -121,11 +128,16 @@ async def _tried(
 ) -> Layers:
     """Which layers hold in an arrangement; `SandboxError` when it does not work, or too few of them do."""
     told = await worker.start()
-    found = await _probe(worker, config)
-    active = {**_active(found, told), "control group": worker.group.counts}
+    kinds = (False, True) if order["namespaces"] else (False,)
+    found = [await _probe(worker, config, is_slot=is_slot) for is_slot in kinds]
+    active = {name: all(_active(one, told)[name] for one in found) for name in _active(found[0], told)}
+    active["control group"] = worker.group.counts
     if not active["Python"]:
         reasons["Python"] = f"{sys.prefix} and {sys.base_prefix} are not open to other users"
-    layers = Layers(order, active, _doors(found, config), worker.group, reasons)
+    doors = _doors(found[0], config)
+    for one in found[1:]:  # what a program gets through from either kind of process is open
+        doors |= {name: error for name, error in _doors(one, config).items() if error is None}
+    layers = Layers(order, active, doors, worker.group, reasons)
     if layers.open_doors and not config.accept_risk:
         raise SandboxUnavailable(_refusal(layers))
     return layers
@@ -178,7 +190,7 @@ def _python_folders() -> list[str]:
     return [sys.prefix, sys.base_prefix, sys.exec_prefix, str(program)]
 
 
-async def _probe(worker: Worker, config: SandboxConfig) -> dict[str, Any]:
+async def _probe(worker: Worker, config: SandboxConfig, *, is_slot: bool) -> dict[str, Any]:
     """Run the program that tries the doors, with a secret and a listening port for it to find."""
     with tempfile.TemporaryDirectory(prefix="ludus-probe-") as folder:
         secret = _plant_secret(folder)
@@ -186,10 +198,10 @@ async def _probe(worker: Worker, config: SandboxConfig) -> dict[str, Any]:
             values = (secret, listening.getsockname()[1], os.getpid(), _NAMESPACES)
             limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
             ours, theirs = socket.socketpair()
-            process = worker.spawn(theirs, limits, one_shot=True)
+            process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)
             theirs.close()
             body = Body(process, ours, asyncio.Semaphore(0))
-            async with Session(body, limits, asyncio.Semaphore(0)) as session:
+            async with Session(body, limits, asyncio.Semaphore(0), is_slot=is_slot) as session:
                 await body.opened()
                 tried = await session.python(f"SECRET, PORT, HOST, NAMES = {values!r}\n{_PROBE}")
     try:

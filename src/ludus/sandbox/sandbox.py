@@ -1,5 +1,8 @@
 """The sandbox: warm interpreters, and the sessions and one-shot executions that are forked from them.
 
+A one-shot Python program runs in a slot, which is used again when the program has provably left nothing in it;
+all else is forked for itself.
+
 Who waits for whom. An execution waits for a place among those alive (`max_sessions`), then for a worker with
 fewer than `max_starting` young executions: those in their first tenth of a second, which is when they cost
 processor time; older ones mostly sleep, and do not hold up others. A worker that dies is replaced by the next
@@ -13,7 +16,8 @@ import atexit
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from ludus.sandbox.body import Body
@@ -26,6 +30,7 @@ from ludus.sandbox.session import Session
 from ludus.sandbox.worker import Worker
 
 _YOUNG_SECONDS = 0.1
+_IDLE_SECONDS = 2.0
 _ATTEMPTS = 5
 Files = Mapping[str, bytes | str]
 
@@ -40,7 +45,10 @@ class Sandbox(ClosedAtExit):
         self._changing = asyncio.Lock()
         self._alive = asyncio.Semaphore(self.config.max_sessions)
         self._queue: deque[asyncio.Future[Worker]] = deque()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._idle: list[_Idle] = []
+        """Slots that are free, each of which still has its place among those alive."""
+        self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
         self.replaced = 0
         """How many workers died and were replaced."""
@@ -81,7 +89,7 @@ class Sandbox(ClosedAtExit):
     @property
     def alive(self) -> int:
         """Sessions and executions there are now."""
-        return sum(worker.sessions for worker in self._workers)
+        return sum(worker.sessions for worker in self._workers) - len(self._idle)
 
     async def python(
         self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
@@ -108,7 +116,8 @@ class Sandbox(ClosedAtExit):
 
     async def session(self, *, files: Files | None = None, limits: Limits | None = None) -> Session:
         """A world that stays until it is closed."""
-        session = await self._open(limits or self.config.limits, one_shot=False)
+        _, session, place = await self._open(limits or self.config.limits, one_shot=False, is_slot=False)
+        place.give_back()  # what a session runs, and when, is not known yet
         try:
             await session.put(files)
         except BaseException:
@@ -119,9 +128,12 @@ class Sandbox(ClosedAtExit):
     async def close(self) -> None:
         """End everything, and wait until it is gone."""
         self._closed = True
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         async with self._changing:
             workers, self._workers = self._workers, []
+            self._idle.clear()
+            if self._sweeping is not None:
+                self._sweeping.cancel()
             await asyncio.gather(*(worker.close() for worker in workers))
             if self._layers is not None:
                 self._layers.tidy()
@@ -155,13 +167,17 @@ class Sandbox(ClosedAtExit):
     ) -> Execution:
         """One execution in a session of its own; one that a dying worker took along is run again."""
         limits = limits or self.config.limits
+        await self._started()
+        is_slot = what == "python" and not files and self._has_slots
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                session = await self._open(limits, one_shot=True)
-                async with session:
+                worker, session, place = await self._open(limits, one_shot=True, is_slot=is_slot)
+                try:
                     await session.put(files)
                     run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
                     said = await run(code, stdin=stdin)
+                finally:
+                    await self._put_back(worker, session, place)
                 return session.accounted(said)
             except SandboxError as lost:
                 can_be_repeated = lost.retriable or isinstance(lost, SessionLost)
@@ -169,9 +185,22 @@ class Sandbox(ClosedAtExit):
                     raise SandboxError(f"{lost} ({attempt} attempts)") from lost
         raise AssertionError("unreachable")
 
-    async def _open(self, limits: Limits, *, one_shot: bool) -> Session:
+    async def _started(self) -> Layers:
         if self._layers is None or len(self._workers) < self.config.worker_count:
-            await self.start()
+            return await self.start()
+        return self._layers
+
+    @property
+    def _has_slots(self) -> bool:
+        return self._layers is not None and self._layers.has_slots
+
+    async def _open(
+        self, limits: Limits, *, one_shot: bool, is_slot: bool
+    ) -> tuple[Worker, Session, _Place]:
+        """A session or a slot, its worker, and its place among the worker's young ones."""
+        await self._started()
+        while self._idle and self._alive.locked():
+            await self._idle.pop(0).session.close()
         await self._alive.acquire()
         try:
             worker = await self._young_place()
@@ -179,29 +208,63 @@ class Sandbox(ClosedAtExit):
             self._alive.release()
             raise
         place = _Place(self, worker)
-        body = self._spawned(worker, place, limits, one_shot)
+        idle = self._idle_slot(worker, limits) if is_slot else None
+        if idle is not None:
+            self._alive.release()  # it has a place already
+            return worker, idle, place
+        body = self._spawned(worker, place, limits, one_shot=one_shot, is_slot=is_slot)
         try:
             await body.opened()
         except BaseException:
             await body.end()
             raise
-        if not one_shot:
-            place.give_back()  # what a session runs, and when, is not known yet
-        return Session(body, limits, self._alive)
+        return worker, Session(body, limits, self._alive, is_slot=is_slot), place
 
-    def _spawned(self, worker: Worker, place: _Place, limits: Limits, one_shot: bool) -> Body:
+    def _idle_slot(self, worker: Worker, limits: Limits) -> Session | None:
+        """A free slot of this worker, the one that was used last: most of its memory is still at hand."""
+        for idle in reversed(self._idle):
+            if idle.worker is worker and idle.session.limits == limits:
+                self._idle.remove(idle)
+                if idle.session.alive:
+                    return idle.session
+        return None
+
+    async def _put_back(self, worker: Worker, session: Session, place: _Place) -> None:
+        """Keep a slot that is proven clean for the next program; close anything else."""
+        free = sum(idle.worker is worker for idle in self._idle)
+        has_room = free < self.config.max_starting and not self._alive.locked() and not self._closed
+        if session.is_reusable and has_room:
+            loop = asyncio.get_running_loop()
+            self._idle.append(_Idle(worker, session, loop.time()))
+            self._sweeping = self._sweeping or loop.call_later(_IDLE_SECONDS, self._sweep)
+        else:
+            await session.close()
+        place.give_back()
+
+    def _sweep(self) -> None:
+        """Close slots that nobody has wanted for a while: each holds some memory."""
+        loop = asyncio.get_running_loop()
+        old = [idle for idle in self._idle if idle.since <= loop.time() - _IDLE_SECONDS]
+        self._idle = [idle for idle in self._idle if idle not in old]
+        for idle in old:
+            self._later(idle.session.close())
+        self._sweeping = loop.call_later(_IDLE_SECONDS, self._sweep) if self._idle else None
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for, but that `close` waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _spawned(
+        self, worker: Worker, place: _Place, limits: Limits, *, one_shot: bool, is_slot: bool
+    ) -> Body:
         ours, theirs = socket.socketpair()
         try:
-            process = worker.spawn(theirs, limits, one_shot=one_shot)
+            process = worker.spawn(theirs, limits, one_shot=one_shot, slot=is_slot)
         finally:
             theirs.close()
-        timer = asyncio.get_running_loop().call_later(_YOUNG_SECONDS, place.give_back)
-
-        def ended(_: object) -> None:
-            timer.cancel()
-            place.give_back()
-
-        process.ended.add_done_callback(ended)
+        process.ended.add_done_callback(lambda _: place.give_back())
         return Body(process, ours, self._alive)
 
     async def _young_place(self) -> Worker:
@@ -243,11 +306,10 @@ class Sandbox(ClosedAtExit):
     def _on_death(self, worker: Worker) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
+            self._idle = [idle for idle in self._idle if idle.worker is not worker]
             if not self._closed:
                 self.replaced += 1
-                task = asyncio.get_running_loop().create_task(self._replace(worker))
-                self._replacing.add(task)
-                task.add_done_callback(self._replacing.discard)
+                self._later(self._replace(worker))
 
     async def _replace(self, dead: Worker) -> None:
         """A new worker in place of a dead one; those who wait for one are told if that fails."""
@@ -263,15 +325,26 @@ class Sandbox(ClosedAtExit):
         self._serve_queue()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Idle:
+    """A slot that is free, and since when."""
+
+    worker: Worker
+    session: Session
+    since: float
+
+
 class _Place:
     """One young execution's place at a worker, given back once."""
 
     def __init__(self, sandbox: Sandbox, worker: Worker) -> None:
         self._sandbox, self._worker, self._held = sandbox, worker, True
+        self._timer = asyncio.get_running_loop().call_later(_YOUNG_SECONDS, self.give_back)
 
     def give_back(self) -> None:
         if self._held:
             self._held = False
+            self._timer.cancel()
             self._sandbox._leave(self._worker)
 
 

@@ -28,6 +28,9 @@ from ludus.sandbox.endings import execution_of, looks_killed, unfinished
 from ludus.sandbox.errors import CannotFork, SandboxError, SessionEnded, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
+from ludus.sandbox.inside.slot import MOST_REPORT
+from ludus.sandbox.slots import SlotUsage
+from ludus.sandbox.worker import Ending
 
 _GRACE_SECONDS = 0.5
 _WATCH_AFTER_SECONDS = 0.1
@@ -46,9 +49,17 @@ class Session(ClosedAtExit):
     """Python, a shell and files in one private world. Made by `Sandbox.session`."""
 
     def __init__(
-        self, body: Body, limits: Limits, places: asyncio.Semaphore, stem: Stem | None = None
+        self,
+        body: Body,
+        limits: Limits,
+        places: asyncio.Semaphore,
+        stem: Stem | None = None,
+        *,
+        is_slot: bool = False,
     ) -> None:
+        """`is_slot`: each `python` is a program of its own, and nothing of one is there for the next."""
         self.limits = limits
+        self._usage = SlotUsage() if is_slot else None
         self._body = body
         self._places = places
         self._stem = stem
@@ -71,6 +82,11 @@ class Session(ClosedAtExit):
     def alive(self) -> bool:
         """Whether it can still run code."""
         return not self._closed and not self._abandoned and self._body.alive
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether it is a slot that the last program has left as it was."""
+        return self.alive and self._usage is not None and self._usage.is_clean
 
     @property
     def was_ended_inside(self) -> bool:
@@ -155,9 +171,16 @@ class Session(ClosedAtExit):
             await self._stem.gone()
 
     def accounted(self, said: Execution) -> Execution:
-        """`said` with what the whole session has used, once it is closed."""
+        """`said` with what it has used: the whole session, once it is closed, or a program in a slot."""
+        if said.cpu_seconds is None:
+            ending = self._ending()
+            said = replace(said, cpu_seconds=ending.cpu_seconds, peak_mb=ending.peak_mb)
+        return replace(said, lost=False)
+
+    def _ending(self) -> Ending:
+        """How our process ended, without what earlier programs in the slot have used."""
         ending = self._body.process.ended.result()
-        return replace(said, cpu_seconds=ending.cpu_seconds, peak_mb=ending.peak_mb, lost=False)
+        return ending if self._usage is None else self._usage.rest(ending)
 
     async def put(self, files: Mapping[str, bytes | str] | None) -> None:
         """Write several files."""
@@ -223,6 +246,7 @@ class Session(ClosedAtExit):
                 {**header, "wall": wall},
                 body,
                 tuple(fds if standard_input is None else [*fds, standard_input]),
+                most_body=0 if self._usage is None else MOST_REPORT,
             )
             for output in outputs:
                 output.close_writer()
@@ -277,8 +301,11 @@ class Session(ClosedAtExit):
             if self._body.alive:
                 process.unwatch()
         if request.answered.done() and running.stopped is not Outcome.OUTPUT:
-            header, _ = request.answered.result()
-            said = execution_of(header, running.stopped)
+            header, report = request.answered.result()
+            if self._usage is None:
+                said = execution_of(header, running.stopped)
+            else:
+                said = self._usage.execution(header, report, running.stopped, self.limits)
             if not looks_killed(said) or not self._blame.is_group_full(process):
                 return said
             process.problem = FULL
@@ -286,7 +313,7 @@ class Session(ClosedAtExit):
             await asyncio.shield(process.ended)
         if process.problem is not None:
             raise SessionLost(f"a session was lost: {process.problem}")
-        ending = process.ended.result()
+        ending = self._ending()
         if self._stem is not None:
             ending = await self._stem.ending(self._body)
         said = unfinished(ending, running.stopped, self.limits)

@@ -182,11 +182,15 @@ class Worker:
             theirs.close()
         return ours
 
-    def spawn(self, control: socket.socket, limits: Limits, *, one_shot: bool) -> Process:
-        """Fork a session that talks over `control`."""
+    def spawn(
+        self, control: socket.socket, limits: Limits, *, one_shot: bool = False, slot: bool = False
+    ) -> Process:
+        """Fork a session that talks over `control`, or a slot, which runs one-shot programs."""
         process = self._new_process()
         bounds = asdict(bounds_of(limits))
-        header = {"op": "spawn", "id": process.number, "bounds": bounds, "one_shot": one_shot}
+        bounds["processes"] += slot  # its first process runs no program
+        header = {"op": "spawn", "id": process.number, "bounds": bounds}
+        header |= {"one_shot": one_shot, "slot": slot}
         self.tell(header, (control.fileno(),))
         return process
 

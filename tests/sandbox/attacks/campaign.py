@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attacks import cases_files, cases_interpreter, cases_kernel, cases_resources, cases_secrets
 from attacks.case import Case
@@ -96,7 +96,8 @@ class Campaign:
         await self._steady.python("turns = 0")
         idle = belongings()
         for _ in range(rounds):
-            work = [self._attack(sandbox, canaries, case) for case in cases]
+            forked = [replace(case, kind="forked") for case in cases if case.kind == "python"]
+            work = [self._attack(sandbox, canaries, case) for case in (*cases, *forked)]
             work += [self._attack(sandbox, canaries, case) for case in cases if case.name == _DICE]
             work += [self._honest(sandbox) for _ in range(max(4, len(cases) // 4))]
             self._dice.shuffle(work)
@@ -194,6 +195,8 @@ class Campaign:
 async def _execution(sandbox: Sandbox, case: Case, code: str, limits: Limits) -> Execution:
     if case.kind == "python":
         return await sandbox.python(code, stdin=case.stdin, limits=limits)
+    if case.kind == "forked":  # programs that are given files do not run in a slot
+        return await sandbox.python(code, stdin=case.stdin, limits=limits, files={"/dev/shm/given": ""})
     if case.kind == "shell":
         return await sandbox.shell(code, stdin=case.stdin, limits=limits)
     return await sandbox.run(code.split(), stdin=case.stdin, limits=limits)

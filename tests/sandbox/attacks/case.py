@@ -22,7 +22,8 @@ class Case:
     """Which line of the table of attacks it belongs to."""
     code: str
     expect: Check
-    kind: Literal["python", "shell", "run"] = "python"
+    kind: Literal["python", "forked", "shell", "run"] = "python"
+    """"python" runs in a slot and, once more, in a process of its own; "forked" in the latter alone."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     stdin: str = ""
     bare: Check | Literal["skip"] | None = None

@@ -120,6 +120,7 @@ while True: pass
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "a flood of forged results",
@@ -131,6 +132,7 @@ while True: link.sendall(data)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "garbage in every descriptor",
@@ -159,6 +161,7 @@ time.sleep(1e6)
 """,
         STOPPED,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "a frame that claims 60 MB and comes slowly",
@@ -171,6 +174,7 @@ while True:
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "half a frame",
@@ -182,6 +186,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "frames that are no JSON",
@@ -194,6 +199,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     *[
         Case(
@@ -206,6 +212,7 @@ time.sleep(1e6)
 """,
             ANY,
             limits=SHORT,
+            kind="forked",
         )
         for depth in (400, 900, 950, 970, 980, 990)
     ],
@@ -219,6 +226,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "a frame with huge texts",
@@ -230,6 +238,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "descriptors sent along",
@@ -242,6 +251,7 @@ time.sleep(1e6)
 """,
         every(ANY, lacks("forged")),
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "descriptors sent with a frame",
@@ -253,6 +263,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "shuts the link down one way",
@@ -264,6 +275,7 @@ time.sleep(1e6)
 """,
         STOPPED,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "a forged report of the interpreter",
@@ -275,6 +287,7 @@ time.sleep(1e6)
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
 ]
 
@@ -353,6 +366,7 @@ for name in list(inside):
 """,
         ANY,
         limits=SHORT,
+        kind="forked",
     ),
     Case(
         "tracing",
@@ -535,4 +549,94 @@ raise ExceptionGroup("many", [error] * 1000)
     ),
 ]
 
-CASES = [*TEXTS, *ENDINGS, *LIES, *POISON, *CRASHES]
+_FIRST = """
+import os, resource, signal, sys, time
+def tries(name, attempt):
+    try:
+        attempt()
+    except OSError:
+        return
+    print("BREACH", name)
+"""
+_NAMES = '("mem", "maps", "environ", "auxv", "syscall", "stack", "fd/3", "fdinfo/3", "map_files", "root", "cwd")'
+SLOTS = [
+    Case(
+        "the memory and the descriptors of the slot's first process",
+        9,
+        _FIRST
+        + f"""
+for name in {_NAMES} if os.getpid() > 1 else ():
+    tries(name, lambda: os.open(f"/proc/1/{{name}}", os.O_RDONLY))
+    tries(name, lambda: os.listdir(f"/proc/1/{{name}}"))
+for name in ("mem", "oom_score_adj", "timerslack_ns", "coredump_filter", "clear_refs", "comm"):
+    tries(name, lambda: os.open(f"/proc/1/{{name}}", os.O_WRONLY))
+""",
+        lacks("BREACH"),
+        bare="skip",
+    ),
+    Case(
+        "signals at the slot's first process",
+        12,
+        """
+import os
+for number in range(1, 65):
+    try: os.kill(1, number)
+    except OSError: pass
+print(os.getppid())
+""",
+        ANY,
+        limits=SHORT,
+        bare="skip",
+    ),
+    Case(
+        "the limits and priorities of the slot's first process",
+        25,
+        _FIRST
+        + """
+for kind in range(16):
+    try: resource.prlimit(1, kind, (0, 0))
+    except (OSError, ValueError): pass
+for attempt in (
+    lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    lambda: os.sched_setaffinity(1, {min(os.sched_getaffinity(0))}),
+    lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+):
+    try: attempt()
+    except OSError: pass
+""",
+        ANY,
+        limits=SHORT,
+        bare="skip",
+    ),
+    Case(
+        "a report of somebody else's making, and far too long",
+        22,
+        """
+import os
+os.write(3, b'{"done": "ok", "value": "' + b"x" * 3_000_000)
+os._exit(0)
+""",
+        ANY,
+        limits=SHORT,
+        bare="skip",
+    ),
+    Case(
+        "a report, and then no end",
+        22,
+        """
+import os, time
+if os.getpid() > 1:
+    os.write(3, b'{"done": "ok", "value": "forged"}')
+    os.close(3)
+if os.fork() == 0:
+    os.setsid()
+time.sleep(1000)
+""",
+        ended("timeout"),
+        limits=SHORT,
+        bare="skip",
+    ),
+]
+
+CASES = [*TEXTS, *ENDINGS, *LIES, *POISON, *CRASHES, *SLOTS]

@@ -12,9 +12,11 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
 
 SHELL_SCRIPT = r"""
 __ludus_state=$1; __ludus_command=$2; set --
@@ -52,6 +54,8 @@ def run_shell(command: str, state: str, wall_seconds: float, cpu_seconds: float)
 
 def run_program(argv: list[str], wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
     """Run a program with the session's standard streams; at its deadline it is killed with its group."""
+    import subprocess  # here: it brings `threading`, whose hook would cost every fork more than all else
+
     started = time.monotonic()
     own = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(cpu_seconds + 1)

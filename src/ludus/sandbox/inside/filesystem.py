@@ -89,7 +89,7 @@ def enter_box(disk_mb: int, shown: Sequence[str]) -> None:
     _mount_box(disk_mb)
     for name in ("state", *_PLACES):
         os.mkdir(f"{_BOX}/{name}", 0o700)
-    for path in filter(_is_covered, shown):
+    for path in filter(is_covered, shown):
         if os.path.isdir(_SHOWN + path):
             os.makedirs(_in_box(path), exist_ok=True)
         else:
@@ -97,6 +97,23 @@ def enter_box(disk_mb: int, shown: Sequence[str]) -> None:
     _bind_places(shown)
     mount_proc()
     os.chdir(HOME)
+
+
+def box_state() -> tuple[object, ...]:
+    """What there is in the session's own files, as far as it takes to see that nothing was changed.
+
+    The kernel's count of files and blocks tells of anything new; what the folders themselves carry (modes,
+    times, attributes) is compared as it is. Their change times cannot be set back.
+    """
+    folders = (_BOX, *(f"{_BOX}/{name}" for name in ("state", *_PLACES)))
+    used = os.statvfs(_BOX)
+    carried = [(_carried(os.stat(folder)), os.listxattr(folder)) for folder in folders]
+    return (used.f_bfree, used.f_ffree, carried)
+
+
+def _carried(status: os.stat_result) -> tuple[int, ...]:
+    times = (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)
+    return (status.st_mode, status.st_nlink, status.st_uid, status.st_gid, status.st_size, *times)
 
 
 def graft(copy_mb: int | None, shown: Sequence[str]) -> None:
@@ -123,12 +140,14 @@ def copy_folder(source: str, target: str) -> None:
 
 def _mount_box(disk_mb: int) -> None:
     options = f"size={disk_mb}m,nr_inodes={1000 + 100 * disk_mb},mode=700"
-    kernel.mount("tmpfs", _BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    # no access times: reading would leave a trace for the next program in a slot
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOATIME
+    kernel.mount("tmpfs", _BOX, "tmpfs", flags, options)
 
 
 def _bind_places(shown: Sequence[str]) -> None:
     kernel.mount(f"{_BOX}/home", HOME, None, kernel.MS_BIND)
-    for path in filter(_is_covered, shown):
+    for path in filter(is_covered, shown):
         kernel.bind(_SHOWN + path, path)
 
 
@@ -137,7 +156,7 @@ def mount_proc() -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
 
 
-def _is_covered(path: str) -> bool:
+def is_covered(path: str) -> bool:
     """Whether the session's own files lie over the place where `path` is to be seen."""
     return any(path == place or path.startswith(place + "/") for place in _PLACES.values())
 
@@ -149,7 +168,7 @@ def _in_box(path: str) -> str:
 
 
 def _place(path: str) -> str:
-    return _SHOWN + path if _is_covered(path) else path
+    return _SHOWN + path if is_covered(path) else path
 
 
 def _show_top(name: str) -> None:

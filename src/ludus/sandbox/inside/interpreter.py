@@ -46,7 +46,7 @@ class Interpreter:
         self._running = False
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         self._with_reserve = (most, most)
-        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGINT, self.interrupt)
         signal.signal(signal.SIGXCPU, self._out_of_time)
         self._open_streams()
 
@@ -78,7 +78,9 @@ class Interpreter:
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         tree = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        result = self._execute(compile(tree, name, "exec", flags, dont_inherit=True))
+        result = None
+        if tree.body or last is None:
+            result = self._execute(compile(tree, name, "exec", flags, dont_inherit=True))
         if last is not None:
             code = compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
             result = self._execute(code)
@@ -105,7 +107,8 @@ class Interpreter:
         kind = next((name for kind, name in kinds if isinstance(error, kind)), "raised")
         return {"done": kind, "error": text}
 
-    def _interrupt(self, number: int, frame: object) -> None:
+    def interrupt(self, number: int, frame: object) -> None:
+        """The handler of SIGINT: ends what runs, and nothing else."""
         if self._running:
             raise KeyboardInterrupt
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import signal
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_NOATIME = 1, 2, 4, 8, 1024
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
 MNT_DETACH = 2
 
@@ -28,10 +27,12 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
 _LAST_CAPABILITY = 63
 
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
+_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}.get(MACHINE)
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(MACHINE)
 _MOUNT_SETATTR = 442
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 
@@ -123,6 +124,14 @@ def drop_capabilities() -> None:
     assert _CAPSET is not None
     header = (0x20080522).to_bytes(4, "little") + bytes(4)
     syscall(_CAPSET, header, bytes(24))
+
+
+def scheduling() -> tuple[bytes, int]:
+    """How the kernel schedules this process: policy, priorities and clamps, and its share of the disk."""
+    assert _SCHED_GETATTR is not None and _IOPRIO_GET is not None
+    attributes = ctypes.create_string_buffer(56)
+    syscall(_SCHED_GETATTR, 0, attributes, len(attributes), 0)
+    return attributes.raw, syscall(_IOPRIO_GET, 1, 0)
 
 
 def thread_id_address() -> int:

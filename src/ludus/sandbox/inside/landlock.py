@@ -34,20 +34,22 @@ def keeps_signals(abi: int) -> bool:
     return abi >= 6
 
 
-def restrict(abi: int, rules: Iterable[tuple[str, int]], *, network: bool) -> None:
-    """Allow what `rules` (path, rights) allow and nothing else; paths that are not there are skipped."""
+def ruleset(abi: int, rules: Iterable[tuple[str, int]], *, network: bool) -> int:
+    """What `rules` (path, rights) allow and nothing else, as a descriptor; missing paths are skipped."""
     handled = _handled(abi)
     net = _BIND_TCP | _CONNECT_TCP if abi >= 4 and not network else 0
     scoped = _ABSTRACT_SOCKETS | _SIGNALS if abi >= 6 else 0
     attributes = b"".join(word.to_bytes(8, "little") for word in (handled, net, scoped))
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    ruleset = kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
-    try:
-        for path, rights in rules:
-            _allow(ruleset, path, rights & handled)
-        kernel.syscall(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
-    finally:
-        os.close(ruleset)
+    made = kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    for path, rights in rules:
+        _allow(made, path, rights & handled)
+    return made
+
+
+def enforce(ruleset: int) -> None:
+    """Hold this process and all it will start to a ruleset, for good."""
+    kernel.syscall(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
 
 
 def write_rights(abi: int) -> int:

@@ -10,15 +10,14 @@ import resource
 import signal
 import socket
 import stat
-import sys
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel, landlock, seccomp
+from ludus.sandbox.inside import branching, commands, filesystem, frames, kernel, landlock, seccomp, slot
 from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY, RESERVE, Interpreter, redirect
 from ludus.sandbox.inside.orphans import Orphans
 
-_CONTROL = 3
+_CONTROL = slot.CONTROL
 FAMILY = 16
 """How many times the processes of one session its whole family of forks may have."""
 _CROWD = 4
@@ -45,6 +44,8 @@ class Plan:
     """How many users there are for sessions, from 0 on; with one alone, all sessions are that user."""
     base_bytes: int = 0
     """Address space that the warm interpreter takes itself."""
+    ruleset: int = -1
+    """With namespaces: the Landlock ruleset of all sessions, made once."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,29 @@ class Places:
     folder: str | None = None
 
 
-def live(control: int, plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) -> None:
+def live(
+    control: int,
+    plan: Plan,
+    bounds: Bounds,
+    name: str,
+    user: int,
+    *,
+    one_shot: bool,
+    is_slot: bool,
+) -> None:
     """Everything from the fork to the end of the session; does not return.
 
     `name`: of its folder, where it has one. `user`: who it is among the users for sessions.
     """
     code = 1
     try:
-        link = _only_link(control)
-        places = isolate(plan, bounds, name, user, one_shot)
-        frames.send(link, {"state": "ready"})
-        _serve(link, plan, bounds, places, one_shot)
+        link = _only_link(control, plan.ruleset)
+        places = isolate(plan, bounds, name, user, one_shot=one_shot, is_slot=is_slot)
+        if is_slot:
+            slot.serve(link, bool(plan.landlock), bounds.cpu_seconds)
+        else:
+            frames.send(link, {"state": "ready"})
+            _serve(link, plan, bounds, places, one_shot)
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
         code = 0  # the host has closed the session
@@ -92,8 +105,14 @@ def live(control: int, plan: Plan, bounds: Bounds, name: str, user: int, one_sho
         os._exit(code)
 
 
-def isolate(plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) -> Places:
-    """Give up, layer by layer, everything that model-written code must not have."""
+def isolate(
+    plan: Plan, bounds: Bounds, name: str, user: int, *, one_shot: bool, is_slot: bool
+) -> Places:
+    """Give up, layer by layer, everything that model-written code must not have.
+
+    No such code runs in a slot's first process, and it must stay out of the programs' Landlock domain: each of
+    them enters one of its own.
+    """
     if plan.namespaces:
         branching.map_user("self", user)
         if user:  # and nobody else in any respect
@@ -101,12 +120,8 @@ def isolate(plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) ->
             os.setresuid(branching.AGENT, branching.AGENT, branching.AGENT)
         filesystem.enter_box(bounds.disk_mb, plan.shown)
         places = Places(filesystem.HOME, filesystem.STATE)
-        writable: tuple[str, ...] = (filesystem.ABOVE,)
-        readable: tuple[str, ...] = ("/",)
     else:
         places = _own_folder(plan, name, user)
-        # its forks need /proc too; environments and memory of others stay closed to it there
-        writable, readable = (os.path.dirname(str(places.folder)),), (*plan.shown, "/proc")
     os.environ.update(HOME=places.home, PWD=places.home, TMPDIR=_temporary(plan, places))
     os.setsid()
     _limit(plan, bounds, one_shot)
@@ -117,11 +132,13 @@ def isolate(plan: Plan, bounds: Bounds, name: str, user: int, one_shot: bool) ->
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if not plan.namespaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    if plan.landlock:
-        _restrict_files(plan, writable, readable)
+    if plan.landlock and not is_slot:
+        ruleset = slot.RULESET if plan.namespaces else file_rules(plan, places)
+        landlock.enforce(ruleset)
+        os.close(ruleset)
     if plan.seccomp:
         seccomp.install(call_filter(plan, _own_pid(plan)))
-    _new_dice()
+    slot.new_dice()
     return places
 
 
@@ -133,13 +150,15 @@ def _become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _only_link(control: int) -> socket.socket:
-    """The control socket as the one descriptor left beside the standard streams."""
+def _only_link(control: int, ruleset: int) -> socket.socket:
+    """The control socket as the one descriptor left beside the standard streams, and the ruleset if any."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     os.dup2(control, _CONTROL, inheritable=False)
-    os.closerange(_CONTROL + 1, 1 << 20)
+    if ruleset >= 0:
+        os.dup2(ruleset, slot.RULESET, inheritable=False)
+    os.closerange(_CONTROL + 1 if ruleset < 0 else slot.RULESET + 1, 1 << 20)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -213,14 +232,19 @@ def _user_processes() -> int:
     return count
 
 
-def _restrict_files(plan: Plan, writable: tuple[str, ...], readable: tuple[str, ...]) -> None:
+def file_rules(plan: Plan, places: Places | None = None) -> int:
+    """The Landlock ruleset of a session. With namespaces all sessions see their files at the same place."""
+    writable, readable = [filesystem.ABOVE], ["/"]
+    if places is not None:
+        # its forks need /proc too; environments and memory of others stay closed to it there
+        writable, readable = [os.path.dirname(str(places.folder))], [*plan.shown, "/proc"]
     everything = landlock.write_rights(plan.landlock)
     rules = [(path, landlock.READ) for path in readable]
     rules += [(path, everything) for path in writable]
     rules += [
         (f"/dev/{name}", landlock.DEVICE) for name in ("null", "zero", "full", "random", "urandom")
     ]
-    landlock.restrict(plan.landlock, rules, network=plan.network)
+    return landlock.ruleset(plan.landlock, rules, network=plan.network)
 
 
 def _own_pid(plan: Plan) -> int | None:
@@ -240,13 +264,6 @@ def call_filter(plan: Plan, own_pid: int | None = None) -> bytes:
         sees_others=not plan.namespaces,
     )
     return seccomp.packed(code)
-
-
-def _new_dice() -> None:
-    """Random numbers of its own; the standard generator is reseeded by the fork itself."""
-    numbers = sys.modules.get("numpy.random")
-    if numbers is not None:
-        numbers.seed()
 
 
 def _serve(link: socket.socket, plan: Plan, bounds: Bounds, places: Places, one_shot: bool) -> None:

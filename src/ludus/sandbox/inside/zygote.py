@@ -8,6 +8,7 @@ it ends, the kernel ends every session with it. It ends when the host closes the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
@@ -16,12 +17,14 @@ import select
 import signal
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 from ludus.sandbox.inside import branching, filesystem, frames, kernel, landlock, watch
-from ludus.sandbox.inside.life import FAMILY, Bounds, Plan, call_filter, live
+from ludus.sandbox.inside.life import FAMILY, Bounds, Plan, call_filter, file_rules, live
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
+_HIGH = 64
 _OFTEN_SECONDS = 0.1
 _SELDOM_SECONDS = 1.0
 _MOST_ORDERS = 64
@@ -35,7 +38,9 @@ def main(link_fd: int) -> None:
     link = socket.socket(fileno=link_fd)
     try:
         order, _, _ = frames.receive(link)
-        _preload(order["preload"])
+        # Without namespaces sessions may be users who cannot read this Python's own modules. With them, what
+        # brings `threading` along is left to who needs it: its hook would cost every fork 100 page faults.
+        _preload([*order["preload"], *(() if order["namespaces"] else ("subprocess",))])
         if order["namespaces"]:
             _enter_namespaces(link, order["network"], order["shown"])
         else:
@@ -128,7 +133,7 @@ def _continue_as_child(link: socket.socket) -> None:
 def _plan(order: dict[str, Any]) -> Plan:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
-    return Plan(
+    plan = Plan(
         namespaces=order["namespaces"],
         landlock=landlock.version() if order["landlock"] else 0,
         seccomp=order["seccomp"],
@@ -139,6 +144,13 @@ def _plan(order: dict[str, Any]) -> Plan:
         users=_users() if order["namespaces"] else order["users"],
         base_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
     )
+    if not plan.namespaces or not plan.landlock:
+        return plan
+    ruleset = file_rules(plan)
+    # out of the way of the descriptors that a session arranges first
+    high = fcntl.fcntl(ruleset, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(ruleset)
+    return replace(plan, ruleset=high)
 
 
 def _users() -> int:
@@ -175,6 +187,8 @@ class Zygote:
         """The limits of each session, by number."""
         self._idle_use: dict[int, tuple[float, float]] = {}
         """Of sessions that should be idle: processor time used, and how much of it a quiet one would not."""
+        self._slots: set[int] = set()
+        """Sessions that run one program after the other, each under its own limits."""
         self._watched: set[int] = set()
         """Sessions to look after often: those that have been running something for a while."""
 
@@ -228,7 +242,7 @@ class Zygote:
         number = header["id"]
         operation = header["op"]
         if operation == "spawn":
-            self._spawn(number, fds[0], Bounds(**header["bounds"]), header["one_shot"])
+            self._spawn(number, fds[0], header)
         elif operation == "adopt":
             self._adopt(number, header)
         elif operation == "widen":
@@ -243,7 +257,8 @@ class Zygote:
             self._watched.discard(number)
         frames.close_all(fds)
 
-    def _spawn(self, number: int, control: int, bounds: Bounds, one_shot: bool) -> None:
+    def _spawn(self, number: int, control: int, header: dict[str, Any]) -> None:
+        bounds, is_slot = Bounds(**header["bounds"]), header["slot"]
         user = self._free_user()
         try:
             pid = self._forked(user)
@@ -251,11 +266,21 @@ class Zygote:
             self._tell({"event": "failed", "id": number, "error": f"fork: {error.strerror}"})
             return
         if pid == 0:
-            live(control, self._plan, bounds, str(number), user, one_shot)
+            live(
+                control,
+                self._plan,
+                bounds,
+                str(number),
+                user,
+                one_shot=header["one_shot"],
+                is_slot=is_slot,
+            )
         self._users[number] = user
         self._taken.add(user)
         self._sessions[number], self._numbers[pid] = pid, number
         self._bounds[number] = bounds
+        if is_slot:
+            self._slots.add(number)
 
     def _forked(self, user: int) -> int:
         """Fork, as `user` of those for sessions; the pid, and 0 in the child."""
@@ -403,6 +428,7 @@ class Zygote:
         del self._sessions[number], self._bounds[number]
         self._taken.discard(self._users.pop(number, 0))
         self._watched.discard(number)
+        self._slots.discard(number)
         if not self._plan.namespaces:
             # what it had started and left is ours now, as we adopt orphans
             watch.kill_below(os.getpid(), keep={*self._numbers, *self._grafts, *self._removals})
@@ -436,7 +462,7 @@ class Zygote:
     def _look_for_restless(self, seconds: float) -> None:
         """End sessions in which nothing was asked to run, and which keep a processor busy all the same."""
         others = set(self._numbers)
-        for number in self._sessions.keys() - self._watched:
+        for number in self._sessions.keys() - self._watched - self._slots:
             used = watch.cpu_seconds(self._sessions[number], others)
             before, undue = self._idle_use.get(number, (used, 0.0))
             # Not how much of a processor it keeps busy: among many that spin, each gets a small part of one.

@@ -1,0 +1,204 @@
+"""A slot: one prepared set of namespaces in which one-shot programs run, one after the other.
+
+Setting up namespaces, mounts, limits and filters costs several times what a short program costs. So a slot's
+first process does it once, and forks a process for every program. That process adds what must be its own (a
+Landlock domain, a session, a processor limit) and runs the program. When it has ended, everything that it left
+behind is killed, and the slot is compared with what it was before: files, limits, priorities. Any difference
+ends the slot, and the host makes another; only a slot that is proven unchanged is used again.
+
+What keeps a program from the slot's first process: it is pid 1 of the pid namespace (no signal from inside
+reaches it), it is not dumpable (its memory and descriptors under /proc are closed), it lies outside the
+program's Landlock domain, and what can be done to it by number alone (limits, priorities) is compared.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+
+from ludus.sandbox.inside import filesystem, frames, kernel, landlock
+from ludus.sandbox.inside.interpreter import OUT_OF_MEMORY, Interpreter
+
+CONTROL, RULESET = 3, 4
+"""Where the socket to the host lies, and the Landlock ruleset that programs enforce on themselves."""
+MOST_REPORT = 1 << 20
+"""Bytes that a program's report may have; anything longer was not written by our own code."""
+_CHUNK = 1 << 16
+_ROOM = socket.CMSG_LEN(3 * array.array("i").itemsize)
+_ANSWER = b'{"status":%d,"cpu":%f,"peak_kb":%d,"total_cpu":%f,"began":%d,"clean":%d}'
+_LIMITS = tuple({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
+State = tuple[object, ...]
+
+
+def serve(link: socket.socket, has_ruleset: bool, cpu_seconds: float) -> None:
+    """Run what the host sends, each program in a process of its own, until the slot is not as it was."""
+    interpreter = Interpreter()
+    began = mmap.mmap(-1, mmap.PAGESIZE)
+    """Shared with the program's process until the program begins: whether it ever did."""
+    child = 0
+
+    def interrupt(number: int, frame: object) -> None:  # the host's deadline; here, and then in the fork
+        if child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        else:
+            interpreter.interrupt(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    gc.disable()  # until a program begins
+    gc.freeze()
+    before = _state()
+    frames.send(link, {"state": "ready"})
+    while True:
+        # After a fork every page that we write faults once more: so this loop does as little as it can.
+        source, fds = _request(link)
+        said, says = os.pipe()
+        began[0] = 0
+        child = os.fork()
+        if not child:
+            _execute(interpreter, source, fds, says, began, has_ruleset, cpu_seconds)
+        os.close(says)
+        for fd in fds:
+            os.close(fd)
+        report = _report(said, child)
+        _, status, usage = os.wait4(child, 0)
+        child = 0
+        is_clean = _all_ended() and _state() == before
+        cpu, total = usage.ru_utime + usage.ru_stime, sum(os.times()[:4])
+        text = _ANSWER % (status, cpu, usage.ru_maxrss, total, began[0], is_clean)
+        link.sendall(len(text).to_bytes(4, "little") + len(report).to_bytes(4, "little") + text + report)
+        if not is_clean:
+            return
+
+
+def _request(link: socket.socket) -> tuple[bytes, list[int]]:
+    """The next program, and the descriptors of its standard streams. Its header says nothing that we need."""
+    data, ancillary, _, _ = link.recvmsg(_CHUNK, _ROOM, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        raise EOFError
+    fds = array.array("i")
+    for _, _, raw in ancillary:
+        fds.frombytes(raw)
+    header, body = frames.sizes(data[: frames.PREFIX])
+    start = frames.PREFIX + header
+    while len(data) < start + body:
+        data += link.recv(_CHUNK)
+    return data[start:], fds.tolist()
+
+
+def _execute(
+    interpreter: Interpreter,
+    source: bytes,
+    fds: list[int],
+    says: int,
+    began: mmap.mmap,
+    has_ruleset: bool,
+    cpu_seconds: float,
+) -> None:
+    """The life of one program; does not return."""
+    code = 1
+    try:
+        os.dup2(says, CONTROL, inheritable=False)  # in place of the socket to the host
+        for target, fd in enumerate(fds):
+            os.dup2(fd, (1, 2, 0)[target])
+        if has_ruleset:
+            landlock.enforce(RULESET)
+        os.closerange(CONTROL + 1, 1 << 20)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        os.setsid()
+        most = int(cpu_seconds + 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+        if len(fds) > 2:
+            interpreter.fresh_input()
+        new_dice()
+        gc.enable()
+        began[0] = 1
+        began.close()
+        _say(interpreter.run(source.decode("utf-8", "surrogatepass"), cpu_seconds))
+        code = 0
+    except MemoryError:
+        code = OUT_OF_MEMORY
+    except BaseException as error:  # noqa: BLE001 - the last thing this process says
+        with contextlib.suppress(BaseException):
+            _say({"broken": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(code)
+
+
+def _say(report: frames.Header) -> None:
+    data = json.dumps(report).encode()
+    while data:
+        data = data[os.write(CONTROL, data) :]
+
+
+def _report(said: int, child: int) -> bytes:
+    """What the program's process writes until it ends, whoever else holds the pipe by then."""
+    report = b""
+    ended = os.pidfd_open(child)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    waiting.register(said, select.POLLIN)
+    os.set_blocking(said, False)
+    try:
+        while True:
+            ready = waiting.poll()
+            while data := _read(said):
+                report += data
+                if len(report) > MOST_REPORT:
+                    os.kill(child, signal.SIGKILL)
+                    return b""
+            if ready[0][0] == ended:  # the first that was registered is told first
+                return report
+            if data is not None:
+                waiting.unregister(said)  # it has closed its end, and lives on
+    finally:
+        os.close(said)
+        os.close(ended)
+
+
+def _read(fd: int) -> bytes | None:
+    try:
+        return os.read(fd, _CHUNK)
+    except BlockingIOError:
+        return None
+
+
+def _all_ended() -> bool:
+    """Kill and collect everything else in the pid namespace; whether nothing is left."""
+    while True:
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        try:
+            while True:
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            pass
+
+
+def _state() -> State:
+    """Everything that a program could have changed and that the next one could see or suffer from."""
+    return (
+        *(resource.getrlimit(kind) for kind in _LIMITS),
+        os.sched_getaffinity(0),
+        kernel.scheduling(),
+        *filesystem.box_state(),
+    )
+
+
+def new_dice() -> None:
+    """Random numbers of its own; the standard generator is reseeded by the fork itself."""
+    numbers = sys.modules.get("numpy.random")
+    if numbers is not None:
+        numbers.seed()

@@ -1,0 +1,116 @@
+"""Slots: prepared namespaces that one-shot programs use one after the other, if nothing of one is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from ludus.sandbox import Limits, Outcome, Sandbox, SandboxConfig
+
+_ONE = SandboxConfig(workers=1, max_starting=1)
+
+# Everything of its surroundings that a program can see and that an earlier one could have changed.
+_SEEN = """
+import builtins, json, os, resource, sys
+places = (".", "/tmp", "/dev/shm", "/home/.box/state", "/home/.box")
+limits = [resource.prlimit(who, kind) for who in (0, 1) for kind in range(16) if kind != resource.RLIMIT_CPU]
+print(json.dumps({
+    "files": [sorted(os.listdir(place)) for place in places],
+    "modes": [os.stat(place).st_mode for place in places],
+    "attributes": [os.listxattr(place) for place in places],
+    "times": [os.stat(place).st_mtime > 1e9 and os.stat(place).st_atime > 1e9 for place in places],
+    "free": [os.statvfs(".").f_bfree, os.statvfs(".").f_ffree],
+    "processes": sorted({name for name in os.listdir("/proc") if name.isdigit()} - {"1", str(os.getpid())}),
+    "limits": limits,
+    "nice": [os.getpriority(os.PRIO_PROCESS, who) for who in (0, 1)],
+    "affinity": [sorted(os.sched_getaffinity(who)) for who in (0, 1)],
+    "policy": [os.sched_getscheduler(who) for who in (0, 1)],
+    "folder": os.getcwd(), "mask": os.umask(0), "environment": dict(os.environ),
+    "builtins": len(dir(builtins)), "leak": "leak" in sys.modules, "path": sys.path,
+    "open": sorted(os.listdir("/proc/self/fd")),
+}))
+"""
+
+_CHANGES = {
+    "nothing": "pass",
+    "a file": "open('leak', 'w').write('x')",
+    "a file in /tmp": "open('/tmp/leak', 'w').write('x')",
+    "shared memory": "open('/dev/shm/leak', 'w').write('x')",
+    "the shell's state": "open('/home/.box/state/shell', 'w').write('leak=1')",
+    "a pipe": "import os; os.mkfifo('leak')",
+    "a file that came and went": "import os; open('leak', 'w').close(); os.unlink('leak')",
+    "a mode": "import os; os.chmod('.', 0o777)",
+    "an attribute": "import os; os.setxattr('.', 'user.leak', b'x')",
+    "a time": "import os; os.utime('/tmp', (1, 1))",
+    "a child": "import os, time\nif os.fork() == 0: time.sleep(100)",
+    "a daemon": "import os, time\nif os.fork() == 0:\n  os.setsid(); os.fork(); time.sleep(100)",
+    "a limit of the slot": "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (20, 20))",
+    "no processes for the slot": "import resource; resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))",
+    "a priority of the slot": "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
+    "a priority of the user": "import os; os.setpriority(os.PRIO_USER, 0, 19)",
+    "a policy of the slot": "import os; os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))",
+    "a processor of the slot": "import os; os.sched_setaffinity(1, {max(os.sched_getaffinity(0))})",
+    "memory": "import builtins, sys; builtins.leak = 1; sys.modules['leak'] = sys; sys.path.append('leak')",
+    "a folder and a mask": "import os; os.chdir('/tmp'); os.umask(0o777); os.environ['LEAK'] = 'x'",
+    "closed descriptors": "import os; os.closerange(0, 100)",
+    "an end of its own": "import os; os._exit(3)",
+    "a crash": "import ctypes; ctypes.string_at(0)",
+    "an exception": "raise StopIteration",
+}  # fmt: skip
+
+
+async def seen(sandbox: Sandbox) -> object:
+    said = await sandbox.python(_SEEN)
+    assert said.ok, said.text()
+    return json.loads(said.stdout)
+
+
+async def needs_slots(sandbox: Sandbox) -> None:
+    if not (await sandbox.start()).has_slots:
+        pytest.skip("slots need namespaces, which this machine does not give")
+
+
+async def test_a_slot_that_was_left_clean_is_used_again() -> None:
+    async with Sandbox(_ONE) as sandbox:
+        await needs_slots(sandbox)
+        pids = [(await sandbox.python("import os; os.getpid()")).value for _ in range(4)]
+        assert len(set(pids)) == 4, "each program has a process of its own"
+        assert [int(str(pid)) for pid in pids] == sorted(int(str(pid)) for pid in pids)
+        assert "1" not in pids, "the first process of the namespace runs no program"
+        await sandbox.python("open('x', 'w').close()")
+        after = (await sandbox.python("import os; os.getpid()")).value
+        assert int(str(after)) <= int(str(pids[0])), "one that was changed is not"
+
+
+async def test_nothing_of_a_program_is_there_for_the_next() -> None:
+    async with Sandbox(_ONE) as sandbox:
+        await needs_slots(sandbox)
+        fresh = await seen(sandbox)
+        for name, code in _CHANGES.items():
+            said = await sandbox.python(code)
+            assert said.outcome in (Outcome.OK, Outcome.RAISED, Outcome.EXITED, Outcome.KILLED), name
+            assert await seen(sandbox) == fresh, f"after {name}: {said.text()}"
+
+
+async def test_each_program_is_charged_for_itself_alone() -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=20)
+    async with Sandbox(_ONE) as sandbox:
+        busy = "import time\nwhile time.process_time() < 0.3: pass"
+        for _ in range(3):
+            said = await sandbox.python(busy, limits=limits)
+            assert said.ok and said.cpu_seconds is not None and 0.2 < said.cpu_seconds < 0.8, said
+        said = await sandbox.python("import os; os.kill(os.getpid(), 9)", limits=limits)
+        assert said.outcome is Outcome.KILLED and said.signal == "SIGKILL", said
+
+
+async def test_free_slots_give_their_places_to_sessions() -> None:
+    config = SandboxConfig(workers=1, max_sessions=2)
+    async with Sandbox(config) as sandbox:
+        await asyncio.gather(*(sandbox.python("1") for _ in range(4)))
+        assert sandbox.alive == 0
+        async with asyncio.timeout(20):
+            async with await sandbox.session() as one, await sandbox.session() as two:
+                assert (await one.python("1")).ok and (await two.python("2")).ok
+            assert (await sandbox.python("3")).value == "3"
