@@ -85,3 +85,9 @@ class Shout(Tool):
 
     def run(self, text: str) -> str:
         return text.upper() + self.mark
+
+
+@tool(process=True, timeout=30)
+def broken(text: str) -> int:
+    """A mistake of its author's."""
+    return text.no_such_method()

@@ -13,9 +13,10 @@ import process_samples
 import pytest
 
 from ludus.core.execution import shared_threads
-from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
+from ludus.core.failures import Boundary, ConfigError, Failure, Fault, InfraError, ToolFault
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.user_code import forget_shown
 from ludus.tools import Tool, tool
 from ludus.tools.limiter import Limiter
 
@@ -409,3 +410,146 @@ async def test_a_tool_of_a_file_without_import_path_runs_in_a_process(tmp_path: 
     double = load_reference(f"{file}:double")
     assert (await call(double, n={"n": "21"})).content == "42"
     assert "double" not in sys.modules
+
+
+# -- whose an exception is -----------------------------------------------------------------------------------
+
+PRICES = {"tea": 2}
+
+
+@pytest.fixture
+def shown(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    forget_shown()
+    return caplog
+
+
+def missing_name(text: str) -> Any:
+    return undefined_name  # noqa: F821
+
+
+def missing_attribute(text: str) -> Any:
+    return text.no_such_method()
+
+
+def wrong_types(count: int) -> Any:
+    return count + None
+
+
+def missing_module(text: str) -> Any:
+    import no_such_module  # noqa: F401
+
+
+async def missing_later(text: str) -> Any:
+    await asyncio.sleep(0)
+    return text.no_such_method()
+
+
+def result_that_cannot_be_shown(text: str) -> Any:
+    return object.no_such_thing
+
+
+@pytest.mark.parametrize(
+    "function", [missing_name, missing_attribute, wrong_types, missing_module, missing_later,
+                 result_that_cannot_be_shown]
+)  # fmt: skip
+async def test_a_bug_in_a_tool_is_not_charged_to_the_model(
+    function: Any, shown: pytest.LogCaptureFixture
+) -> None:
+    given = {"count": 1} if function is wrong_types else {"text": "tea"}
+    made = tool(function)
+    for _ in range(3):
+        with pytest.raises(InfraError) as raised:
+            await call(made, **given)
+    line = function.__code__.co_firstlineno + (2 if function is missing_later else 1)
+    assert f"{Path(__file__).name}:{line} in {function.__name__}" in str(raised.value)
+    failure = Failure.of(raised.value, Boundary.AGENT)
+    assert failure.boundary is Boundary.TOOL and str(line) in failure.message
+    assert failure.kind in ("NameError", "AttributeError", "TypeError", "ModuleNotFoundError")
+    (told,) = [record.getMessage() for record in shown.records]
+    assert "Traceback" in told and f"line {line}, in {function.__name__}" in told, "once, with its place"
+
+
+async def test_a_bug_in_a_worker_process_is_not_charged_to_the_model(
+    shown: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(InfraError, match=r"process_samples.py:\d+ in broken") as raised:
+        await call(process_samples.broken, text="tea")
+    assert Failure.of(raised.value, Boundary.AGENT).kind == "AttributeError"
+    assert "Traceback" in shown.text and "return text.no_such_method()" in shown.text
+
+
+def lookup(name: str) -> int:
+    return PRICES[name]
+
+
+def on_purpose(name: str) -> int:
+    raise TypeError("a name has letters only")
+
+
+def refused(name: str) -> int:
+    raise ToolFault("no")
+
+
+def attribute(name: str) -> Any:
+    return getattr(PRICES, name)
+
+
+def evaluated(code: str) -> Any:
+    return eval(code)
+
+
+def summed(items: list) -> Any:
+    return sum(items)
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lookup, {"name": "coffee"}),
+        (on_purpose, {"name": "1"}),
+        (refused, {"name": "x"}),
+        (attribute, {"name": "no_such_thing"}),
+        (evaluated, {"code": "undefined_name + 1"}),
+        (evaluated, {"code": "1 +"}),
+        (evaluated, {"code": "None.x"}),
+        (summed, {"items": ["a"]}),
+    ],
+)
+async def test_what_the_model_caused_stays_its_fault(
+    function: Any, given: dict[str, Any], shown: pytest.LogCaptureFixture
+) -> None:
+    result = await call(tool(function), **given)
+    assert result.fault is Fault.TOOL_RAISED and __file__ not in result.content
+    assert shown.text.count("Traceback") == (1 if function is summed else 0), (
+        "its own doing needs no trace"
+    )
+
+
+async def test_an_accident_that_may_be_either_is_shown_once_and_counted(
+    shown: pytest.LogCaptureFixture,
+) -> None:
+    def price(name: str) -> int:
+        return PRICES["missing"]
+
+    made = tool(price)
+    for _ in range(12):
+        assert (await call(made, name="tea")).fault is Fault.TOOL_RAISED
+    assert shown.text.count("Traceback") == 1 and "10 times so far" in shown.text
+    assert "'price' has raised in each of its first 10 calls" in shown.text
+
+
+async def test_a_tool_says_whose_its_errors_and_time_outs_are() -> None:
+    with pytest.raises(InfraError, match="KeyError: 'coffee'"):
+        await call(tool(on_error="failure", retries=0)(lookup), name="coffee")
+    assert (await call(tool(on_error="failure")(refused), name="x")).fault is Fault.TOOL_RAISED
+    assert (await call(tool(on_error="fault")(missing_attribute), text="x")).fault is Fault.TOOL_RAISED
+
+    async def slow() -> None:
+        await asyncio.sleep(60)
+
+    assert (await call(tool(timeout=0.01)(slow))).fault is Fault.TOOL_TIMEOUT
+    with pytest.raises(InfraError, match=r"longer than 0\.01 seconds") as raised:
+        await call(tool(timeout=0.01, on_timeout="failure", retries=1)(slow))
+    assert raised.value.boundary is Boundary.TOOL and raised.value.attempts == 2
+    with pytest.raises(ConfigError, match="on_timeout cannot be 'never'"):
+        tool(on_timeout="never")(slow)  # type: ignore[call-overload]

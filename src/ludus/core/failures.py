@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ludus.core.user_code import located
+
 
 class Fault(StrEnum):
     """What the model did wrong in a call. Each one is answered by an observation."""
@@ -53,10 +55,14 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, boundary: Boundary, attempts: int = 1) -> Failure:
         """The record of `error`; an `InfraError` keeps the boundary it already names."""
-        if isinstance(error, InfraError):
-            boundary, attempts = error.boundary, max(attempts, error.attempts)
-        cause = error.__cause__ if isinstance(error, InfraError) and error.__cause__ else error
-        return cls(boundary, type(cause).__name__, str(error) or type(error).__name__, attempts)
+        if not isinstance(error, InfraError):
+            return cls(boundary, type(error).__name__, located(error), attempts)
+        cause: BaseException = error
+        while isinstance(cause, InfraError) and cause.kind is None and cause.__cause__ is not None:
+            cause = cause.__cause__
+        kind = cause.kind if isinstance(cause, InfraError) else None
+        kind = kind or type(cause).__name__
+        return cls(error.boundary, kind, str(error) or kind, max(attempts, error.attempts))
 
 
 def most_frequent(failures: Iterable[Failure]) -> str:
@@ -111,6 +117,7 @@ class InfraError(LudusError):
 
     `retriable` says whether to try the same thing again. `replay` says whether to play the whole episode
     again where that cannot help: what is lost is its state, such as a session. It is `retriable` unless given.
+    `kind` names the error behind it where there is none to be its cause: it was raised in another process.
     """
 
     def __init__(
@@ -121,8 +128,10 @@ class InfraError(LudusError):
         attempts: int = 1,
         retriable: bool = True,
         replay: bool | None = None,
+        kind: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.kind = kind
         self.boundary = boundary
         self.attempts = attempts
         self.retriable = retriable

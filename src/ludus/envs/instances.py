@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ludus.core.failures import LudusError
+from ludus.core.user_code import show_once
 from ludus.envs.env import Env, call_env
 
 _log = logging.getLogger(__name__)
@@ -58,8 +60,10 @@ class Workshop:
             try:
                 env = await self._build()
                 break
-            except Exception:
+            except Exception as error:
                 self.failures += 1
+                if not isinstance(error, LudusError):
+                    show_once(_log, f"making the environment {self._name!r}", error)
                 if attempt > self._retries:
                     raise
         instance = Instance(env, time.monotonic())
@@ -96,7 +100,7 @@ class Workshop:
         try:
             good = bool(await call_env(check, timeout=self._close_timeout))
         except Exception as error:  # noqa: BLE001 - whatever it raised, it is not healthy
-            _log.warning("the health check of environment %r failed: %s", self._name, said(error))
+            show_once(_log, f"the health check of the environment {self._name!r}", error)
             good = False
         self.failures += not good
         return good
@@ -109,7 +113,7 @@ class Workshop:
                 await call_env(close, timeout=self._close_timeout)
         except Exception as error:  # noqa: BLE001 - an environment that cannot close must not stop us
             self.failures += 1
-            _log.warning("environment %r could not be closed: %s", self._name, said(error))
+            show_once(_log, f"closing the environment {self._name!r}", error)
         finally:
             self._living.discard(instance)
             self.closed += 1
@@ -124,11 +128,6 @@ class Workshop:
                 _close_now(instance.env)  # some versions of Python start no threads at exit
             else:
                 thread.join(self._close_timeout)
-
-
-def said(error: BaseException) -> str:
-    """An error in one bounded line."""
-    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _close_now(env: Any) -> None:

@@ -23,8 +23,9 @@ from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
+from ludus.core.user_code import located, show_once
 from ludus.envs.env import Observation, reset_env
-from ludus.envs.instances import Instance, Workshop, said
+from ludus.envs.instances import Instance, Workshop
 
 _log = logging.getLogger(__name__)
 
@@ -163,10 +164,11 @@ class EnvPool:
                 if not isinstance(error, Exception) or isinstance(error, ConfigError):
                     raise
                 self._workshop.failures += 1
+                if not isinstance(error, InfraError):
+                    show_once(_log, f"resetting the environment {self.name!r}", error)
                 if attempt > self._reset_retries:
-                    message = f"the environment {self.name!r} could not be reset: {said(error)}"
+                    message = f"the environment {self.name!r} could not be reset: {located(error)}"
                     raise InfraError(Boundary.ENV, message, attempts=attempt) from error
-                _log.warning("environment %r was not reset, trying again: %s", self.name, said(error))
                 continue
             if self._is_closed:
                 self._retire(instance)
@@ -236,7 +238,7 @@ class EnvPool:
             instance = await self._workshop.make()
         except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
             self._places -= 1
-            message = f"an environment {self.name!r} could not be made: {said(error)}"
+            message = f"an environment {self.name!r} could not be made: {located(error)}"
             failure = InfraError(Boundary.ENV, message, attempts=self._reset_retries + 1)
             failure.__cause__ = error
             self._fail_first(error if isinstance(error, ConfigError) else failure)

@@ -8,13 +8,17 @@ shutdown (`Aborted`), and an `InfraError` that names its own boundary already.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.core.user_code import located, show_once
 from ludus.rewards.values import ScoreError
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 60.0
 _CONNECTION_RETRIES = 2
@@ -63,7 +67,9 @@ def _retries_for(error: BaseException, retries: int) -> int:
 
 
 def _failure(name: str, error: BaseException, attempts: int) -> InfraError:
-    what = str(error) if isinstance(error, ScoreError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, ScoreError) else located(error)
+    if not isinstance(error, ScoreError):
+        show_once(_log, f"the reward {name!r}", error)
     passing = isinstance(error, ConnectionError | TimeoutError)
     return InfraError(
         Boundary.REWARD, f"the reward {name!r} failed: {what}", attempts=attempts, retriable=passing

@@ -7,6 +7,7 @@ from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.tooling import ToolResult
+from ludus.core.user_code import located
 from ludus.envs import Env, call_env, step_env
 from ludus.tools import Tool
 
@@ -31,7 +32,7 @@ async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:
     except (ConfigError, InfraError, MissingExtraError):
         raise
     except Exception as error:
-        message = f"the environment {name!r} could not say what its tools are: {error}"
+        message = f"the environment {name!r} could not say what its tools are: {located(error)}"
         raise InfraError(Boundary.ENV, message) from error
     takes_text = getattr(type(env), "step", Env.step) is not Env.step
     names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]

@@ -34,6 +34,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolSet
 from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core.user_code import show_once
 from ludus.envs import EnvPool, Lease
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
@@ -117,16 +118,17 @@ class Rollout:
                     break  # rewards have retries of their own; playing again would not mend them
             except (ConfigError, MissingExtraError):
                 raise
-            except Exception as error:
-                log.exception("the agent failed on task %s", task.id)
+            except Exception as error:  # noqa: BLE001 - what an agent or an expert raises ends its episode alone
+                show_once(log, "the agent", error)
                 _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
                 break
             finally:
+                if trajectory.failure is not None:
+                    log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
                 trajectory.seconds["total"] = time.perf_counter() - started
                 await self.engine.release(name)
             if trajectory.failure is None:
                 break
-            log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
         return trajectory
 
     async def _in_time(self, trajectory: Trajectory, name: str) -> None:
@@ -227,8 +229,8 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
     """Close the tools; the episode has been played and scored, so an error here does not undo it."""
     try:
         await tools.close(context)
-    except Exception:
-        log.exception("the tools of episode %s could not be closed", context.episode)
+    except Exception as error:  # noqa: BLE001 - said so, and no more
+        show_once(log, "closing the tools of an episode", error)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

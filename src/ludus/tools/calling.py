@@ -4,6 +4,13 @@ Async functions run on the event loop, sync ones in shared daemon threads, those
 shared worker processes. A deadline counts from when the function starts; a full queue is not the model's
 fault. A function that is past its deadline, or whose caller is cancelled, is stopped where it can be: a
 coroutine is cancelled, a process is killed, a thread is abandoned.
+
+Whose an exception is, unless the tool says so itself (`on_error`): the model's, which is told of it, except for
+programming errors of the tool (`core.user_code.BUGS`: AttributeError, TypeError, NameError, ...). These came
+out of an expression in the tool's own code, nobody raised them on purpose, they do not quote what the model
+gave, and they are no question of types that the tool's signature leaves open. They are failures of ours: the
+model could not have done better. What a library raises, or text that was run, may be the model's doing, and
+stays its fault.
 """
 
 from __future__ import annotations
@@ -16,12 +23,13 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ludus.core.execution import DeadlineExceeded, FunctionExited, WorkerError, run_sync
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.processes import NotPicklable, shared_processes
 from ludus.core.tooling import ToolResult
+from ludus.core.user_code import UserError, mentions, note_call, show_once
 from ludus.tools.results import OutputLimits, clean, cut, result_of
 
 _log = logging.getLogger(__name__)
@@ -44,6 +52,10 @@ class Invocation:
     timeout: float | None
     process: bool
     retries: int
+    on_timeout: Literal["fault", "failure"] = "fault"
+    on_error: Literal["auto", "fault", "failure"] = "auto"
+    is_loose: bool = False
+    """Whether the signature leaves open what a value is, so that one may be of a type nobody expected."""
 
 
 async def invoke(invocation: Invocation) -> ToolResult:
@@ -65,7 +77,8 @@ async def invoke(invocation: Invocation) -> ToolResult:
 
 def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
     boundary = error.boundary if isinstance(error, InfraError) else Boundary.TOOL
-    message = f"tool {tool!r} failed: {_message(error)}"
+    what = str(error) if isinstance(error, InfraError) else _message(error)
+    message = f"tool {tool!r} failed: {what}"
     lost_state = isinstance(error, InfraError) and not error.retriable and error.replay
     return InfraError(boundary, message, attempts=attempts, retriable=False, replay=lost_state)
 
@@ -75,17 +88,36 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         result = await _performed(invocation)
     except DeadlineExceeded:
         text = f"{invocation.tool} was stopped: it took longer than {invocation.timeout:g} seconds."
+        if invocation.on_timeout == "failure":
+            raise InfraError(Boundary.TOOL, text, kind="TimeoutError") from None
         return ToolResult(text, fault=Fault.TOOL_TIMEOUT)
     except (InfraError, ConnectionError, WorkerError, NotPicklable):
         raise
     except ToolFault as fault:
         return ToolResult(invocation.limits.apply(str(fault)), fault=fault.fault)
-    except Exception as error:  # noqa: BLE001 - what user code raises is told to the model
-        return ToolResult(invocation.limits.apply(_message(error)), fault=Fault.TOOL_RAISED)
+    except Exception as error:  # noqa: BLE001 - what user code raises is told to the model, unless it is a bug
+        return _raised(invocation, UserError.of(error), _message(error))
+    if result.fault is None:
+        note_call(_log, invocation.tool, None)
     if result.reward is not None and not math.isfinite(result.reward):
         message = f"tool {invocation.tool!r} gave the reward {result.reward}, which is no finite number"
         raise InfraError(Boundary.TOOL, message, retriable=False)
     return result
+
+
+def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResult:
+    """The observation that an exception of the tool becomes; or an `InfraError`, where it is our fault."""
+    given = (*invocation.args, *invocation.kwargs.values())
+    quotes = mentions(error.text, given)
+    is_open = invocation.is_loose and error.kind in ("TypeError", "AttributeError")
+    is_bug = error.is_bug and not quotes and not is_open
+    if invocation.on_error == "failure" or (invocation.on_error == "auto" and is_bug):
+        show_once(_log, f"the tool {invocation.tool!r}", error)
+        raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
+    if invocation.on_error == "auto" and error.is_accident and not quotes:
+        show_once(_log, f"the tool {invocation.tool!r}", error)
+        note_call(_log, invocation.tool, error)
+    return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)
 
 
 def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
@@ -105,6 +137,9 @@ async def _in_process(
     result, failure = await shared_processes().run(
         run_in_worker, function, limits, timeout=invocation.timeout
     )
+    if isinstance(failure, UserError):
+        assert result is not None
+        return _raised(invocation, failure, result.content)
     if failure is not None:
         boundary, message, retriable = failure
         raise InfraError(Boundary(boundary), message, retriable=retriable)
@@ -114,7 +149,7 @@ async def _in_process(
 
 def run_in_worker(
     function: Callable[[], Any], limits: OutputLimits
-) -> tuple[ToolResult | None, tuple[str, str, bool] | None]:
+) -> tuple[ToolResult | None, UserError | tuple[str, str, bool] | None]:
     """In the worker process: call and render, so that neither a huge result nor an odd one travels."""
     try:
         value = function()
@@ -127,8 +162,9 @@ def run_in_worker(
         return None, (Boundary.TOOL.value, _message(error), True)
     except ToolFault as fault:
         return ToolResult(limits.apply(str(fault)), fault=fault.fault), None
-    except BaseException as error:  # noqa: BLE001 - what user code raises is told to the model
-        return ToolResult(limits.apply(_message(error)), fault=Fault.TOOL_RAISED), None
+    except BaseException as error:  # noqa: BLE001 - the caller decides whose it is
+        told = ToolResult(limits.apply(_message(error)), fault=Fault.TOOL_RAISED)
+        return told, UserError.of(error)
 
 
 async def _in_thread(

@@ -41,6 +41,19 @@ def children(schema: Json) -> Iterator[Json]:
         yield from (value for value in schema.get(key, ()) if isinstance(value, dict))
 
 
+def is_loose(schema: Json) -> bool:
+    """Whether a schema leaves open what some value is: any value, or a list or an object of any."""
+    if not schema.keys() & {"type", "enum", "const", "$ref", *_LISTS}:
+        return True
+    kind = schema.get("type")
+    if kind == "array" and not schema.keys() & {"items", "prefixItems"}:
+        return True
+    extra = schema.get("additionalProperties", not schema.get("properties"))
+    if kind == "object" and extra is True:
+        return True
+    return any(map(is_loose, children(schema)))
+
+
 def _reachable(name: str, definitions: Mapping[str, Json]) -> set[str]:
     found: set[str] = set()
     pending = [definitions[name]]

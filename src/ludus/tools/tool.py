@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
@@ -14,6 +14,7 @@ from ludus.tools.arguments import fit
 from ludus.tools.calling import Invocation, invoke
 from ludus.tools.limiter import Limiter
 from ludus.tools.results import Encode, OutputLimits
+from ludus.tools.schema import is_loose
 from ludus.tools.signature import Signature, signature_of
 
 P = ParamSpec("P")
@@ -45,6 +46,10 @@ class Tool:
     """Run in a worker process that is killed at the deadline; the function must be importable."""
     retries: int = 2
     """How often a call is repeated when a failure is ours: a lost connection or worker."""
+    on_timeout: Literal["fault", "failure"] = "fault"
+    """Whose a time-out is: the model's fault, which it is told of; or a failure of ours, which is retried."""
+    on_error: Literal["auto", "fault", "failure"] = "auto"
+    """Whose an exception is: the model's fault, a failure of ours, or by its kind ("auto", docs/tools.md)."""
 
     run: Callable[..., Any]
     _signature: Signature | None = None
@@ -71,6 +76,7 @@ class Tool:
                 "process; drop process=True, or drop the parameter"
             )
         self._limiter = Limiter(self.max_concurrency)
+        self._is_loose = is_loose(self.signature.schema)
 
     @property
     def signature(self) -> Signature:
@@ -117,6 +123,9 @@ class Tool:
             timeout=self.timeout,
             process=self.process,
             retries=self.retries,
+            on_timeout=self.on_timeout,
+            on_error=self.on_error,
+            is_loose=self._is_loose,
         )
         async with self._limiter.slot():
             return await invoke(invocation)
@@ -222,6 +231,8 @@ def tool(
     max_tokens: int | None = None,
     process: bool = False,
     retries: int = 2,
+    on_timeout: Literal["fault", "failure"] = "fault",
+    on_error: Literal["auto", "fault", "failure"] = "auto",
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -238,7 +249,7 @@ def tool(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     return FunctionTool(function, given)
 
 
-_OPTIONS = frozenset(set(Tool.__annotations__) - {"run", "_signature"})
+_OPTIONS = frozenset(name for name in Tool.__annotations__ if name != "run" and name[0] != "_")
 
 
 def _read(function: Any, label: str, documentation: str | None = None) -> Signature:
@@ -270,6 +281,8 @@ def _check_options(tool: Tool) -> None:
         "max_chars": tool.max_chars >= 1,
         "max_tokens": tool.max_tokens is None or tool.max_tokens >= 1,
         "retries": tool.retries >= 0,
+        "on_timeout": tool.on_timeout in ("fault", "failure"),
+        "on_error": tool.on_error in ("auto", "fault", "failure"),
     }
     for option, good in checks.items():
         if not good:

@@ -16,6 +16,7 @@ from ludus.core.heap import settled_heap
 from ludus.core.looping import run_to_end
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
+from ludus.core.user_code import forget_shown
 from ludus.envs import Env
 from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
 from ludus.rollouts.agent import Agent
@@ -204,6 +205,7 @@ async def train_async(
     recipe: Recipe, parts: Parts, run: RunWriter | None = None, on_step: OnStep | None = None
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made."""
+    forget_shown()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
         check_parts(recipe, parts)
     if run is None:

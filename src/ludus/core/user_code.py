@@ -1,0 +1,213 @@
+"""Errors of user code (tools, rewards, environments, agents, experts): where, whose, and shown once.
+
+A message such as `KeyError: 'missing'` helps nobody who has to find it. So what is recorded has the file and
+the line, and the first time that an error comes from a place, its traceback is logged as a warning. After that it
+is counted: a line at the tenth time, the hundredth, and so on.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+BUGS = (AttributeError, NameError, ImportError, TypeError, NotImplementedError)
+"""Errors that speak of the code that raised them, and not of what it was given.
+
+Not among them: KeyError, IndexError, ValueError, arithmetic. A tool that looks up what the model asked for
+raises them rightly.
+"""
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple(
+    {
+        str(Path(path).resolve())
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (path := sysconfig.get_paths().get(name))
+    }
+)
+_MOST_CHARS = 500
+_MOST_TRACEBACK_CHARS = 6_000
+_MOST_PLACES = 1_000
+_FIRST_CALLS = 10
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+@dataclass(frozen=True, slots=True)
+class UserError:
+    """An error of user code as data: it can be sent from another process, which a traceback cannot."""
+
+    kind: str
+    """The name of its class."""
+    text: str
+    """Its kind and its message, in one bounded line."""
+    place: str | None
+    """Where user code raised it: file:line in function."""
+    trace: str
+    is_accident: bool
+    """Whether nobody wrote `raise` for it: it came out of an expression in the innermost frame of user code."""
+    is_bug: bool
+    """Whether it is a programming error of the code that raised it, rather than of what that was given."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> UserError:
+        return cls(
+            type(error).__name__,
+            said(error),
+            place_of(error),
+            traceback_text(error),
+            is_accident(error),
+            is_bug(error),
+        )
+
+    def __str__(self) -> str:
+        return self.text if self.place is None else f"{self.text} ({self.place})"
+
+
+def said(error: BaseException) -> str:
+    """An error in one bounded line: its kind and its message."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - its own __str__ is broken
+        text = ""
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:_MOST_CHARS]
+
+
+def located(error: BaseException) -> str:
+    """The same with file and line: "KeyError: 'missing' (shop.py:41 in reset)"."""
+    place = place_of(error)
+    return said(error) if place is None else f"{said(error)} ({place})"
+
+
+def place_of(error: BaseException) -> str | None:
+    """The innermost frame of user code; of a library, where there is none; else None."""
+    frames = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if not _is_ours(f)]
+    own = [(frame, line) for frame, line in frames if _is_own(frame)]
+    if not frames:
+        return None
+    frame, line = (own or frames)[-1]
+    return f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+
+
+def is_accident(error: BaseException) -> bool:
+    """Whether the innermost frame is user code that did not say `raise`.
+
+    What a library raises is not one, nor is what ran as text (eval, exec): the model may have caused that.
+    """
+    last = _last(error.__traceback__)
+    if last is None or not _is_own(last.tb_frame) or isinstance(error, SyntaxError):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
+
+
+def is_bug(error: BaseException) -> bool:
+    """Whether an error is a programming error of user code, or of ours."""
+    last = _last(error.__traceback__)
+    ours = last is not None and _is_ours(last.tb_frame)
+    return isinstance(error, BUGS) and (ours or is_accident(error))
+
+
+def mentions(text: str, values: Iterable[Any]) -> bool:
+    """Whether a message quotes one of the texts that were given, at any depth: it depends on them then."""
+    pending, looked_at = list(values), 0
+    while pending and looked_at < 1_000:
+        value, looked_at = pending.pop(), looked_at + 1
+        if isinstance(value, str) and len(value) > 1 and value[:_MOST_CHARS] in text:
+            return True
+        if isinstance(value, dict):
+            pending += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set):
+            pending += value
+    return False
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback from the first frame of user code on; ours above it say nothing to its author."""
+    first = error.__traceback__
+    while first is not None and _is_ours(first.tb_frame):
+        first = first.tb_next
+    lines = traceback.format_exception(type(error), error, first or error.__traceback__)
+    return "".join(lines)[-_MOST_TRACEBACK_CHARS:].rstrip()
+
+
+_lock = threading.Lock()
+_counts: dict[tuple[str, str], int] = {}
+_fruitless: dict[str, int] = {}
+"""How often each tool has been called and has raised by accident; -1 for one that has ever returned."""
+
+
+def show_once(log: logging.Logger, what: str, error: BaseException | UserError) -> None:
+    """Warn of an error of user code, with its traceback the first time that it comes from its place.
+
+    `what` says what failed, such as "the reward 'success'".
+    """
+    found = error if isinstance(error, UserError) else UserError.of(error)
+    # by its place, because messages may differ with every episode
+    key = (what, f"{found.kind} {found.place}" if found.place else found.text)
+    with _lock:
+        if key not in _counts and len(_counts) >= _MOST_PLACES:
+            _counts.clear()
+        _counts[key] = count = _counts.get(key, 0) + 1
+    if count == 1:
+        log.warning("%s raised %s\n%s", what, found, found.trace)
+    elif count in (10, 100, 1_000, 10_000, 100_000):
+        log.warning("%s raised %s, %d times so far", what, found, count)
+
+
+def note_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
+    """Keep count of a tool's calls; one that raises by accident in all of its first calls is warned of."""
+    with _lock:
+        before = _fruitless.get(tool, 0)
+        if before < 0 or (error is not None and not error.is_accident):
+            return
+        _fruitless[tool] = count = -1 if error is None else before + 1
+    if count == _FIRST_CALLS:
+        log.warning(
+            "the tool %r has raised in each of its first %d calls, and the model is charged with that: %s. "
+            "If it is a mistake in the tool, mend it; with @tool(on_error='failure') its errors are never the "
+            "model's",
+            tool,
+            count,
+            error,
+        )
+
+
+def forget_shown() -> None:
+    """Show everything anew, as a new run does."""
+    with _lock:
+        _counts.clear()
+        _fruitless.clear()
+
+
+def _last(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether a frame is user code: in a file that is neither ours nor a library's."""
+    file = frame.f_code.co_filename
+    if file.startswith("<") or _is_ours(frame) or file.startswith(_LIBRARIES):
+        return False
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def _short(file: str) -> str:
+    """The file as people would name it: relative to where they stand, if it is below."""
+    try:
+        return str(Path(file).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file
