@@ -1,8 +1,8 @@
 """Errors of user code (tools, rewards, environments, agents, experts): where, whose, and shown once.
 
 A message such as `KeyError: 'missing'` helps nobody who has to find it. So what is recorded has the file and
-the line, and the first time that an error comes from a place, its traceback is logged as a warning. After that it
-is counted: a line at the tenth time, the hundredth, and so on.
+the line, and the first time that an error comes from a place, its traceback is logged as a warning. After that
+it is counted: a line at the tenth time, the hundredth, and so on.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def traceback_text(error: BaseException) -> str:
 
 _lock = threading.Lock()
 _counts: dict[tuple[str, str], int] = {}
-_fruitless: dict[str, int] = {}
-"""How often each tool has been called and has raised by accident; -1 for one that has ever returned."""
+_fruitless: dict[str, list[str]] = {}
+"""What each tool has raised by accident in its first calls; nothing more once it has returned."""
+_returned: set[str] = set()
 
 
 def show_once(log: logging.Logger, what: str, error: BaseException | UserError) -> None:
@@ -165,19 +166,29 @@ def show_once(log: logging.Logger, what: str, error: BaseException | UserError) 
 def note_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
     """Keep count of a tool's calls; one that raises by accident in all of its first calls is warned of."""
     with _lock:
-        before = _fruitless.get(tool, 0)
-        if before < 0 or (error is not None and not error.is_accident):
+        if error is None:
+            _returned.add(tool)
+            _fruitless.pop(tool, None)
+        if error is None or tool in _returned or not error.is_accident:
             return
-        _fruitless[tool] = count = -1 if error is None else before + 1
-    if count == _FIRST_CALLS:
+        raised = _fruitless.setdefault(tool, [])
+        if len(raised) < 2 * _FIRST_CALLS:
+            raised.append(str(error))
+    if len(raised) == _FIRST_CALLS:
         log.warning(
             "the tool %r has raised in each of its first %d calls, and the model is charged with that: %s. "
             "If it is a mistake in the tool, mend it; with @tool(on_error='failure') its errors are never the "
             "model's",
             tool,
-            count,
+            _FIRST_CALLS,
             error,
         )
+
+
+def first_accidents(tool: str) -> list[str]:
+    """What a tool has raised by accident in its first calls, if it has never returned."""
+    with _lock:
+        return list(_fruitless.get(tool, ()))
 
 
 def forget_shown() -> None:
@@ -185,6 +196,7 @@ def forget_shown() -> None:
     with _lock:
         _counts.clear()
         _fruitless.clear()
+        _returned.clear()
 
 
 def _last(trace: TracebackType | None) -> TracebackType | None:
