@@ -359,7 +359,7 @@ def test_a_stage_imitates_what_it_names(tmp_path: Path) -> None:
         parts.demonstrations = (
             resolve_part("demonstrations", given, recipe) if given else parts.demonstrations
         )
-        found = [demonstrations_of(stage.demonstrations, recipe, parts) for stage in recipe.stages]
+        found = [demonstrations_of(stage, recipe, parts) for stage in recipe.stages]
         assert "".join(shown[0][-1].content for shown in found) == imitated
     nothing = {"kind": "sft", "steps": 1, "batch": 1}
     with pytest.raises(ConfigError, match=r"stage\.0 has no demonstrations to imitate"):
@@ -410,10 +410,10 @@ def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_has_no_demonstrations(tmp_path: Path) -> None:
-    (tmp_path / "shown.json").write_text(json.dumps(ANSWER))
+    (tmp_path / "shown.yaml").write_text(json.dumps(ANSWER))
     tables = settings(tmp_path / "run", warm_start={"steps": 1, "batch": 1})
-    with pytest.raises(ConfigError, match=r"in a \.jsonl or \.parquet file, not in .*shown\.json"):
-        ludus.train(**tables, **code(), demonstrations=tmp_path / "shown.json")
+    with pytest.raises(ConfigError, match=r"in a file \.jsonl, .* not in .*shown\.yaml"):
+        ludus.train(**tables, **code(), demonstrations=tmp_path / "shown.yaml")
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -493,7 +493,7 @@ def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_p
         ({"sampling": {"repetition_penalty": 1.1}}, "importance ratios wrong"),
         ({"model": {"scratch": {"width": 30}}}, "even multiple"),
         ({"agent": {"format": "hermse"}}, "Did you mean 'hermes'"),
-        ({"tasks": "nothing"}, "no source of tasks"),
+        ({"tasks": "nothing"}, "no source of data"),
         ({"rewards": ["exact_mach"]}, "exact_match"),
     ],
 )

@@ -23,12 +23,17 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from ludus.core.failures import Boundary, ConfigError, Failure
-from ludus.core.messages import Message
+from ludus.core.messages import Message, ToolCall
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import read_conversations, read_labelled, read_pairs
+from ludus.training.imitation import (
+    parse_conversations,
+    read_conversations,
+    read_labelled,
+    read_pairs,
+)
 from ludus.training.learner import frozen
 from ludus.training.preference import Pair, labelled_of, pair_of, pairs_of, prefer
 from ludus.training.settings import PreferenceConfig
@@ -266,6 +271,64 @@ def test_pairs_in_the_forms_that_people_have(
         source.write_text(json.dumps([row] if suffix == "json" else row), encoding="utf-8")
     assert read_pairs(source) == [(GOOD, BAD)]
     assert read_labelled(source) == [(GOOD, True), (BAD, False)]
+
+
+CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
+
+
+@pytest.mark.parametrize(
+    ("row", "roles"),
+    [
+        ({"messages": [{"role": "user", "content": "2+3?"}, SAID["chosen"]]}, "ua"),
+        ({"prompt": "2+3?", "completion": "5"}, "ua"),
+        ({"prompt": [{"role": "user", "content": "2+3?"}], "completion": [SAID["chosen"]]}, "ua"),
+        (
+            {
+                "system": "Add.",
+                "conversations": [
+                    {"from": "human", "value": "2+3?", "weight": None},
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "5"},
+                    {"from": "gpt", "value": "5"},
+                ],
+            },
+            "suata",
+        ),
+        (
+            {"conversations": [{"from": "user", "value": "2+3?"}, {"from": "assistant", "value": "5"}]},
+            "ua",
+        ),
+    ],
+)
+def test_conversations_in_the_forms_that_people_have(
+    row: dict[str, object], roles: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shown.json").write_text(json.dumps([row]))
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")
+    for name in ("shown.json", "shown.parquet"):
+        (shown,) = read_conversations(tmp_path / name)
+        assert "".join(message.role[0] for message in shown) == roles
+        assert shown[-1] == Message("assistant", "5")
+        calls = [call for message in shown for call in message.tool_calls]
+        assert calls == ([ToolCall("add", {"a": 2, "b": 3})] if len(roles) == 5 else [])
+    assert parse_conversations([row]) == [shown]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "2+3?"}, "is not a conversation .*KeyError: 'messages'"),
+        ({"conversations": [{"from": "robot", "value": "?"}]}, "role must be .* not 'robot'"),
+        ({"conversations": [{"from": "function_call", "value": "add"}]}, "function_call is not JSON"),
+        ({"prompt": "2+3?", "completion": 5}, "line 1, is not a conversation"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(
+    row: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shown.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match=problem):
+        read_conversations(tmp_path / "shown.jsonl")
 
 
 def test_answers_with_a_label(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from stage_runs import Talker, assert_same_runs, numbers
 from training_helpers import TINY, add, even, expert, tasks
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ludus
 from ludus.core.failures import ConfigError, LudusError
@@ -49,7 +50,7 @@ def run(folder: Path, *stages: dict[str, Any], **other: Any) -> Result:
     """Train in these stages; what is code is told from tables by its name."""
     parts = {name: other.pop(name) for name in list(other) if name in Parts.__slots__}
     imitates = any(stage["kind"] == "sft" for stage in stages)
-    wanted = code(**({"demonstrations": expert} if imitates else {}), **parts)
+    wanted = code(**{**({"demonstrations": expert} if imitates else {}), **parts})
     on_step = other.pop("on_step", None)
     result = ludus.train(**settings(folder, *stages, **other), **wanted, on_step=on_step)
     logged = {name for row in result.metrics for name in row} - {"step", "time", "nonfinite"}
@@ -215,6 +216,69 @@ def test_preferences_given_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="no pairs to learn from"):
         run(tmp_path / "empty", {**given, "pairs": str(tmp_path / "none.jsonl")})
+
+
+SUMS = [{"q": f"{n} plus {n + 1}?", "a": str(2 * n + 1)} for n in range(6)]
+NAMES = {"prompt": "q", "completion": "a"}
+
+
+def sums_file(folder: Path, name: str, rows: list[dict[str, str]]) -> str:
+    (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / name)
+
+
+def test_epochs_are_passes_over_the_demonstrations(tmp_path: Path) -> None:
+    shown = sums_file(tmp_path, "sums.jsonl", SUMS)
+    sft = {"kind": "sft", "demonstrations": shown, "columns": NAMES, "epochs": 1.5, "batch": 2}
+    whole = {"tasks": None, "held_out": None, "rewards": None, "demonstrations": None}
+    result = run(tmp_path / "run", sft, **whole)
+    assert len(column(result, "sft/loss")) == 5, "9 demonstrations, two at a time"
+    tables = settings(tmp_path / "cut", sft)
+
+    def stop(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ludus.train(**tables, tools=[add], agent=Talker(), on_step=stop)
+    ludus.train(resume=tmp_path / "cut", tools=[add], agent=Talker())
+    assert numbers(RunFolder(tmp_path / "cut")) == numbers(result.run)
+    played = run(tmp_path / "played", {"kind": "sft", "epochs": 2, "batch": 4}, held_out=None)
+    assert len(column(played, "sft/loss")) == 3, "an expert plays 6 tasks"
+    with pytest.raises(ConfigError, match="steps or epochs, not both"):
+        run(tmp_path / "both", {**sft, "steps": 3})
+
+
+def test_the_loss_on_held_out_conversations(tmp_path: Path) -> None:
+    """It is that of the saved weights, computed here by the library's own model."""
+    shown, other = (sums_file(tmp_path, f"{i}.jsonl", SUMS[i::2]) for i in (0, 1))
+    sft = {"kind": "sft", "demonstrations": shown, "columns": NAMES, "steps": 4, "batch": 3,
+           "held_out": other, "optimizer": RATE}  # fmt: skip
+    whole = {"tasks": None, "held_out": None, "rewards": None, "tools": [], "demonstrations": None}
+    result = run(tmp_path / "run", sft, **whole)
+    seen = {
+        row["step"]: row["sft/held_out_loss"] for row in result.metrics if "sft/held_out_loss" in row
+    }
+    assert list(seen) == [1, 4]
+    tokenizer = AutoTokenizer.from_pretrained(result.model)
+    model = AutoModelForCausalLM.from_pretrained(result.model)
+    losses = []
+    for row in SUMS[1::2]:
+        asked = [{"role": "user", "content": row["q"]}]
+        start = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        prompt, answer = (tokenizer(text)["input_ids"] for text in (start, row["a"] + "<|im_end|>"))
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        losses += [-logits[len(prompt) + i - 1, token].item() for i, token in enumerate(answer)]
+    assert seen[4] == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+    share = run(tmp_path / "share", {**sft, "held_out": 0.5}, evaluation={"every": 2}, **whole)
+    assert [row["step"] for row in share.metrics if "sft/held_out_loss" in row] == [1, 2, 4]
+    for held_out, problem in (
+        ("none.jsonl", "stage.0.held_out: .*cannot be read"),
+        (2.0, "less than 1"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            run(tmp_path / "none", {**sft, "held_out": held_out}, **whole)
 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo", "kto"])

@@ -21,7 +21,14 @@ from ludus.training.recipe import Recipe, load_recipe
 if TYPE_CHECKING:
     from ludus.training.api import Result
 
-_OWN = {"pairs": "pairs", "accuracy": "accuracy", "kept": "kept", "reverse_kl": "KL", "loss": "loss"}
+_OWN = {
+    "pairs": "pairs",
+    "accuracy": "accuracy",
+    "kept": "kept",
+    "reverse_kl": "KL",
+    "loss": "loss",
+    "held_out_loss": "held-out loss",
+}
 _SHOWN = {**SHOWN} | {
     f"{stage}/{name}": label
     for stage in ("sft", "dpo", "rejection", "distill")

@@ -133,6 +133,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "and answers, at least 0.", "nats"),
     Metric("margin", "Mean difference of the implicit rewards of preferred and rejected episodes.",
            "nats"),
+    Metric("held_out_loss", "Mean of -log p over the assistant's tokens of held-out conversations.",
+           "nats"),
     Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
            "an estimate of KL(student ‖ teacher).", "nats"),
     Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),

@@ -22,7 +22,7 @@ from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, Wan
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored
-from ludus.training.beginning import check_parts
+from ludus.training.beginning import check_parts, with_steps
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
@@ -212,7 +212,8 @@ async def train_async(
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)
     try:
-        return await _train_in(writer, recipe, parts, run is not None, on_step)
+        counted = with_steps(recipe, parts)
+        return await _train_in(writer, counted, parts, run is not None, on_step)
     except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
 from ludus.rewards import Scorer
 from ludus.training.curriculum import DIFFICULTY, STRICTNESS
-from ludus.training.imitation import read_labelled, read_pairs
+from ludus.training.imitation import read_conversations, read_labelled, read_pairs
 from ludus.training.models import check_source, device_of
 from ludus.training.parts import Parts, demonstrations_of
 from ludus.training.recipe import ModelConfig, Recipe
@@ -22,6 +23,7 @@ from ludus.training.settings import (
     RejectionConfig,
     RLConfig,
     StageConfig,
+    held_out_count,
 )
 from ludus.training.task_sets import difficulty_of
 
@@ -69,9 +71,11 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
 def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -> None:
     if isinstance(stage, ImitationConfig):
         try:
-            shown = demonstrations_of(stage.demonstrations, recipe, parts)
+            shown = demonstrations_of(stage, recipe, parts)
         except ConfigError as error:
             raise ConfigError(f"{where}.demonstrations: {error}") from None
+        if isinstance(stage.held_out, str):
+            _check_held_out(stage.held_out, stage, where)
         if shown is None or (not callable(shown) and not shown):
             raise ConfigError(
                 f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '
@@ -92,6 +96,32 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
         raise ConfigError(
             f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
         )
+
+
+def _check_held_out(source: str, stage: ImitationConfig, where: str) -> None:
+    try:
+        found = read_conversations(source, stage.columns)
+    except ConfigError as error:
+        raise ConfigError(f"{where}.held_out: {error}") from None
+    if not found:
+        raise ConfigError(f"{where}.held_out: {source} has no conversations")
+
+
+def with_steps(recipe: Recipe, parts: Parts) -> Recipe:
+    """The recipe with a number of steps where it says epochs."""
+
+    def counted(stage: StageConfig) -> StageConfig:
+        if not isinstance(stage, ImitationConfig) or stage.epochs is None:
+            return stage
+        shown = demonstrations_of(stage, recipe, parts)
+        # an expert plays each of the first set's tasks once
+        found = len(plans_of(recipe, parts)[0].parts.tasks if callable(shown) else shown)
+        learned = found - held_out_count(stage, found)
+        steps = max(1, math.ceil(stage.epochs * learned / stage.batch))
+        return stage.model_copy(update={"steps": steps, "epochs": None})
+
+    first = None if recipe.warm_start is None else counted(recipe.warm_start)
+    return recipe.model_copy(update={"stage": tuple(map(counted, recipe.stage)), "warm_start": first})
 
 
 def _pairs(stage: PreferenceConfig, where: str) -> Sequence[Any]:

@@ -17,10 +17,11 @@ from ludus.envs import ENVS, Env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
-from ludus.rollouts.tasksets import load_tasks, parse_tasks
+from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset
 from ludus.training.imitation import Conversation, parse_conversations, read_conversations
 from ludus.training.recipe import Recipe
+from ludus.training.settings import ImitationConfig
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ def load_parts(recipe: Recipe) -> Parts:
         "rewards": ("rewards", recipe.rewards),
         "group_rewards": ("group_rewards", recipe.group_rewards),
         "agent": ("agent.loop", recipe.agent.loop),
-        "demonstrations": ("demonstrations", recipe.first_demonstrations),
+        "demonstrations": ("demonstrations", recipe.first_imitation.demonstrations),
     }
     return Parts(
         **{
@@ -74,7 +75,8 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     if name == "envs" and not isinstance(value, Mapping):
         raise ConfigError('envs is a table of names and environments, such as {"safe": Safe}')
     if name in ("tasks", "held_out"):
-        found = load_tasks(value) if isinstance(value, str) else parse_tasks(value, name)
+        is_named = isinstance(value, str)
+        found = load_tasks(value, recipe.tasks.columns) if is_named else parse_tasks(value, name)
         return with_system(found, recipe)
     if name == "tools":
         build_toolset(value, sandbox=recipe.agent.sandbox)  # what is wrong with it is found out here
@@ -90,17 +92,18 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     if callable(value):
         return value
     if isinstance(value, str | PathLike):
-        return _demonstrations(str(value))
+        return read_demonstrations(str(value), recipe.first_imitation.columns)
     if not isinstance(value, Iterable):
         raise ConfigError(f"demonstrations are conversations, a file or a function, not {value!r:.80}")
     return parse_conversations(value)
 
 
-def demonstrations_of(source: str | None, recipe: Recipe, parts: Parts) -> Any:
-    """What a stage imitates that names `source`; the run's own where it names none, or the same."""
-    if source is None or source == recipe.first_demonstrations:
+def demonstrations_of(config: ImitationConfig, recipe: Recipe, parts: Parts) -> Any:
+    """What a stage imitates; the run's own where it names none, or the same."""
+    first, source = recipe.first_imitation, config.demonstrations
+    if source is None or (source, config.columns) == (first.demonstrations, first.columns):
         return parts.demonstrations
-    return resolve_part("demonstrations", source, recipe)
+    return read_demonstrations(source, config.columns)
 
 
 def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
@@ -124,11 +127,12 @@ def _agent(found: Any) -> Agent:
     return made
 
 
-def _demonstrations(source: str) -> Expert | Sequence[Conversation]:
-    if source.endswith((".parquet", ".jsonl")):
-        return read_conversations(Path(source))
+def read_demonstrations(source: str, columns: Columns) -> Expert | Sequence[Conversation]:
+    """The conversations of a file or dataset, or the expert that a reference names."""
+    if is_rows(source):
+        return read_conversations(source, columns)
     if Path(source).is_file():
-        raise ConfigError(f"demonstrations are in a .jsonl or .parquet file, not in {source!r}")
+        raise ConfigError(f"demonstrations are in a file {', '.join(FILES)}, not in {source!r}")
     expert: Expert = load_reference(source)
     if not callable(expert):
         raise ConfigError(f"warm_start.demonstrations = {source!r} is not a function of a task")

@@ -91,12 +91,14 @@ class ModelConfig(Config):
 
 
 class TasksConfig(Config):
-    """Where tasks come from: a file (.jsonl, .parquet), or 'module:function' that returns them."""
+    """Where tasks come from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function' that returns them."""
 
     train: Place | None = None
     """Tasks to learn from."""
     evaluation: Place | None = None
     """Held-out tasks."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, such as { prompt = "question", target = "answer" }."""
 
 
 class AgentConfig(Config):
@@ -224,10 +226,10 @@ class Recipe(Config):
         return self
 
     @property
-    def first_demonstrations(self) -> str | None:
-        """What the first stage that imitates names, if it names something: what is passed stands in for it."""
+    def first_imitation(self) -> ImitationConfig:
+        """The first stage that imitates: what is passed stands in for the demonstrations that it names."""
         imitating = [stage for stage in self.stages if isinstance(stage, ImitationConfig)]
-        return imitating[0].demonstrations if imitating else None
+        return imitating[0] if imitating else ImitationConfig()
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:

@@ -83,7 +83,7 @@ def recipe_of(recipe: Recipe, config: TaskSetConfig) -> Recipe:
     own: dict[str, Any] = {name: getattr(config, name) for name in ("rewards", "group_rewards")}
     own["agent"] = recipe.agent.model_copy(update=_given(agent))
     own["tasks"] = recipe.tasks.model_copy(
-        update={"train": config.train, "evaluation": config.evaluation}
+        update={name: getattr(config, name) for name in ("train", "evaluation", "columns")}
     )
     if config.budgets is not None:
         limits = {name: getattr(config.budgets, name) for name in config.budgets.model_fields_set}

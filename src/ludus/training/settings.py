@@ -40,13 +40,31 @@ class ImitationConfig(Config):
     kind: Literal["sft"] = "sft"
     """What kind of stage this is."""
     demonstrations: Place | None = None
-    """An expert as 'module:function', or conversations in a .jsonl or .parquet file (docs/training.md)."""
+    """An expert as 'module:function', or conversations in a file or 'dataset:NAME@SPLIT' (docs/training.md)."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, such as { prompt = "question", completion = "answer" }."""
+    held_out: Annotated[float, Field(gt=0, lt=1, strict=True)] | Place | None = None
+    """Conversations to measure the loss on: a share of the demonstrations, or their own file or dataset."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
     """Demonstrations in a step."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer settings; every stage starts with a fresh optimizer."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ImitationConfig:
+        if self.epochs is not None and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("give steps or epochs, not both")
+        return self
+
+
+def held_out_count(config: ImitationConfig, found: int) -> int:
+    """How many of the demonstrations are kept out of training to measure the loss on."""
+    share = config.held_out if isinstance(config.held_out, float) else 0.0
+    return min(max(1, round(share * found)), found - 1) if share else 0
 
 
 class CriticConfig(Config):

@@ -31,9 +31,11 @@ class TaskSetConfig(Config):
     name: str = Field(pattern=r"^[\w.-]+$")
     """What its metrics are called: sets/NAME/..."""
     train: Place
-    """Tasks to learn from: a file (.jsonl, .parquet), or 'module:function'."""
+    """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
     evaluation: Place | None = None
     """Held-out tasks."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, as in tasks.columns."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the tasks, relative to the other sets' weights."""
     tools: tuple[str | dict[str, Any], ...] | None = None

@@ -34,9 +34,9 @@ from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import load_progress
 from ludus.training.evaluating.summary import Statistics, Summary
 from ludus.training.evaluation import Evaluation, measure_sets
-from ludus.training.imitation import trajectory_of
+from ludus.training.imitation import Conversation, trajectory_of
 from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts, demonstrations_of
+from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
 from ludus.training.set_building import build_task_sets, close_task_sets
 from ludus.training.steps import updates_until
@@ -77,9 +77,8 @@ class Workshop:
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
 
-    async def demonstrations(self, source: str | None = None) -> list[Trajectory]:
-        """The trajectories to imitate, on the training tasks; `source` as in a recipe, or the run's own."""
-        shown = demonstrations_of(source, self.recipe, self.parts)
+    async def demonstrations(self, shown: Expert | Sequence[Conversation] | None) -> list[Trajectory]:
+        """Conversations, or what an expert plays on the training tasks, as trajectories."""
         parts = replace(self.parts, demonstrations=shown)
         return await demonstrate(self.rollout, parts, list(self.task_sets[0].tasks), self.recipe.seed)
 

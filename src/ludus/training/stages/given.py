@@ -11,7 +11,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
-from ludus.training.imitation import read_labelled, read_pairs, trajectory_of
+from ludus.training.imitation import read_conversations, read_labelled, read_pairs, trajectory_of
 from ludus.training.parts import demonstrations_of
 from ludus.training.preference import Labelled, Pair, pair_of, says_the_same
 from ludus.training.readable import check_readable
@@ -22,10 +22,21 @@ from ludus.training.workshop import Workshop, tool_specs
 
 async def given_demonstrations(workshop: Workshop, config: ImitationConfig) -> list[Trajectory]:
     """The trajectories to imitate."""
-    shown = await workshop.demonstrations(config.demonstrations)
+    shown = await workshop.demonstrations(demonstrations_of(config, workshop.recipe, workshop.parts))
     if not shown:
         raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
+    if isinstance(config.held_out, float) and len(shown) < 2:
+        raise ConfigError("held_out takes a share of the demonstrations, and there is only one")
     check_readable(shown, workshop.model, "demonstration")
+    return shown
+
+
+async def given_held_out(workshop: Workshop, config: ImitationConfig) -> list[Trajectory]:
+    """The conversations of their own that a stage measures its loss on; none where it names none."""
+    if not isinstance(config.held_out, str):
+        return []
+    shown = await workshop.demonstrations(read_conversations(config.held_out, config.columns))
+    check_readable(shown, workshop.model, "held-out conversation")
     return shown
 
 
@@ -64,10 +75,12 @@ async def check_given(workshop: Workshop, config: StageConfig) -> None:
         check_teacher(workshop, config)
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
         await given_preferences(workshop, config)
-    if isinstance(config, ImitationConfig) and not is_played(workshop, config):
-        await given_demonstrations(workshop, config)
+    if isinstance(config, ImitationConfig):
+        await given_held_out(workshop, config)
+        if not is_played(workshop, config):
+            await given_demonstrations(workshop, config)
 
 
 def is_played(workshop: Workshop, config: ImitationConfig) -> bool:
     """Whether an expert plays the demonstrations, which takes its time and is left for the stage itself."""
-    return callable(demonstrations_of(config.demonstrations, workshop.recipe, workshop.parts))
+    return callable(demonstrations_of(config, workshop.recipe, workshop.parts))
