@@ -101,3 +101,93 @@ def test_steps_without_signal_are_told_with_what_to_do(project: Path) -> None:
     report = RunFolder(project / "runs" / "adding-001").report_path.read_text()
     assert "no signal in 3 of 3 steps" in report and "the tasks are too hard" in report
     assert "rl.attempts" in report
+
+
+BROKEN = '''
+import ludus
+
+PRICES = {"tea": 2}
+
+@ludus.tool
+def buggy(name: str) -> int:
+    """Has a mistake."""
+    return name.no_such_method()
+
+@ludus.tool
+def always(name: str, count: int = 1) -> int:
+    """Looks up the wrong thing."""
+    return PRICES["missing"]
+
+@ludus.tool
+def lookup(name: str) -> int:
+    """Raises rightly where there is no such thing."""
+    return PRICES[name]
+
+@ludus.tool
+def strict(code: str) -> int:
+    """Says what it wants."""
+    raise ValueError("a code has ten digits")
+
+@ludus.reward
+def right(answer: str, target: str) -> float:
+    return float(answer == target)
+
+@ludus.reward
+def typo(trajectory) -> float:
+    return trajectory.no_such_thing
+
+class Room(ludus.Env):
+    def reset(self, task):
+        return task.metadata["missing"]
+
+class Angry(ludus.Agent):
+    async def run(self, episode):
+        raise RuntimeError(f"no {episode.task.id}")
+
+def expert(task):
+    yield task.no_such_attribute
+'''
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ("buggy", "AttributeError: 'str' object has no attribute 'no_such_method' (broken.py:9 in buggy)"),
+        ("always", "raises KeyError: 'missing' (broken.py:14 in always), whatever it is given"),
+        ("lookup", None),
+        ("strict", None),
+    ],
+)  # fmt: skip
+def test_check_finds_a_tool_that_always_raises(project: Path, tool: str, said: str | None) -> None:
+    (project / "broken.py").write_text(BROKEN)
+    asked = ["check", "recipe", "recipe.toml", f'agent.tools=["broken.py:{tool}"]']
+    done = CliRunner().invoke(app, [*asked, 'rewards=["broken.py:right"]'])
+    if said is None:
+        assert done.exit_code == 0 and "recipe.toml: ok" in done.output, done.output
+        assert f"the tool '{tool}' took none of 3 generated calls" in done.output
+        return
+    assert done.exit_code == 1 and said in done.output, done.output
+    done = CliRunner().invoke(app, [*asked, 'rewards=["broken.py:right"]', "--no-call-tools"])
+    assert done.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('rewards=["broken.py:typo"]', "broken.py:32 in typo"),
+        ('agent.envs={room="broken.py:Room"}', "KeyError: 'missing' (broken.py:36 in reset)"),
+        ('agent.loop="broken.py:Angry"', "broken.py:40 in run"),
+        ('warm_start={steps=1, demonstrations="broken.py:expert"}', "broken.py:43 in expert"),
+    ],
+)
+def test_errors_of_user_code_have_file_and_line(project: Path, override: str, said: str) -> None:
+    (project / "broken.py").write_text(BROKEN)
+    recipe = ["recipe.toml", 'rewards=["broken.py:right"]', override]
+    done = CliRunner().invoke(app, ["train", *recipe, "run.folder=run"])
+    assert said in str(done.exception), "in the error that ends the run"
+    place = said.rpartition("(")[2].rstrip(")").split(" in ")[0]
+    file, line = place.split(":")
+    trace = f'{file}", line {line}, in'
+    assert done.output.count(trace) == 1, "the traceback, once on the screen"
+    log = (project / "run" / "logs" / "ludus.log").read_text()
+    assert log.count(trace) == 1 and "going on after" not in log

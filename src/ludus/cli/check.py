@@ -17,12 +17,16 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that repla
 
 @check_app.command("recipe")
 def check_recipe(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.")], overrides: Overrides = None
+    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
+    overrides: Overrides = None,
+    call_tools: Annotated[
+        bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")
+    ] = True,
 ) -> None:
-    """Load everything that a recipe names, check its rewards on its tasks, and play one episode."""
+    """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
     from ludus.cli.checking import recipe_findings
 
-    _finish(recipe_findings(recipe, overrides or []), str(recipe))
+    _finish(recipe_findings(recipe, overrides or [], call_tools), str(recipe))
 
 
 @check_app.command("env")

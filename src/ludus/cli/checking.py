@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError
-from ludus.core.messages import ToolCall
+from ludus.core.failures import ConfigError, Failure, LudusError
+from ludus.core.messages import Json, ToolCall
 from ludus.core.success import is_success
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
+from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.user_code import first_accidents, forget_shown
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.episode import Episode
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
+from ludus.tools import shut
 from ludus.tools.library import build_toolset
 from ludus.training.parts import Parts, load_parts
 from ludus.training.recipe import Recipe, load_recipe
@@ -26,9 +32,14 @@ SAMPLE = 16
 """How many tasks a check looks at."""
 BYTES_PER_TOKEN = 8
 """More than the text of any language takes."""
+VARIANTS = 3
+"""How often a check calls each tool, with other arguments each time."""
+SECONDS_OF_A_CALL = 60.0
+_TEXTS = ("alpha", "7", "beta, gamma = 3")
+_DEEPEST = 8
 
 
-def recipe_findings(path: Path, overrides: list[str]) -> Findings:
+def recipe_findings(path: Path, overrides: list[str], call_tools: bool = True) -> Findings:
     """Everything that can be found out about a recipe without loading its model, for each task set."""
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
@@ -41,7 +52,7 @@ def recipe_findings(path: Path, overrides: list[str]) -> Findings:
     plans = plans_of(recipe, parts)
     for plan in plans:
         of_set = f"{plan.name}: " if len(plans) > 1 else ""
-        findings += [(severity, of_set + text) for severity, text in _set_findings(plan)]
+        findings += [(severity, of_set + text) for severity, text in _set_findings(plan, call_tools)]
     return findings
 
 
@@ -54,7 +65,7 @@ def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
     return []
 
 
-def _set_findings(plan: SetPlan) -> Findings:
+def _set_findings(plan: SetPlan, call_tools: bool) -> Findings:
     """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
@@ -69,6 +80,9 @@ def _set_findings(plan: SetPlan) -> Findings:
     if parts.tasks:
         findings += asyncio.run(_episode(recipe, parts))
         findings += asyncio.run(_scores(recipe, parts))
+        # where an episode failed, so would each of the calls
+        if call_tools and not any(severity == "error" for severity, _ in findings):
+            findings += asyncio.run(_tool_calls(recipe, parts))
     return findings
 
 
@@ -129,6 +143,94 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
     report = await check_rewards(tasks, parts.rewards)
     return [("info" if report.ok else "error", str(report))]
+
+
+async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
+    """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rewards import Scorer
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.workshop import build_rollout, tool_specs
+
+    forget_shown()
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
+    budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS_OF_A_CALL})
+    findings: Findings = []
+    try:
+        for spec in await tool_specs(rollout, parts):
+            played: list[tuple[ToolResult | None, Failure | None]] = []
+            for variant in range(VARIANTS):
+                arguments = example_of(spec.parameters, variant)
+                trial = OneCall(ToolCall(spec.name, arguments))
+                playing = replace(rollout, agent=trial, budgets=budgets, scorer=Scorer(()), retries=0)
+                trajectory = await playing.play(parts.tasks[0], attempt=variant, seed=recipe.seed)
+                played.append((trial.result, trajectory.failure))
+            findings += _judged(spec.name, played)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+        await shut(rollout.tools)
+        await close_shared_sandboxes()
+    return findings
+
+
+class OneCall(Agent):
+    """An agent that makes one call and keeps its result."""
+
+    def __init__(self, call: ToolCall) -> None:
+        self.call = call
+        self.result: ToolResult | None = None
+
+    async def run(self, episode: Episode) -> None:
+        [(_, self.result)] = await episode.call([self.call])
+
+
+def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]]) -> Findings:
+    """What calls of one tool with different arguments tell about it."""
+    failures = [failure for _, failure in played if failure is not None]
+    if failures:
+        return [("error", f"the tool {tool!r} failed when it was called: {failures[0].message}")]
+    results = [result for result, _ in played if result is not None]
+    if any(result.fault is None for result in results):
+        return []
+    accidents = first_accidents(tool)
+    if len(accidents) == len(results) and len(set(accidents)) == 1:
+        fix = "mend it; or, if it refuses arguments in this way, let it raise ToolFault, which says so"
+        return [("error", f"the tool {tool!r} raises {accidents[0]}, whatever it is given: {fix}")]
+    refusal = f"{results[0].fault}: {results[0].content}" if results else "no result"
+    told = f"the tool {tool!r} took none of {len(results)} generated calls ({refusal:.200})"
+    return [("info", f"{told}: try it yourself with ludus check tool")]
+
+
+def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
+    """A value that a schema allows; another one for each variant, where it allows several."""
+    if "const" in schema or "enum" in schema:
+        options = schema.get("enum", [schema.get("const")])
+        return options[variant % len(options)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example_of(schema[key][variant % len(schema[key])], variant, depth + 1)
+    kind = schema.get("type")
+    if kind == "object" and depth < _DEEPEST:
+        wanted = schema.get("required", ()) if variant % 2 else schema.get("properties", {})
+        inner = schema.get("properties", {})
+        return {name: example_of(inner[name], variant, depth + 1) for name in wanted if name in inner}
+    if kind == "array" and depth < _DEEPEST:
+        items = schema.get("prefixItems") or [schema.get("items", {})] * max(
+            schema.get("minItems", 0), variant + 1
+        )
+        return [example_of(item, variant, depth + 1) for item in items[: schema.get("maxItems")]]
+    if kind in ("integer", "number"):
+        low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
+        high = schema.get("maximum", schema.get("exclusiveMaximum", low + VARIANTS + 1) - 1)
+        return min(low + variant, max(low, high))
+    if kind == "boolean":
+        return variant % 2 == 0
+    if kind == "null" or (kind not in ("string", None)):
+        return None
+    text = _TEXTS[variant % len(_TEXTS)]
+    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
 
 def env_findings(name: str, tasks: str | None) -> Findings:

@@ -223,9 +223,11 @@ class RunWriter(RunFolder):
         for file in files:
             file.path.unlink()
         checkpoints = remove_checkpoints_after(self.checkpoints_path, step)
+        if step < 0 and not (dropped or files or checkpoints):
+            return  # a run that begins
         _log.info(
-            "going on after step %d: dropped %d rows of metrics, %d files of episodes, %d checkpoints",
-            step,
+            "%s: dropped %d rows of metrics, %d files of episodes, %d checkpoints",
+            f"going on after step {step}" if step >= 0 else "beginning anew, without a checkpoint",
             dropped,
             len(files),
             len(checkpoints),
