@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from attacks.case import INTERNALS
+from attacks.cases_kernel import CASES
 
 from ludus.sandbox import CannotFork, Limits, Sandbox, SandboxConfig, SandboxError
 from ludus.sandbox.worker import Worker
@@ -154,6 +155,16 @@ async def test_a_forged_status_of_a_fork_is_a_result(box: Sandbox, status: str) 
         async with await session.fork() as twin:
             ended = await twin.python("import os; os._exit(3)")
             assert ended.lost and not ended.ok
+
+
+@on_sandbox
+async def test_what_a_session_needs_to_be_forked_lets_its_code_out_of_nothing(box: Sandbox) -> None:
+    """Executions of their own may not use it at all, as the campaign finds; sessions may, for their forks."""
+    case = next(case for case in CASES if case.name == "the flags that forks of a session use")
+    async with await box.session() as session:
+        said = await session.python(case.code.replace("@HOST@", str(os.getpid())))
+        assert case.expect(said) is None and "entered 1" in said.stdout, said.text()
+    assert "entered 0" in (await box.python(case.code.replace("@HOST@", "1"))).stdout
 
 
 _NEVER_CLOSED = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -136,7 +137,17 @@ needs_x86 = pytest.mark.skipif(kernel.MACHINE != "x86_64", reason="the numbers h
         (56, 0x10000011, EPERM),  # a new user namespace
         (157, 38, ALLOW),  # prctl: no new privileges
         (157, 1, EPERM),  # prctl: parent-death signal
+        (157, 22, EPERM),  # prctl: a filter
         (62, 1234, ALLOW),  # kill
+        (53, 2, EPERM),  # socketpair of another family
+        (206, 0, EPERM),  # io_setup
+        (278, 0, EPERM),  # vmsplice
+        (317, 0, EPERM),  # seccomp
+        (444, 0, EPERM),  # landlock_create_ruleset
+        (319, 0, EPERM),  # memfd_create
+        (162, 0, EPERM),  # sync
+        (335, 0, EPERM),  # no call at all
+        (451, 0, EPERM),  # cachestat
     ],
 )
 def test_the_filter_refuses_what_it_should(number: int, argument: int, expected: int) -> None:
@@ -154,6 +165,35 @@ def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
     assert _verdict(code, 41, 2) == ALLOW
     assert _verdict(code, 62, 77) == ALLOW and _verdict(code, 62, 78) == EPERM
     assert _verdict(code, 62, -1) == EPERM and _verdict(code, 424, 5) == EPERM
+
+
+@needs_x86
+def test_send_buffers_stay_as_they_are() -> None:
+    code = seccomp.program(network=False, branching=0, own_pid=None)
+    pretended = 0x00050000
+    assert [_verdict(code, 54, 3, 1, option) for option in (7, 32)] == [
+        pretended
+    ] * 2  # SO_SNDBUF, ...FORCE
+    assert _verdict(code, 54, 3, 1, 8) == _verdict(code, 54, 3, 6, 7) == ALLOW
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [("x86_64-linux-gnu/asm/unistd_64.h", 0), ("asm-generic/unistd.h", 1)],
+    ids=["x86_64", "aarch64"],
+)
+def test_the_numbers_are_the_kernels(header: str, column: int) -> None:
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip("the kernel's headers are not installed")
+    text = path.read_text()
+    known = {
+        name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", text)
+    }
+    known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))
+    for name, both in {**seccomp._ALLOWED, **seccomp._NETWORK}.items():
+        newer = both[column] > 449 and name not in known  # than the headers of this machine
+        assert newer or known.get(name, -1) == both[column], name
 
 
 @needs_x86

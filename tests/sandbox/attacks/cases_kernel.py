@@ -19,6 +19,8 @@ _NUMBERS = {
     "quotactl": (179, 60), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "ioperm": (173, -1),
     "iopl": (172, -1), "modify_ldt": (154, -1), "mknod": (133, -1), "mknodat": (259, 33), "capset": (126, 91),
     "fanotify_init": (300, 262), "memfd_secret": (447, 447), "lsm_set_self_attr": (460, 460),
+    "io_setup": (206, 0), "vmsplice": (278, 75), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
+    "sync": (162, 81), "cachestat": (451, 451), "setsockopt": (54, 208), "socketpair": (53, 199),
     "open_tree_attr": (467, 467), "kcmp": (312, 272), "vhangup": (153, 58), "prctl": (157, 167),
 }  # fmt: skip
 _CALLS = f"N = {numbered(_NUMBERS)!r}\n"
@@ -140,7 +142,8 @@ for name, arguments in {
     "syslog": (3, at, 100), "acct": (0,), "quotactl": (0, 0, 0, 0), "name_to_handle_at": (-100, b"/", at, at, 0),
     "open_by_handle_at": (0, at, 0), "fanotify_init": (0, 0), "memfd_secret": (0,), "kcmp": (1, 1, 0, 0, 0),
     "personality": (0x0040000,), "ioperm": (0, 1, 1), "iopl": (3,), "modify_ldt": (0, at, 10), "vhangup": (),
-    "lsm_set_self_attr": (0, at, 10, 0),
+    "lsm_set_self_attr": (0, at, 10, 0), "io_setup": (8, at), "vmsplice": (1, at, 0, 0), "seccomp": (2, 0, at),
+    "landlock_create_ruleset": (0, 0, 1), "cachestat": (0, at, at, 0), "sync": (),
 }.items():
     if name in N:
         attempt(name, lambda: call(N[name], *arguments))
@@ -148,6 +151,11 @@ attempt("mknod", lambda: os.mknod("disk", 0o60644, os.makedev(254, 0)))
 attempt("mknod character", lambda: os.mknod("tty", 0o20644, os.makedev(5, 0)))
 attempt("death signal", lambda: call(N["prctl"], 1, 0, 0, 0, 0))
 attempt("subreaper", lambda: call(N["prctl"], 36, 0, 0, 0, 0))
+attempt("a filter of its own", lambda: call(N["prctl"], 22, 2, at, 0, 0))
+for family in range(46):
+    for kind in (1, 2, 3, 5):
+        if family != 1:
+            attempt(f"socketpair {family} {kind}", lambda: call(N["socketpair"], family, kind, 0, at))
 """,
         REFUSED,
     ),

@@ -188,6 +188,35 @@ MEMORY = [
         every(ended("memory", "raised"), lacks("GOT")),
     ),
     Case(
+        "buffers of sockets in many processes",
+        3,
+        """
+import os, socket, time
+for _ in range(48):
+    if os.fork() == 0:
+        break
+keep = []
+try:
+    while True:
+        pair = socket.socketpair()
+        keep += pair
+        for end in pair:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+            end.setblocking(False)
+            try:
+                while True:
+                    end.send(bytes(65536))
+            except BlockingIOError:
+                pass
+except OSError:
+    pass
+time.sleep(20)
+print("GOT")
+""",
+        every(ended("memory"), lacks("GOT")),
+        limits={"wall_seconds": 20.0, "memory_mb": 256},
+    ),
+    Case(
         "anonymous mapping",
         2,
         "import mmap\nx = mmap.mmap(-1, 3 << 30)\nprint('GOT')",

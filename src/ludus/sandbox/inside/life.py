@@ -137,7 +137,7 @@ def isolate(
         landlock.enforce(ruleset)
         os.close(ruleset)
     if plan.seccomp:
-        seccomp.install(call_filter(plan, _own_pid(plan)))
+        seccomp.install(call_filter(plan, one_shot, _own_pid(plan)))
     slot.new_dice()
     return places
 
@@ -254,11 +254,11 @@ def _own_pid(plan: Plan) -> int | None:
 
 
 @functools.cache
-def call_filter(plan: Plan, own_pid: int | None = None) -> bytes:
+def call_filter(plan: Plan, one_shot: bool, own_pid: int | None = None) -> bytes:
     """The system calls that a session may make. Mostly the same for all, and then made before the fork."""
     code = seccomp.program(
         network=plan.network,
-        branching=kernel.clone_flags(branching.NAMESPACES) if plan.namespaces else 0,
+        branching=kernel.clone_flags(branching.NAMESPACES) if plan.namespaces and not one_shot else 0,
         own_pid=own_pid,
         keep_modes=_shares_user(plan),
         sees_others=not plan.namespaces,

@@ -9,6 +9,9 @@ import signal
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROUNDS = 100
+_FEW_DESCRIPTORS = 64
+_SOCKET_BYTES = 320 << 10
+"""What a Unix socket holds at most: its send buffer (208 kB, which code cannot raise) and one message."""
 
 
 def tree(pid: int, without: set[int] | None = None) -> list[int]:
@@ -28,10 +31,11 @@ def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> 
     family = tree(pid, others)
     if sum(map(_threads, family)) > most_processes + 1:
         return "processes"
-    if len(family) == 1:
+    buffers = _socket_bytes(family)
+    if len(family) == 1 and not buffers:
         return None  # one process is held by the kernel itself
     resident = [_resident(one) for one in family]
-    total = sum(resident)
+    total = sum(resident) + buffers
     # Pages that a fork shares are counted in each process; a count that is far slower divides them, and is made
     # of as few processes as it takes.
     for one, counted in zip(family, resident, strict=True):
@@ -77,6 +81,37 @@ def children(pid: int) -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                 found += [int(child) for child in file.read().split()]
     return found
+
+
+def _socket_bytes(family: list[int]) -> int:
+    """What the kernel may hold for the sockets of a session, whether they hold it now or not; 0 for a few.
+
+    Nobody but a control group counts what is in them, so each is charged with as much as can be sent into it.
+    """
+    counts = {one: _descriptors(one) for one in family}
+    if sum(counts.values()) <= _FEW_DESCRIPTORS:
+        return 0
+    sockets: set[str] = set()
+    hidden = 0
+    for one, count in counts.items():
+        try:
+            for fd in os.listdir(f"/proc/{one}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    target = os.readlink(f"/proc/{one}/fd/{fd}")
+                    if target.startswith("socket:"):
+                        sockets.add(target)  # a fork shares its parent's
+        except PermissionError:
+            hidden += count  # it has closed itself to us: then it is charged for all of them
+        except OSError:
+            continue  # it has ended
+    return (len(sockets) + hidden) * _SOCKET_BYTES
+
+
+def _descriptors(pid: int) -> int:
+    """How many descriptors a process has open; many where the kernel is too old to tell in this way."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}/fd").st_size or _FEW_DESCRIPTORS + 1
+    return 0
 
 
 def _threads(pid: int) -> int:

@@ -49,7 +49,8 @@ def main(link_fd: int) -> None:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         plan = _plan(order)
-        call_filter(plan)  # kept: sessions find it made
+        for one_shot in (True, False):
+            call_filter(plan, one_shot)  # kept: sessions find it made
         gc.collect()
         gc.freeze()  # so that a collection in a session does not touch, and thereby copy, what is shared
         frames.send(link, {"event": "ready", "landlock": plan.landlock, "base": plan.base_bytes})
