@@ -87,6 +87,7 @@ def test_a_family_is_held_to_its_share_of_pages(family: list[tuple[int, int]], m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "tree", lambda *_: list(range(len(family))))
         patch.setattr(watch, "_threads", lambda _: 1)
+        patch.setattr(watch, "_socket_bytes", lambda _: 0)
         patch.setattr(watch, "_resident", resident.__getitem__)
         patch.setattr(watch, "_proportional", proportional.__getitem__)
         said = watch.excess(0, set(), most, most_processes=20)
@@ -98,6 +99,7 @@ def test_few_are_counted_slowly_where_that_is_enough(monkeypatch: pytest.MonkeyP
     asked: list[int] = []
     monkeypatch.setattr(watch, "tree", lambda *_: list(range(33)))
     monkeypatch.setattr(watch, "_threads", lambda _: 1)
+    monkeypatch.setattr(watch, "_socket_bytes", lambda _: 0)
     monkeypatch.setattr(watch, "_resident", lambda _: 17)
     monkeypatch.setattr(watch, "_proportional", lambda pid: asked.append(pid) or 1)
     assert watch.excess(0, set(), 33 * 17 - 20, most_processes=32) is None

@@ -96,7 +96,8 @@ class Campaign:
         await self._steady.python("turns = 0")
         idle = belongings()
         for _ in range(rounds):
-            forked = [replace(case, kind="forked") for case in cases if case.kind == "python"]
+            # without namespaces there are no slots: every program has a process of its own
+            forked = [replace(c, kind="forked") for c in cases if c.kind == "python" and not self._bare]
             work = [self._attack(sandbox, canaries, case) for case in (*cases, *forked)]
             work += [self._attack(sandbox, canaries, case) for case in cases if case.name == _DICE]
             work += [self._honest(sandbox) for _ in range(max(4, len(cases) // 4))]

@@ -2,7 +2,8 @@
 
 Left out on purpose, beside what needs privileges:
 - namespaces and mounts; other processes' memory (`ptrace`, `process_vm_readv`, `pidfd_getfd`);
-- `bpf`, `perf_event_open`, `userfaultfd`, `io_uring`, keys, and filters of one's own (`seccomp`, Landlock);
+- `bpf`, `perf_event_open`, `userfaultfd`, `io_uring`, keys, and rules of one's own
+  (`seccomp`, Landlock's rulesets);
 - what the kernel counts for a user or a machine, so that one session could take it from all: `io_setup`,
   `inotify_init`, `fanotify_init`; `sync`, which keeps the machine's disks busy;
 - memory that no limit counts: `memfd_create`, `vmsplice`, System V and POSIX queues and shared memory.
@@ -61,6 +62,8 @@ _ALLOWED = {
     "munlock": (150, 229), "mlockall": (151, 230), "munlockall": (152, 231), "membarrier": (324, 283),
     "pkey_mprotect": (329, 288), "pkey_alloc": (330, 289), "pkey_free": (331, 290),
     "map_shadow_stack": (453, 453), "get_mempolicy": (239, 236),
+    # how a slot's programs enter their Landlock domain; of no use to those who cannot make a ruleset
+    "landlock_restrict_self": (446, 446),
     # processes and threads
     "clone": (56, 220), "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
     "exit": (60, 93), "exit_group": (231, 94), "wait4": (61, 260), "waitid": (247, 95), "futex": (202, 98),
