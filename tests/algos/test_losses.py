@@ -303,6 +303,46 @@ def test_rloo_sums_over_the_sequence(case: Case, seed: int) -> None:
     torch.testing.assert_close(gradient, real(slopes), atol=1e-5, rtol=1e-4)
 
 
+@given(cases)
+def test_clip_fractions_are_told_apart(case: Case) -> None:
+    """As TRL defines them: low where A < 0 and w < 1 - low, high where A > 0 and w > 1 + high."""
+    _, metrics = algos.clipped_surrogate(case.sampled(real(case.new)), clip_low=0.2, clip_high=0.28)
+    ratios = [math.exp(new - old) for new, old in zip(case.new, case.old, strict=True)]
+    pairs = list(zip(ratios, case.advantages, strict=True))
+    assert metrics["clip_fraction_low"].tolist() == [float(a < 0 and w < 0.8) for w, a in pairs]
+    assert metrics["clip_fraction_high"].tolist() == [float(a > 0 and w > 1.28) for w, a in pairs]
+    for name in algos.LOSSES:
+        _, metrics = load_loss(name)(case.sampled(real(case.new)))
+        both = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
+        assert torch.equal(both, metrics["clip_fraction"])
+
+
+def test_the_adaptive_coefficient() -> None:
+    """Ziegler et al., equations of section 2.2: a proportional error within a fifth, scaled by n / horizon."""
+    adapted = partial(algos.adapted_coefficient, 0.1, target=2.0, horizon=1000)
+    assert adapted(2.2, 100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert adapted(50.0, 100) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    assert adapted(-1.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert adapted(2.0, 500) == 0.1
+
+
+def test_the_adaptive_coefficient_brings_a_divergence_to_its_target() -> None:
+    """A policy whose divergence falls as the coefficient grows, KL = 0.04 / beta, ends at the target."""
+    beta = 0.01
+    for _ in range(8000):
+        beta = algos.adapted_coefficient(beta, 0.04 / beta, 64, target=0.1, horizon=10000)
+    assert 0.04 / beta == pytest.approx(0.1, rel=1e-2)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20))
+def test_effective_sample_share(weights: list[float]) -> None:
+    """verl's form: 1 / mean((w / mean w)^2)."""
+    mean = sum(weights) / len(weights)
+    share = algos.effective_sample_share(mean, sum(w**2 for w in weights) / len(weights))
+    assert share == pytest.approx(len(weights) / sum((w / mean) ** 2 for w in weights))
+    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
+
+
 def test_regularisers() -> None:
     loss, entropy, kl = (torch.tensor([value]) for value in (1.0, 0.5, 0.25))
     found = algos.regularised(loss, entropy_A=entropy, entropy_weight=0.1, kl_A=kl, kl_weight=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,37 @@ def test_engine_and_trainer_agree_on_an_adapted_model(base: Path, tmp_path: Path
     differences = [row["logprob_difference_max"] for row in result.metrics if "policy_version" in row]
     assert len(differences) == 3
     assert max(differences) < 1e-4
+
+
+def test_a_reference_made_of_the_adapter_follows_the_policy(base: Path, tmp_path: Path) -> None:
+    """After every step it is the policy, so an update sees no divergence; a resumed run goes on so."""
+    rl = {**TINY["rl"], "attempts": 2, "kl": 0.1, "reference_sync": {"every": 1, "mixup_alpha": 1.0}}
+    whole = run(base, tmp_path / "whole", max_in_flight=1, rl=rl)
+    steps = [row for row in numbers(whole.run) if "kl" in row]
+    assert [row["kl"] < 1e-6 for row in steps] == [True] * 3
+    apart = run(base, tmp_path / "apart", max_in_flight=1, rl={**rl, "reference_sync": None})
+    assert [row["kl"] < 1e-6 for row in numbers(apart.run) if "kl" in row] == [True, False, False]
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000003")
+    parts: dict[str, Any] = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Chatty()}
+    resumed = ludus.train(resume=tmp_path / "cut", **parts)
+    assert numbers(whole.run) == numbers(resumed.run)
+    references = [torch.load(r.model / "reference.pt", weights_only=True) for r in (whole, resumed)]
+    assert_same_tensors(*references)
+
+
+def test_a_reference_that_an_adapter_cannot_be_is_refused(base: Path, tmp_path: Path) -> None:
+    mixed = {**TINY["rl"], "kl": 0.1, "reference_sync": {"every": 1, "mixup_alpha": 0.5}}
+    with pytest.raises(ConfigError, match=r"mixup_alpha = 0.5: .*set mixup_alpha = 1"):
+        run(base, tmp_path / "mixed", rl=mixed)
+    copied = mixed | {"reference_sync": {"every": 1, "mixup_alpha": 1.0}}
+    with pytest.raises(ConfigError, match=r'model.lora.reference = "base" keeps it'):
+        run(
+            base,
+            tmp_path / "bare",
+            rl=copied,
+            model={"name": str(base), "lora": {**LORA, "reference": "base"}},
+        )
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(base: Path, tmp_path: Path) -> None:

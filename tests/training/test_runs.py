@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stage_runs import assert_same_runs
 from training_helpers import TINY, add, even, expert, tasks
 from transformers import AutoTokenizer
 
@@ -105,6 +106,58 @@ def test_resuming_with_a_reference_keeps_the_first_one(tmp_path: Path) -> None:
     ludus.train(resume=tmp_path / "cut", **code())
     last = [RunFolder(tmp_path / name).metrics()[-2] for name in ("whole", "cut")]
     assert last[0]["kl"] == last[1]["kl"] > 0
+
+
+def test_what_adapts_and_follows_goes_on_after_a_stop(tmp_path: Path) -> None:
+    """An adaptive KL coefficient, a reference that follows the policy, epochs with an early stop."""
+    followed = {
+        "kl": 0.5, "kl_control": {"target": 1e-3, "horizon": 10}, "epochs": 3, "target_kl": 1e-3, "steps": 4,
+        "reference_sync": {"every": 2, "mixup_alpha": 0.5},
+    }  # fmt: skip
+    ludus.train(**settings(tmp_path / "whole", max_in_flight=1, rl=followed), **code())
+    for done in (1, 3):
+        cut = tmp_path / f"cut-{done}"
+        shutil.copytree(tmp_path / "whole", cut)
+        for step in range(done + 1, 5):
+            shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")
+        ludus.train(resume=cut, **code())
+        assert_same_runs(tmp_path / "whole", cut)
+    rows = [row for row in RunFolder(tmp_path / "whole").metrics() if "reward" in row]
+    assert rows[0]["kl_coefficient"] == 0.5
+    assert len({row["kl_coefficient"] for row in rows}) == 4
+    assert any(row["updates"] < 3 for row in rows), "nothing was stopped early"
+
+
+def test_a_reference_follows_the_policy(tmp_path: Path) -> None:
+    """After step 2 it is the policy and the first reference in the shares that the recipe says."""
+    sync = {"every": 2, "mixup_alpha": 0.25}
+    ludus.train(
+        **settings(tmp_path / "run", rl={"kl": 0.5, "steps": 3, "reference_sync": sync}), **code()
+    )
+    run = RunFolder(tmp_path / "run")
+    start, _, policy, last = (weights(checkpoint.path) for checkpoint in run.checkpoints())
+    for step, share in ((1, 0.0), (2, 0.25), (3, 0.25)):
+        folder = run.checkpoints()[step].path
+        reference = torch.load(folder / "reference.pt", weights_only=True)
+        assert reference.keys() == start.keys()
+        for name, value in reference.items():
+            torch.testing.assert_close(value, share * policy[name] + (1 - share) * start[name])
+    assert any(not torch.equal(last[name], start[name]) for name in start)
+
+
+@pytest.mark.parametrize(
+    ("rl", "told"),
+    [
+        ({"reference_sync": {}}, r"reference_sync would have no effect: kl = 0"),
+        ({"kl_control": {"target": 0.1}}, r"kl_control would have no effect: kl = 0"),
+        ({"target_kl": 0.1}, r"target_kl would have no effect"),
+    ],
+)
+def test_settings_of_the_divergence_without_effect_are_refused(
+    tmp_path: Path, rl: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ludus.train(**settings(tmp_path / "run", rl=rl), **code())
 
 
 def test_a_reference_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:

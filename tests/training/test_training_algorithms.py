@@ -7,6 +7,7 @@ from 1 and some are clipped.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Callable
@@ -394,6 +395,135 @@ def test_engine_and_trainer_are_compared_in_the_first_update() -> None:
     metrics = reinforce_groups(learner, given, config, reference=None, critic=None)
     assert metrics["logprob_difference_max"] < 1e-4
     assert metrics["ratio_max"] > 1.01
+
+
+def true_metrics(model: nn.Module, given: Played) -> dict[str, float]:
+    """What the metrics are defined as, by plain loops over every action token of the step."""
+    entropies, ratios, differences, k1s, k3s, weights, lows, highs = ([] for _ in range(8))
+    sequences = []
+    signs = advantages.grpo(attempts_of(given))
+    for trajectory, credited in zip(scored(given), signs, strict=True):
+        logits = plain(model)(input_ids=torch.tensor([trajectory.tokens])).logits[0].detach()
+        logprobs = logits.log_softmax(-1)
+        total = 0.0
+        for place, spoke in enumerate(trajectory.action_mask):
+            if not spoke:
+                continue
+            row = logprobs[place - 1].tolist()
+            new, old = row[trajectory.tokens[place]], trajectory.logprobs[place]
+            ratio, sign = math.exp(new - old), credited[place]
+            entropies.append(-sum(math.exp(p) * p for p in row))
+            ratios.append(ratio)
+            differences.append(abs(new - old))
+            k1s.append(old - new)
+            k3s.append(ratio - 1 - (new - old))
+            lows.append(float(sign < 0 and ratio < 0.8))
+            highs.append(float(sign > 0 and ratio > 1.2))
+            weights.append(ratio)
+            total += new - old
+        sequences.append(math.exp(total))
+
+    def share(values: list[float]) -> float:
+        return sum(values) ** 2 / len(values) / sum(value**2 for value in values)
+
+    mean = statistics.fmean
+    return {
+        "entropy": mean(entropies), "ratio_mean": mean(ratios), "ratio_max": max(ratios),
+        "logprob_difference_mean": mean(differences), "logprob_difference_max": max(differences),
+        "kl_old_k1": mean(k1s), "kl_old_k3": mean(k3s), "clip_fraction": mean(lows) + mean(highs),
+        "clip_fraction_low": mean(lows), "clip_fraction_high": mean(highs),
+        "ess": share(weights), "ess_sequence": share(sequences), "action_tokens": len(ratios),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_metrics_cover_all_action_tokens(kl: float, aggregation: str, updates: int) -> None:
+    """Whether or not rows without advantage are left out of the backward pass, and whatever tokens weigh."""
+    model, reference = tiny_model(), frozen(tiny_model(seed=1))
+    given = played(model, seed=3, noise=0.5)
+    for group in given.groups[1:3]:
+        for trajectory in group.trajectories:
+            trajectory.reward = 1.0
+    config = settings("grpo", kl=kl, aggregation=aggregation, updates=updates)
+    expected = true_metrics(model, given)
+    if updates > 1:  # only the first update compares engine and trainer
+        expected = {k: v for k, v in expected.items() if not k.startswith(("logprob", "ess"))}
+    assert expected["clip_fraction_low"] > 0
+    assert expected["clip_fraction_high"] > 0
+    for budget in (1, 1000):
+        learner = tiny_learner(model, budget)
+        metrics = reinforce_groups(
+            learner, given, config, reference=reference if kl else None, critic=None
+        )
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+        assert metrics["updates"] == updates
+
+
+def test_rows_without_advantage_have_no_backward_pass() -> None:
+    """They are measured without gradient: the update is the same as without them, bit for bit."""
+    found = []
+    for backward in (False, True):
+        model = tiny_model()
+        given = played(model, seed=3)
+        for trajectory in given.groups[1].trajectories:
+            trajectory.reward = 1.0
+        learner, passes = tiny_learner(model, 1000, learning_rate=0.01), []
+
+        def counted(module: Any, given: Any, output: Any, passes: list[int] = passes) -> None:
+            passes.append(given[0].shape[0] if torch.is_grad_enabled() else 0)
+
+        hook = model.model.norm.register_forward_hook(counted)  # type: ignore[union-attr, operator]
+        entropy = 1e-30 if backward else 0.0
+        reinforce_groups(learner, given, settings("grpo", entropy=entropy), reference=None, critic=None)
+        hook.remove()
+        found.append((passes, copy.deepcopy(model.state_dict())))
+    assert 0 in found[0][0] and 0 not in found[1][0]
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(value, found[1][1][name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_later_epoch_starts_from_the_same_old_policy() -> None:
+    """The second epoch's gradient is the formulas' at the first one's weights, by the same old logprobs."""
+    model = tiny_model()
+    given = played(model, seed=3)
+    config = settings("grpo", epochs=2)
+    learner = tiny_learner(model, learning_rate=0.01)
+    metrics = reinforce_groups(learner, given, config, reference=None, critic=None)
+    assert (learner.steps_done, metrics["updates"]) == (2, 2)
+    once = tiny_model()
+    reinforce_groups(
+        tiny_learner(once, learning_rate=0.01), given, settings("grpo"), reference=None, critic=None
+    )
+    advantage, loss, aggregation = PLANS["grpo"]
+    slopes = expected_slopes(once, given, advantage(attempts_of(given)), loss, aggregation, said(given))
+    assert_same_gradient(model, gradient_of(once, [t.tokens for t in scored(given)], slopes))
+
+
+@pytest.mark.parametrize(("noise", "taken"), [(0.0, 2), (0.9, 1)])
+def test_a_policy_that_has_moved_too_far_is_left_there(noise: float, taken: int) -> None:
+    """The update before which KL(old || policy) is above the target is not taken, nor is any after it.
+
+    The first one always is, however far the engine's log-probabilities are from the trainer's.
+    """
+    models = []
+    for settled in (False, True):
+        model = tiny_model()
+        given = played(model, seed=3, noise=noise)
+        learner = tiny_learner(model, learning_rate=0.003)
+        first = reinforce_groups(
+            tiny_learner(tiny_model()), given, settings("grpo"), reference=None, critic=None
+        )
+        limits = {"epochs": taken} if settled else {"epochs": 9, "target_kl": 0.07}
+        metrics = reinforce_groups(
+            learner, given, settings("grpo", **limits), reference=None, critic=None
+        )
+        assert (learner.steps_done, metrics["updates"]) == (taken, taken)
+        assert (first["kl_old_k3"] > 0.07) == (noise > 0)
+        models.append(model.state_dict())
+    for name, value in models[0].items():
+        assert torch.equal(value, models[1][name])
 
 
 def test_what_is_needed_is_asked_for() -> None:

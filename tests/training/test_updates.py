@@ -97,7 +97,10 @@ async def test_groups_without_signal_change_nothing(recipe: Recipe, parts: Parts
                 trajectory.reward = 1.0
         before = copy.deepcopy(workshop.model.state_dict())
         learner = Learner(workshop.model, OptimizerConfig(learning_rate=0.1), total_steps=1)
-        assert reinforced(learner, groups, RLConfig()) == {}
+        metrics = reinforced(learner, groups, RLConfig())
+        assert (metrics["no_signal"], metrics["updates"], learner.steps_done) == (1, 0, 0)
+        assert not {"loss", "gradient_norm"} & metrics.keys()
+        assert metrics["entropy"] > 0, "what the policy is like is measured all the same"
         for name, value in workshop.model.state_dict().items():
             assert torch.equal(value, before[name])
 

@@ -12,8 +12,14 @@ from ludus.algos.dr_grpo import dr_grpo
 from ludus.algos.gae import gae
 from ludus.algos.gigpo import gigpo
 from ludus.algos.grpo import grpo
-from ludus.algos.importance import Correction, corrected, masked_importance, truncated_importance
-from ludus.algos.kl import Divergence, k1, k2, k3, kl_reward
+from ludus.algos.importance import (
+    Correction,
+    corrected,
+    effective_sample_share,
+    masked_importance,
+    truncated_importance,
+)
+from ludus.algos.kl import Divergence, adapted_coefficient, k1, k2, k3, kl_reward
 from ludus.algos.landing import speech_span, token_rewards, turn_returns
 from ludus.algos.losses import (
     Metrics,
@@ -74,6 +80,7 @@ __all__ = [
     "PolicyLoss",
     "Sampled",
     "Turn",
+    "adapted_coefficient",
     "by_length",
     "by_sequence",
     "by_sequence_sum",
@@ -84,6 +91,7 @@ __all__ = [
     "credit_from",
     "dr_grpo",
     "dual_clip",
+    "effective_sample_share",
     "gae",
     "gigpo",
     "grpo",

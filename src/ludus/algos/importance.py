@@ -45,6 +45,15 @@ def masked_importance(
     return torch.where((ratio_A >= low) & (ratio_A <= high), ratio_A, 0)
 
 
+def effective_sample_share(mean: float, mean_square: float, count: float = 1.0) -> float:
+    """The effective sample size of importance weights as a share of the samples: (sum w)^2 / (n * sum w^2).
+
+    1 where all weights are equal, 1 / n where a single one has it all. Given are the means of w and of w^2, or
+    sums of both and the count n. Kong, "A Note on Importance Sampling using Standardized Weights", 1992.
+    """
+    return mean**2 / (count * mean_square)
+
+
 def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
     """The same loss, each token weighted by its correction."""
 

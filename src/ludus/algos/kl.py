@@ -53,3 +53,17 @@ def kl_reward(
     """-beta times the divergence as a reward for each action token: `Credit.penalty_T`."""
     penalty_A = -beta * divergence(logprobs_A.detach(), reference_A.detach())
     return penalty_A.new_zeros(len(action_T)).masked_scatter(action_T, penalty_A)
+
+
+def adapted_coefficient(
+    coefficient: float, kl: float, episodes: int, *, target: float, horizon: int
+) -> float:
+    """The KL coefficient of the next step, so that the divergence comes to a target.
+
+        e = clip(KL / target - 1, -0.2, 0.2),   beta <- beta * (1 + e * episodes / horizon)
+
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv:1909.08593; as verl's
+    AdaptiveKLController has it, KL is the mean over tokens.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * episodes / horizon)

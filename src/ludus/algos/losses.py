@@ -43,7 +43,7 @@ PolicyLoss = Callable[[Sampled], tuple[Tensor, Metrics]]
 def policy_gradient(sampled: Sampled) -> tuple[Tensor, Metrics]:
     """The plain one: -A log p. It assumes that the samples came from the policy being updated."""
     loss_A = -sampled.advantages_A * sampled.logprobs_A
-    return loss_A, {"clip_fraction": torch.zeros_like(loss_A)}
+    return loss_A, _clip_fractions(torch.zeros_like(loss_A), torch.zeros_like(loss_A))
 
 
 def clipped_surrogate(
@@ -70,8 +70,8 @@ def dual_clip(
     loss_A, metrics = clipped_surrogate(sampled, clip_low=clip_low, clip_high=clip_high)
     most_A = -bound * sampled.advantages_A
     cut_A = (sampled.advantages_A < 0) & (loss_A > most_A)
-    clipped_A = torch.maximum(metrics["clip_fraction"], cut_A.to(loss_A.dtype))
-    return torch.where(cut_A, most_A, loss_A), {"clip_fraction": clipped_A}
+    high_A = torch.maximum(metrics["clip_fraction_high"], cut_A.to(loss_A.dtype))
+    return torch.where(cut_A, most_A, loss_A), _clip_fractions(metrics["clip_fraction_low"], high_A)
 
 
 def gspo(
@@ -106,7 +106,7 @@ def cispo(
     ratio_A = held(sampled.logprobs_A.detach() - sampled.old_A).exp()
     weight_A = ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = -weight_A * sampled.advantages_A * sampled.logprobs_A
-    return loss_A, {"clip_fraction": (weight_A != ratio_A).to(loss_A.dtype)}
+    return loss_A, _clip_fractions(ratio_A < weight_A, ratio_A > weight_A)
 
 
 def held(difference_A: Tensor) -> Tensor:
@@ -119,4 +119,16 @@ def _clipped(
 ) -> tuple[Tensor, Metrics]:
     clipped_A = ratio_A.clamp(1 - clip_low, 1 + clip_high)
     free_A, bound_A = ratio_A * advantages_A, clipped_A * advantages_A
-    return -torch.minimum(free_A, bound_A), {"clip_fraction": (bound_A < free_A).to(ratio_A.dtype)}
+    is_clipped_A = bound_A < free_A
+    fractions = _clip_fractions(is_clipped_A & (advantages_A < 0), is_clipped_A & (advantages_A > 0))
+    return -torch.minimum(free_A, bound_A), fractions
+
+
+def _clip_fractions(low_A: Tensor, high_A: Tensor) -> Metrics:
+    """Where a ratio was held at its lower and at its upper bound; no token is at both."""
+    low_A, high_A = low_A.float(), high_A.float()
+    return {
+        "clip_fraction": low_A + high_A,
+        "clip_fraction_low": low_A,
+        "clip_fraction_high": high_A,
+    }

@@ -84,11 +84,31 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 
 TRAINING_METRICS: tuple[Metric, ...] = (
-    Metric("loss", "The loss that was minimised, averaged over the trained tokens.", "nats"),
-    Metric("entropy", "Mean entropy of the policy's next-token distribution at action tokens.", "nats"),
+    Metric("loss", "The loss that was minimised: what each trained token weighs is the aggregation's to say. "
+           "This and the gradient's norm are missing where there was nothing to learn.", "nats"),
+    Metric("entropy", "Mean entropy of the policy's next-token distribution at action tokens. This, the clip "
+           "fractions, ratios, differences and divergences are plain means over all action tokens of the "
+           "step that are not masked, those without advantage included.", "nats"),
     Metric("kl", "Mean estimate of KL(policy ‖ reference) at action tokens; absent without a reference.",
            "nats"),
+    Metric("kl_coefficient", "Weight of that divergence in this step; it changes with `kl_control`.", "1",
+           "last"),
+    Metric("kl_old_k1", "Mean of log p_old - log p at action tokens, which were drawn from p_old: the k1 "
+           "estimate of KL(p_old ‖ policy), the policy when the step began against each update's. verl's "
+           "`ppo_kl`.", "nats"),
+    Metric("kl_old_k3", "The k3 estimate of the same divergence, never negative; what `target_kl` bounds.",
+           "nats"),
+    Metric("ess", "Effective sample size of the importance weights w = p / p_engine over action tokens, as a "
+           "share: (sum w)² / (n · sum w²).", "share"),
+    Metric("ess_sequence", "The same over sequences, a sequence's weight being the product of its tokens'.",
+           "share"),
+    Metric("updates", "Optimizer updates that the step took; `target_kl` may leave some out.", "updates",
+           "sum"),
     Metric("clip_fraction", "Share of action tokens whose importance ratio was clipped.", "share"),
+    Metric("clip_fraction_low", "Share of action tokens clipped at the lower bound (advantage below 0; TRL's "
+           "clip_ratio/low).", "share"),
+    Metric("clip_fraction_high", "Share of action tokens clipped at the upper bound (advantage above 0; TRL's "
+           "clip_ratio/high), or by a dual clip's.", "share"),
     Metric("gradient_norm", "L2 norm of the whole gradient before clipping.", "1"),
     Metric("learning_rate", "Learning rate of the optimizer step.", "1", "last"),
     Metric("logprob_difference_mean", "Mean absolute difference between the engine's and the trainer's "
@@ -137,7 +157,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "nats"),
     Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
            "an estimate of KL(student ‖ teacher).", "nats"),
-    Metric("action_tokens", "Tokens that were trained on.", "tokens", "sum"),
+    Metric("action_tokens", "Tokens that the loss applies to, those without advantage included.", "tokens",
+           "sum"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
     Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "

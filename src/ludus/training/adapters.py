@@ -171,6 +171,14 @@ class AdapterReference(nn.Module):
         head = unwrapped(self.policy).get_output_embeddings()
         return head if type(head) is nn.Linear else _StandingHead(self.policy, self.decoder.weights)
 
+    @torch.no_grad()
+    def follow(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Stand for the policy's adapter as it is now, or for these weights of it."""
+        self.decoder.weights = {
+            name: (parameter if weights is None else weights[name]).to(parameter.device, copy=True)
+            for name, parameter in _adapter_parameters(self.policy)
+        }
+
     def state_dict(self, **options: Any) -> Any:
         """The policy's, with the adapter as it was at the start."""
         return {**self.policy.state_dict(**options), **self._start}

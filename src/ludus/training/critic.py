@@ -108,7 +108,7 @@ class Critic:
         for _ in range(self.config.passes):
             metrics = [self._update(rows, lesson, part) for part in parts]
         self.descent.forget_gradients()
-        return {NAMES[name]: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        return {shown: sum(m[name] for m in metrics) / len(metrics) for name, shown in NAMES.items()}
 
     def _update(self, rows: Sequence[Row], lesson: Lesson, part: Sequence[int]) -> dict[str, float]:
         device = self.descent.device

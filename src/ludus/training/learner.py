@@ -26,12 +26,17 @@ from ludus.training.packing import Pack
 from ludus.training.passes import Micro, Passes, is_out_of_memory
 from ludus.training.settings import OptimizerConfig
 
+TOKENS = "action_tokens"
+"""The metric that counts the tokens that the others are means over."""
 Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs_A, entropy_A, pack) -> (loss_A, metrics_A): what is minimised, and what is reported."""
 
 P = TypeVar("P", bound=Micro)
 Evaluation = Callable[[P], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(pack) -> (loss_A, weights_A, metrics_A), the loss with its gradient."""
+
+Admission = Callable[[dict[str, float]], bool]
+"""(metrics) -> whether to take the step that they were measured before."""
 
 
 @dataclass(slots=True)
@@ -59,29 +64,29 @@ class _Tally:
 
     def row(self, loss: Tensor, weights_A: Tensor, metrics: dict[str, Tensor]) -> Tensor:
         """What there is to tell about a micro-batch, which counts once it is added to `rows`."""
-        values = {"loss": loss, "weight": weights_A.sum()}
+        values = {"loss": loss, TOKENS: torch.full_like(loss, len(weights_A))}
         for name, value_A in metrics.items():
-            is_largest = name.endswith("_max")
-            values[name] = value_A.max() if is_largest else (value_A * weights_A).sum()
+            values[name] = value_A.max() if name.endswith("_max") else value_A.sum()
         self.names = list(values)
         return torch.stack([value.detach().float() for value in values.values()])
 
-    def read(self, norm: Tensor) -> tuple[dict[str, float], float]:
-        """The step's metrics, and the gradient's norm; here the host waits for the device."""
-        *rows, (length,) = _read([*self.rows, norm.reshape(1)])
+    def read(self, *others: Tensor) -> tuple[dict[str, float], list[float]]:
+        """The step's metrics, and other numbers; here the host waits for the device."""
+        rows = _read([*self.rows, *(other.reshape(1) for other in others)])
+        rows, found = rows[: len(self.rows)], [value for (value,) in rows[len(self.rows) :]]
         columns = {name: [row[i] for row in rows] for i, name in enumerate(self.names)}
-        seen = sum(columns.pop("weight", [0.0]))
+        seen = sum(columns.get(TOKENS, [0.0]))
         metrics: dict[str, float] = {}
         for name, column in columns.items():
             if name.endswith("_max"):
                 metrics[name] = max(column)
             else:
-                metrics[name] = sum(column) if name == "loss" else sum(column) / seen
-        return metrics, length
+                metrics[name] = sum(column) if name in ("loss", TOKENS) else sum(column) / seen
+        return metrics, found
 
 
 def _read(rows: Sequence[Tensor]) -> list[list[float]]:
-    values = torch.cat(list(rows)).tolist()
+    values = torch.cat(list(rows)).tolist() if rows else []
     ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
     return [values[start:stop] for start, stop in pairwise(ends)]
 
@@ -114,11 +119,24 @@ class Descent:
         self.forget_gradients()
         return self._memory.plan(self._passes.tokens, max(lengths, default=1))
 
-    def descend(self, packs: Iterable[P], evaluate: Evaluation[P]) -> dict[str, float]:
-        """One optimizer step over all packs.
+    def descend(
+        self,
+        packs: Iterable[P],
+        evaluate: Evaluation[P],
+        *,
+        measured: Iterable[P] = (),
+        admit: Admission | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step over all packs; none where there are no packs, or they are not admitted.
 
-        The loss is the weighted sum over all tokens. The other metrics are means over the tokens of these
-        packs, weighted in the same way; those that end in _max are the largest of any token.
+        The loss is the weighted sum over all tokens. The other metrics are plain means over the tokens of all
+        packs; those that end in _max are the largest of any token. `loss` and `gradient_norm` are a step's.
+
+        Args:
+            packs: What is learned from.
+            evaluate: The loss of a pack, and its metrics.
+            measured: What is in the metrics and has no gradient: a forward pass, a third of the cost.
+            admit: Asked with the metrics before the weights change. Asking waits for the device.
 
         A pack that does not fit into memory is tried again in halves, and a single row with its layers computed
         again in the backward pass. `evaluate` is called anew each time, so it should have no effects.
@@ -142,10 +160,21 @@ class Descent:
                 raise
             tally.rows.append(row)
 
+        def measure(pack: P) -> None:
+            with torch.no_grad():
+                loss_A, weights_A, metrics = evaluate(pack)
+                tally.rows.append(tally.row((loss_A * weights_A).sum(), weights_A, metrics))
+
         with on_device(self.device):
             with self._gradient.collecting(), self._dropout.drawn_for(self.steps_done):
                 self._passes.over(map(_Try, packs), work, self._memory.recompute_everything)
-            metrics, norm = tally.read(self._update())
+                learns = bool(tally.rows)
+                self._passes.over(measured, measure)
+            if not learns or (admit is not None and not admit(tally.read()[0])):
+                self.forget_gradients()
+                metrics, _ = tally.read()
+                return {name: value for name, value in metrics.items() if name != "loss"}
+            metrics, (norm,) = tally.read(self._update())
         if self.device.type == "cuda":
             self.forget_gradients()  # an engine on the same device has a use for their room
         self._check(norm)
@@ -202,8 +231,15 @@ class Learner(Descent):
         super().__init__(model, config, total_steps, seed)
         self.temperature = temperature
 
-    def step(self, packs: Iterable[Pack], objective: Objective) -> dict[str, float]:
-        """One optimizer step on an objective of the trained tokens' log-probabilities."""
+    def step(
+        self,
+        packs: Iterable[Pack],
+        objective: Objective,
+        *,
+        measured: Iterable[Pack] = (),
+        admit: Admission | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on an objective of the trained tokens' log-probabilities; see `descend`."""
 
         def evaluate(packed: Pack) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             pack = packed.to(self.device)
@@ -211,7 +247,7 @@ class Learner(Descent):
             loss_A, metrics = objective(logprobs_A, entropy_A, pack)
             return loss_A, pack.weights_A, {"entropy": entropy_A, **metrics}
 
-        return self.descend(packs, evaluate)
+        return self.descend(packs, evaluate, measured=measured, admit=admit)
 
 
 def schedule(step: int, total: int, config: OptimizerConfig) -> float:

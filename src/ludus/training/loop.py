@@ -39,6 +39,7 @@ from ludus.training.stages import Stage, Step, build_stage
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import check_given
 from ludus.training.stages.imitating import Imitation
+from ludus.training.stages.reference import check_sync
 from ludus.training.steps import stage_ends
 from ludus.training.workshop import Workshop
 
@@ -77,6 +78,7 @@ class Trainer:
         if checkpoint is None:
             for stage in self.recipe.stages:
                 await check_given(self.workshop, stage)
+                check_sync(self.workshop, stage)
             await self._evaluate()
         else:
             self._go_on(checkpoint)

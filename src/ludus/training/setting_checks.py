@@ -143,6 +143,17 @@ def _check_attempts(config: RLConfig) -> None:
 
 
 def _check_divergence(config: RLConfig) -> None:
+    idle = [name for name in ("kl_control", "reference_sync") if getattr(config, name) is not None]
+    if config.kl == 0 and idle:
+        raise ValueError(
+            f"{' and '.join(idle)} would have no effect: kl = 0 leaves out the divergence from the reference; "
+            "set kl, for instance to 0.01"
+        )
+    if config.target_kl is not None and config.updates * config.epochs == 1:
+        raise ValueError(
+            "target_kl would have no effect: it leaves out further updates of a step, and there is one; set "
+            "epochs or updates, or leave out target_kl"
+        )
     if config.kl == 0 and (config.kl_in, config.kl_estimator) != ("loss", "k3"):
         raise ValueError(
             "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "

@@ -127,6 +127,24 @@ class OverlongConfig(Config):
         return self
 
 
+class KLControlConfig(Config):
+    """An adaptive KL coefficient (Ziegler et al., 2019; verl's `kl_ctrl.type: adaptive`); `kl` is the first."""
+
+    target: float = Field(gt=0)
+    """The divergence from the reference to come to, in nats per token."""
+    horizon: int = Field(default=10000, ge=1)
+    """Over how many episodes the coefficient changes by at most a fifth."""
+
+
+class ReferenceSyncConfig(Config):
+    """A reference that follows the policy (TR-DPO; TRL's `sync_ref_model`)."""
+
+    every: int = Field(default=512, ge=1)
+    """RL steps between two syncs (TRL's `ref_model_sync_steps`)."""
+    mixup_alpha: float = Field(default=0.6, gt=0, le=1)
+    """reference = alpha * policy + (1 - alpha) * reference (TRL's `ref_model_mixup_alpha`)."""
+
+
 class RLConfig(Config):
     """Reinforcement learning."""
 
@@ -155,9 +173,17 @@ class RLConfig(Config):
     attempts: int = Field(default=8, ge=1)
     """Episodes for each task: the group."""
     updates: int = Field(default=1, ge=1)
-    """Optimizer updates in a step; the step's groups are split among them."""
+    """Optimizer updates in an epoch; the step's groups are split among them."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a step's episodes, of so many updates each (verl's `ppo_epochs`, TRL's `num_iterations`)."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """Leave out a step's further updates once the policy has moved so far in it (`kl_old_k3`)."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the model the stage started from; at 0 no reference is loaded."""
+    kl_control: KLControlConfig | None = None
+    """Let that weight adapt, so that the divergence comes to a target."""
+    reference_sync: ReferenceSyncConfig | None = None
+    """Let the reference follow the policy from time to time."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from the sampled tokens."""
     kl_in: Literal["loss", "reward"] = "loss"

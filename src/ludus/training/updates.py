@@ -6,10 +6,14 @@ A step of reinforcement::
     old        log-probabilities where ratios start from: the engine's, or the trainer's in a pass of their own
     credit     rewards, turns, anchors; a critic's values; the divergence as a penalty
     estimate   advantages, over the whole step; a critic learns what it should have said
-    updates    the step's groups split into as many parts, one optimizer step on each
+    updates    the step's groups split into as many parts, one optimizer step on each; so for each epoch
 
 Everything up to the estimate happens once, under the weights that played, so that splitting a step into
 updates changes neither a baseline nor a normalisation.
+
+Rows whose advantages are all 0 have no gradient, unless a KL penalty or an entropy bonus gives them one. They
+are left out of the backward pass, and not out of the metrics: for these they get a forward pass without
+gradient. So a metric means the same with and without `kl`, and in a step with little signal as in any other.
 """
 
 from __future__ import annotations
@@ -25,16 +29,21 @@ from ludus.algos import (
     Need,
     Sampled,
     by_token,
+    effective_sample_share,
+    k1,
+    k3,
     load_algorithm,
     load_divergence,
     regularised,
     speech_span,
 )
+from ludus.algos.losses import held
+from ludus.algos.moments import size_within, sum_within
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.training.critic import Critic, Lesson, explained_variance
 from ludus.training.experience import Experience, experience_of, with_penalty, with_values
-from ludus.training.learner import Learner
+from ludus.training.learner import TOKENS, Learner
 from ludus.training.logprobs import action_logprobs
 from ludus.training.packing import Columns, Pack, packs_of
 from ludus.training.playing import Played
@@ -73,6 +82,7 @@ def reinforce_groups(
     reference: nn.Module | None,
     critic: Critic | None,
     critic_only: bool = False,
+    kl: float | None = None,
 ) -> dict[str, float]:
     """The updates of one step, and what there is to tell about them.
 
@@ -87,7 +97,9 @@ def reinforce_groups(
         reference: What the divergence is measured from; needed where `config.kl` is above 0.
         critic: The value function; needed where the algorithm needs one.
         critic_only: Leave the policy as it is, as in a critic's warm-up.
+        kl: The KL coefficient where it is not `config.kl`, as when it adapts.
     """
+    config = config if kl is None else config.model_copy(update={"kl": kl})
     algorithm = algorithm_of(config)
     if config.kl and reference is None:
         raise ValueError("rl.kl weighs the divergence from a reference, and none was given")
@@ -110,11 +122,25 @@ def reinforce_groups(
     if critic_only:
         return metrics
     metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
-    updates = [
-        _update(learner, step, estimate, part, algorithm, config, reference) for part in step.parts
-    ]
-    taken = [update for update in updates if update]
-    return metrics | _merged(taken) if taken or critic is not None else {}
+    measured: list[dict[str, float]] = []
+    for part in step.parts * config.epochs:
+        # the first update is always taken: it starts where the samples come from
+        limit = config.target_kl if any(map(_is_taken, measured)) else None
+        measured.append(_update(learner, step, estimate, part, algorithm, config, reference, limit))
+        if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
+            break
+    found = _merged([one for one in measured if one])
+    found["updates"] = float(sum(map(_is_taken, measured)))
+    return metrics | found if any(measured) or critic is not None else {}
+
+
+OLD_KL = "kl_old_k3"
+"""What `target_kl` is about."""
+
+
+def _is_taken(update: dict[str, float]) -> bool:
+    """Whether an update changed the weights."""
+    return "gradient_norm" in update
 
 
 def _check_sampled(step: Experience) -> None:
@@ -155,8 +181,12 @@ def _update(
     algorithm: Algorithm,
     config: RLConfig,
     reference: nn.Module | None,
+    limit: float | None,
 ) -> dict[str, float]:
-    """One optimizer step on one part; nothing where there is nothing to learn."""
+    """One optimizer step on one part, and the metrics of all its rows; no step where nothing has a gradient.
+
+    Nor is there one where the policy has left the one that the step began with by more than `limit`.
+    """
     inside_T = step.trained_T & row_mask(step.rows, part)
     weights_T = algorithm.weigh(step.credit.trajectory_T, inside_T)
     columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
@@ -177,10 +207,22 @@ def _update(
 
     always = (reference is not None and config.kl > 0) or config.entropy > 0
     teaching = _teaching(step.rows, part, inside_T, estimate.advantages_T, always)
-    if not teaching:
-        return {}
+    others = sorted(set(part) - set(teaching))
     budget = learner.tokens_of_a_pass(len(step.rows[i].tokens) for i in teaching)
-    return learner.step(packs_of(step.rows, columns, budget, teaching), objective)
+    metrics = learner.step(
+        packs_of(step.rows, columns, budget, teaching),
+        objective,
+        measured=packs_of(step.rows, columns, learner.config.micro_batch_tokens, others),
+        admit=None if limit is None else lambda found: found[OLD_KL] <= limit,
+    )
+    for name, parts in _SHARES.items():
+        if metrics:
+            metrics[name] = effective_sample_share(*(metrics.pop(f"{name}/{one}") for one in parts))
+    return metrics
+
+
+_SHARES = {"ess": ("sum", "squares"), "ess_sequence": ("sum", "squares", "count")}
+"""Metrics of a whole update, and the per-token numbers whose means they are made from."""
 
 
 def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
@@ -192,6 +234,23 @@ def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
         "logprob_difference_max": difference_A,
         "ratio_mean": ratio_A,
         "ratio_max": ratio_A,
+        # the tokens were drawn from the old policy, so that is the first argument of the divergence
+        "kl_old_k1": k1(pack.old_logprobs_A, logprobs_A),
+        OLD_KL: k3(pack.old_logprobs_A, logprobs_A),
+    } | _weights(logprobs_A - pack.behaviour_A, pack.row_A)
+
+
+def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
+    """What the effective sample sizes are made from. A row's weight is divided among its tokens."""
+    weight_A = held(difference_A).exp()
+    sequence_A = held(sum_within(difference_A, row_A)[row_A]).exp()
+    share_A = 1 / size_within(row_A, weight_A.dtype)
+    return {
+        "ess/sum": weight_A,
+        "ess/squares": weight_A**2,
+        "ess_sequence/sum": sequence_A * share_A,
+        "ess_sequence/squares": sequence_A**2 * share_A,
+        "ess_sequence/count": share_A,
     }
 
 
@@ -208,15 +267,24 @@ def _teaching(
 
 
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One table for the updates of a step: means, and the largest of what is a largest.
+    """One table for the updates of a step: means over tokens, and the largest of what is a largest.
 
     Only the first update sees the weights that played, so only there can engine and trainer be compared.
     """
     merged: dict[str, float] = {}
-    for name in updates[0] if updates else ():
-        values = [update[name] for update in updates]
+    for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
+        counts = [1.0 if name in _OF_A_STEP else update[TOKENS] for update in having]
         if name.startswith("logprob_difference"):
             merged[name] = values[0]
+        elif name == TOKENS:
+            merged[name] = sum(values)
         else:
-            merged[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+            mean = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+            merged[name] = max(values) if name.endswith("_max") else mean
     return merged
+
+
+_OF_A_STEP = ("loss", "gradient_norm", "learning_rate")
+"""Metrics that an optimizer step has one of, however many tokens it saw."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ludus.algos import Need
+from ludus.algos import Need, adapted_coefficient
 from ludus.observe import rollout_metrics
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.critic import Critic
@@ -17,7 +17,12 @@ from ludus.training.learner import Learner
 from ludus.training.playing import Player
 from ludus.training.settings import CriticConfig, RLConfig
 from ludus.training.stages.checking import check_failures
-from ludus.training.stages.reference import load_reference
+from ludus.training.stages.reference import (
+    load_reference,
+    load_synced,
+    save_synced,
+    sync_reference,
+)
 from ludus.training.stages.stage import Stage, Step
 from ludus.training.stages.timing import timing_metrics
 from ludus.training.updates import algorithm_of, reinforce_groups
@@ -35,12 +40,14 @@ class Reinforcement(Stage):
         super().__init__(workshop, folder, config.steps)
         self._config = config
         warm_up = config.critic.warmup_steps if config.critic is not None else 0
-        total = max(0, config.steps - warm_up) * config.updates
+        total = max(0, config.steps - warm_up) * config.updates * config.epochs
         self._learner = Learner(
             workshop.model, config.optimizer, total, workshop.recipe.sampling.temperature, self.seed
         )
         self._player = Player(workshop.task_sets, config, self.seed)
         self._curriculum = Curriculum(config.curriculum)
+        self._kl = config.kl
+        """The KL coefficient, which may adapt."""
         self._reference: nn.Module | None = None
         self._critic: Critic | None = None
 
@@ -71,20 +78,46 @@ class Reinforcement(Stage):
                 reference=self._reference,
                 critic=self._critic,
                 critic_only=warming_up,
+                kl=self._kl,
             )
+            self._sync(number)
         ended = time.perf_counter()
         # over all that was played: what refills and resampling leave is no picture of the policy
         metrics |= rollout_metrics(everything) | played.metrics
+        self._adapt(metrics)
         metrics |= timing_metrics(everything, ready - started, ended - ready)
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
         metrics["policy_version"] = self.workshop.engine.policy_version
         self._curriculum.observe(metrics)
         return Step(metrics, played.groups)
 
+    def _sync(self, number: int) -> None:
+        """After step `number`, counted from 0: let the reference follow, if it is time to."""
+        config = self._config.reference_sync
+        if config is not None and self._reference is not None and (number + 1) % config.every == 0:
+            sync_reference(self._reference, self.workshop.model, config.mixup_alpha)
+
+    def _adapt(self, metrics: dict[str, float]) -> None:
+        """Find the next step's KL coefficient, and note the one that this step had."""
+        if self._config.kl > 0:
+            metrics["kl_coefficient"] = self._kl
+        config = self._config.kl_control
+        if config is not None and "kl" in metrics:
+            episodes = int(metrics["episodes_scored"])
+            self._kl = adapted_coefficient(
+                self._kl, metrics["kl"], episodes, target=config.target, horizon=config.horizon
+            )
+
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
-        state = {"player": self._player.state_dict(), "curriculum": self._curriculum.state_dict()}
+        state = {
+            "player": self._player.state_dict(),
+            "curriculum": self._curriculum.state_dict(),
+            "kl": self._kl,
+        }
         (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        if self._config.reference_sync is not None and self._reference is not None:
+            save_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.save(folder)
 
@@ -93,5 +126,9 @@ class Reinforcement(Stage):
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         self._player.load_state_dict(state["player"])
         self._curriculum.load_state_dict(state["curriculum"])
+        if self._config.kl_control is not None:
+            self._kl = state["kl"]
+        if self._config.reference_sync is not None and self._reference is not None:
+            load_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.load(folder)
