@@ -34,6 +34,8 @@ STAGES: list[dict[str, Any]] = [
     {"kind": "sft", "steps": 8, "batch": 2, "optimizer": {**RATE, "schedule": "linear"}},
     {
         "kind": "rl", "algorithm": "ppo", "steps": 6, "tasks": 2, "attempts": 2, "updates": 2, "kl": 0.1,
+        "epochs": 2, "target_kl": 0.05, "kl_control": {"target": 0.01, "horizon": 50},
+        "reference_sync": {"every": 2, "mixup_alpha": 0.5},
         "critic": {"warmup_steps": 1, "optimizer": RATE}, "refill": {"rounds": 1},
         "curriculum": [GROWING], "broken": {"no_answer": -0.1},
         "optimizer": {**RATE, "schedule": "cosine", "warmup_steps": 2},
