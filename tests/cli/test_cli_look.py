@@ -191,3 +191,30 @@ def test_errors_of_user_code_have_file_and_line(project: Path, override: str, sa
     assert done.output.count(trace) == 1, "the traceback, once on the screen"
     log = (project / "run" / "logs" / "ludus.log").read_text()
     assert log.count(trace) == 1 and "going on after" not in log
+
+
+def test_recorded_episodes_are_shown(project: Path) -> None:
+    hostile = "ludus.Task.of('\\x1b[2J\\u202eevil', id='0', target='0')"
+    module = MODULE + f"\n\ndef hostile():\n    return [{hostile}, *tasks()[1:4]]\n"
+    (project / "task.py").write_text(module)
+    ludus("train", "recipe.toml", "rl.steps=1", "rl.tasks=4", 'tasks.train="task.py:hostile"')
+    run = "runs/adding-001"
+    said = ludus("show", run, "--step", "1", "--split", "train", "--limit", "0")
+    assert said.count("=== task") == 8
+    assert "\x1b" not in said and "\\x1b[2J\\u202eevil" in said
+    said = ludus("show", run, "--failed", "--limit", "2")
+    assert said.count("=== task") == 2 and said.count("KeyError: 'missing'") == 2
+    assert "task.py:12 in fragile" in said and "the first 2; for more, --limit N" in said
+    said = ludus("show", run, "--task", "2", "--attempt", "1", "--split", "train", "--prompt")
+    assert said.count("=== task") == 1 and "--- prompt, " in said and "--- action, " in said
+    assert "<|im_start|>user\n2 plus 2?<|im_end|>" in said and "<tools>" in said, "what the model read"
+    file = next((project / run / "trajectories").glob("*1.parquet"))
+    assert ludus("show", str(file), "--task", "[12]", "--full").count("=== task") == 4
+    for words, problem in (
+        ([run, "--step", "7"], "there are episodes of the steps 0, 1"),
+        ([run, "--task", "nobody"], "no episode"),
+        (["recipe.toml"], "cannot be read"),
+        ([str(project)], "neither a run's folder nor"),
+    ):
+        done = CliRunner().invoke(app, ["show", *words])
+        assert done.exit_code and problem in str(done.exception)

@@ -1,4 +1,4 @@
-"""`ludus train | eval | rollout | check | serve`."""
+"""`ludus train | eval | rollout | show | check | serve`."""
 
 from __future__ import annotations
 
@@ -194,6 +194,31 @@ def settings(
     for name, one in settings.described(key or ""):
         default = settings.default_text(one)
         typer.echo(f"{name}{f' = {default}' if default else ''}    ({one.takes})\n    {one.meaning}")
+
+
+@app.command()
+def show(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, or a Parquet file of episodes.", show_default=False)
+    ],
+    step: Annotated[int | None, typer.Option(min=0, help="Only episodes of this step.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only train, or only eval.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only of this task: an id, or a pattern (*).")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Only this attempt.")] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only those that failed through no fault of the model's.")
+    ] = False,
+    prompt: Annotated[
+        bool, typer.Option("--prompt", help="Also print the tokens that the model read, decoded.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Leave nothing out of long texts.")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
+) -> None:
+    """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
+    from ludus.cli.showing import Wanted, show_episodes
+
+    wanted = Wanted(step, split, task, attempt, failed)
+    show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
 
 
 def run() -> None:

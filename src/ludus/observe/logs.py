@@ -9,7 +9,10 @@ from contextlib import ExitStack
 
 from ludus.observe.run import RunFolder
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, what turns the direction of text around, and halves of surrogate pairs."""
 _CONSOLE_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 

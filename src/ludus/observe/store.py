@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -104,6 +104,30 @@ def read_failures(path: str | Path) -> list[Failure]:
         found = [[row[name] for name in names] for row in rows if row["failure_boundary"] is not None]
         return [Failure(Boundary(where), *rest) for where, *rest in found]
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
+
+
+def select_trajectories(
+    path: str | Path, wanted: Callable[[str, int, bool], bool]
+) -> Iterator[Trajectory]:
+    """The trajectories of a file for which `wanted(task, attempt, has_failed)`; no others are decoded."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = ["task_id", "attempt", "failure_boundary"]
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_format(path, (file.schema_arrow.metadata or {}).get(_FORMAT_KEY))
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                columns = [batch.column(name).to_pylist() for name in names]
+                found = [
+                    place
+                    for place, (task, attempt, failed) in enumerate(zip(*columns, strict=True))
+                    if wanted(task, attempt, failed is not None)
+                ]
+                for row in batch.take(pa.array(found, pa.int64())).to_pylist() if found else ():
+                    yield trajectory_of(row)
+    except (pa.ArrowException, OSError, KeyError, ValueError, IndexError, TypeError) as error:
         raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
 
 

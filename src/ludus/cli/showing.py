@@ -1,0 +1,127 @@
+"""`ludus show`: print recorded episodes of a run, and what exactly the model read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.core.failures import ConfigError
+from ludus.core.trajectory import Trajectory
+from ludus.observe import RunFolder, episode_text, printable
+from ludus.observe.run import TrajectoryFile
+from ludus.observe.store import select_trajectories
+
+if TYPE_CHECKING:
+    from ludus.core.protocols import Tokenizer
+
+_ALL = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which episodes to show; None and False leave a thing open."""
+
+    step: int | None = None
+    split: str | None = None
+    task: str | None = None
+    attempt: int | None = None
+    failed: bool = False
+
+    def fits(self, task: str, attempt: int, has_failed: bool) -> bool:
+        return (
+            (self.task is None or task == self.task or fnmatchcase(task, self.task))
+            and (self.attempt is None or attempt == self.attempt)
+            and (has_failed or not self.failed)
+        )
+
+
+def show_episodes(source: Path, wanted: Wanted, *, limit: int, prompt: bool, full: bool) -> None:
+    """Print the episodes that are wanted, those of the newest step first; 0 sets no limit."""
+    files = _files(source, wanted)
+    tokenizer = _tokenizer(source) if prompt else None
+    shown, more = 0, False
+    try:
+        for file, trajectory in _found(files, wanted):
+            if limit and shown == limit:
+                more = True
+                break
+            _print(f"step {file.step}, {file.split}: {file.path}")
+            size = _ALL if full else 6000
+            _print(episode_text(trajectory, max_chars=size, max_message_chars=size if full else 1200))
+            if tokenizer is not None:
+                _print(tokens_text(trajectory, tokenizer))
+            shown += 1
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read it has seen enough, as `head` does
+        return
+    if not shown:
+        raise ConfigError(f"no episode in {source} is what was asked for{_hint(source, files, wanted)}")
+    if more:
+        print(f"the first {shown}; for more, --limit N (0: all)", file=sys.stderr)
+
+
+def tokens_text(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
+    """What the model read and wrote, decoded from the recorded tokens, special tokens included."""
+    lines: list[str] = []
+    for number, sequence in enumerate(trajectory.sequences):
+        of = f" of sequence {number}" if len(trajectory.sequences) > 1 else ""
+        for segment in sequence.segments:
+            lines.append(f"--- {segment.kind.value}{of}, {len(segment.tokens)} tokens")
+            lines.append(printable(tokenizer.decode(segment.tokens)))
+    return "\n".join(lines or ["--- no tokens: it ended before the model was asked anything"])
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def _files(source: Path, wanted: Wanted) -> list[TrajectoryFile]:
+    """The files of episodes to look at, the newest first."""
+    if source.is_file():
+        return [TrajectoryFile(0, "file", source)]
+    run = RunFolder(source)
+    if not run.is_run:
+        raise ConfigError(f"{source} is neither a run's folder nor a .parquet file of episodes")
+    return [
+        file
+        for file in reversed(run.trajectory_files())
+        if wanted.step in (None, file.step) and wanted.split in (None, file.split)
+    ]
+
+
+def _found(files: list[TrajectoryFile], wanted: Wanted) -> Iterator[tuple[TrajectoryFile, Trajectory]]:
+    for file in files:
+        for trajectory in select_trajectories(file.path, wanted.fits):
+            yield file, trajectory
+
+
+def _hint(source: Path, files: list[TrajectoryFile], wanted: Wanted) -> str:
+    if source.is_file():
+        return ""
+    recorded = sorted({file.step for file in RunFolder(source).trajectory_files()})
+    if not recorded:
+        return ": it has recorded none (run.trajectories_every)"
+    if files:
+        return ""
+    steps = f"{recorded[0]} to {recorded[-1]}" if len(recorded) > 8 else ", ".join(map(str, recorded))
+    return f": there are episodes of the steps {steps}, of the splits train and eval"
+
+
+def _tokenizer(source: Path) -> Tokenizer:
+    """The tokenizer that the run's checkpoints were saved with."""
+    from ludus.rollouts.tokenizers import load_tokenizer
+
+    run = RunFolder(source if source.is_dir() else source.resolve().parent.parent)
+    checkpoint = run.latest_checkpoint()
+    if checkpoint is None:
+        raise ConfigError(
+            f"--prompt needs the model's tokenizer, which is in a run's checkpoints, and {run.path} has none"
+        )
+    return load_tokenizer(checkpoint.path)
