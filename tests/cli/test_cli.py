@@ -138,6 +138,20 @@ def test_checks(project: Path) -> None:
     assert done.exit_code == 1 and "give it one of its own by --tasks" in done.output
 
 
+def test_an_environment_in_a_file_is_what_the_tasks_call_it(tmp_path: Path) -> None:
+    (tmp_path / "grid.py").write_text(
+        "import ludus\n\nclass Grid(ludus.Env):\n    def reset(self, task, size):\n        return 'x' * size\n"
+    )
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text('{"prompt": "go", "envs": {"board": {"size": 3}}}\n')
+    two.write_text('{"prompt": "go", "envs": {"board": {"size": 3}, "shop": {}}}\n')
+    check = ("check", "env", f"{tmp_path}/grid.py:Grid", "--tasks")
+    assert "grid.py:Grid: ok" in ludus(*check, str(one))
+    done = CliRunner().invoke(app, [*check, str(two)])
+    assert done.exit_code == 1 and "--name" in str(done.exception) + done.output
+    assert "grid.py:Grid: ok" in ludus(*check, str(two), "--name", "board")
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
     process = started("train", "recipe.toml", "rl.steps=100000", "run.folder=stopped")
     run = RunFolder(project / "stopped")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ludus.core.messages import Message
+from ludus.core.task import Task
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
@@ -88,3 +89,16 @@ def test_a_text_may_come_in_parts() -> None:
 def test_what_is_no_message_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Message.parse(raw)
+
+
+def test_metadata_may_be_given_as_a_table_too():
+    task = Task.of("?", metadata={"a": 1}, b=2)
+    assert (
+        task.metadata
+        == {"a": 1, "b": 2}
+        == Task.parse({"prompt": "?", "metadata": {"a": 1}, "b": 2}).metadata
+    )
+    with pytest.raises(ValueError, match="'a' twice"):
+        Task.of("?", metadata={"a": 1}, a=2)
+    with pytest.raises(ValueError, match="table of fields"):
+        Task.of("?", metadata="a")

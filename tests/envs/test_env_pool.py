@@ -181,6 +181,16 @@ async def test_a_failed_reset_costs_the_instance_and_is_tried_again():
     await pool.close()
 
 
+async def test_resets_that_fail_again_and_again_are_told_a_few_times(caplog):
+    Stubborn.failing = 100
+    pool = EnvPool(Stubborn, name="shop", size=1, reset_retries=100)
+    await pool.acquire("a", TASK)
+    await pool.close()
+    told = [r.message for r in caplog.records if "resetting the environment 'shop'" in r.message]
+    assert len(told) == 3, "the first, the tenth and the hundredth"
+    assert "100 times so far" in told[-1] and "the server is not up" in told[-1]
+
+
 async def test_a_reset_that_keeps_failing_is_an_infra_error_and_the_pool_lives_on():
     Stubborn.failing = 3
     pool = EnvPool(Stubborn, name="shop", size=1, reset_retries=2)

@@ -421,3 +421,27 @@ async def test_experts_write_what_an_inline_model_would(name: str, opens: bool) 
     assert [s.tokens for s in shown.sequences[0].segments[1:]] == [
         s.tokens for s in trajectory.sequences[0].segments[1:]
     ]
+
+
+async def test_an_expert_follows_the_agents_own_loop() -> None:
+    """Demonstrations are of the loop that is trained: asked for a plan first, the expert gives one."""
+    heard: list[str] = []
+
+    def planner(task: Task) -> Generator[ToolCall | str, str, None]:
+        heard.append((yield "First I double it."))
+        heard.append((yield ToolCall("double", {"number": 4})))
+        yield f"It is {heard[-1]}."
+
+    loop = example("PlanThenAct")()
+    playing = rollout([], tools=[double], agent=Demonstrator(planner, loop))
+    trajectory = await play_one(playing)
+    assert said(trajectory)[1:] == [
+        ("user", loop.ask),
+        ("assistant", "First I double it."),
+        ("user", loop.begin),
+        ("assistant", called("double", number=4)),
+        ("tool", "8"),
+        ("assistant", "It is 8."),
+    ]
+    assert heard == [loop.begin, "8"]
+    assert trajectory.answer == "It is 8." and trajectory.stop is StopReason.ANSWERED

@@ -19,6 +19,9 @@ import ludus
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Message
+from ludus.core.tokenizer import ByteTokenizer
+from ludus.engine import FakeEngine
+from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
@@ -31,6 +34,7 @@ from ludus.training.learner import Learner
 from ludus.training.models import fit_tokenizer
 from ludus.training.parts import demonstrations_of, resolve_part
 from ludus.training.settings import OptimizerConfig
+from ludus.training.workshop import build_rollout
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:
@@ -460,6 +464,79 @@ def test_a_run_whose_expert_broke_keeps_its_log(tmp_path: Path) -> None:
     with pytest.raises(LudusError, match=r"the expert failed on task .*no idea"):
         ludus.train(**tables, **code(), demonstrations=broken)
     assert "no idea" in RunFolder(tmp_path / "run").log_path.read_text()
+
+
+def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
+    """Half of them, like the episodes of RL; what failed is no demonstration, and is told of."""
+
+    def shaky(failing: set[str]) -> Any:
+        def play(task: ludus.Task) -> Any:
+            if task.id in failing:
+                raise ValueError("no idea")
+            yield "5"
+
+        return play
+
+    parts = {**code(), "demonstrations": shaky({"0", "3", "5"})}
+    tables = {"model": str(trained(tmp_path)), "rl": {"steps": 0}}
+    warm = {"steps": 1, "batch": 3}
+    result = ludus.train(**settings(tmp_path / "run", warm_start=warm, **tables), **parts)
+    assert any("sft/loss" in row for row in result.metrics)
+    assert "of 3 of 6 tasks are left out" in RunFolder(tmp_path / "run").log_path.read_text()
+    strict = settings(tmp_path / "strict", warm_start={**warm, "max_failures": 0.4}, **tables)
+    with pytest.raises(LudusError, match=r"no idea.* 3 of 6 tasks failed; max_failures = 0\.4"):
+        ludus.train(**strict, **parts)
+
+
+def test_demonstrations_follow_the_agents_loop(tmp_path: Path) -> None:
+    class Twice(ludus.Agent):
+        async def run(self, episode: ludus.Episode) -> None:
+            await episode.generate()
+            episode.observe("Sure?")
+            episode.answer((await episode.generate()).answer)
+
+    def sure(task: ludus.Task) -> Any:
+        assert (yield "4") == "Sure?"
+        yield "5"
+
+    tables = settings(tmp_path / "run", model=str(trained(tmp_path)), rl={"steps": 0})
+    asked: list[str] = []
+    ludus.train(**tables, **code(), demonstrations=lambda task: asked.append(task.id) or sure(task),
+                agent=Twice(), warm_start={"steps": 1, "batch": 2})  # fmt: skip
+    assert len(asked) == 6
+
+
+class Paying(ludus.Env):
+    """Pays for even actions alone: what it pays nothing is worth 0."""
+
+    def reset(self, task: ludus.Task) -> str:
+        return "Say something."
+
+    def step(self, action: str) -> Step:
+        return Step("so", reward=1.0 if len(action) % 2 else None, terminated=True)
+
+
+def test_environments_may_pay_alone(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 1, "attempts": 6}, agent={"format": "plain"})
+    result = ludus.train(**tables, tasks=tasks(2), envs={"paying": Paying})
+    row = next(row for row in result.metrics if "reward" in row)
+    assert 0 < row["reward"] < 1, "some were paid, and the others count as 0"
+    played = RunFolder(tmp_path / "run").trajectories(row["step"])
+    assert len(played) == 12 and {t.reward for t in played} == {0.0, 1.0}
+
+
+def test_pools_are_set_by_a_recipe(tmp_path: Path) -> None:
+    made = Recipe.parse(
+        {**TINY, "agent": {"pools": {"paying": {"size": 3, "max_wait": 7, "max_uses": 1}}}}
+    )
+    rollout = build_rollout(made, Parts(envs={"paying": Paying, "other": Paying}), FakeEngine([]),
+                            ByteTokenizer())  # fmt: skip
+    pool, other = rollout.pools["paying"], rollout.pools["other"]
+    assert (pool.size, pool.max_wait) == (3, 7.0)
+    assert (other.size, other.max_wait) == (256, 300.0)
+    tables = settings(tmp_path / "run", agent={"format": "plain", "pools": {"payin": {"size": 1}}})
+    with pytest.raises(ConfigError, match=r"agent\.pools\.payin: there is no .*there are: paying"):
+        ludus.train(**tables, tasks=tasks(2), envs={"paying": Paying})
 
 
 def test_a_file_of_another_kind_has_no_demonstrations(tmp_path: Path) -> None:

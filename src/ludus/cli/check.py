@@ -35,11 +35,14 @@ def check_environment(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the tasks call it, where they name several.")
+    ] = None,
 ) -> None:
     """Reset, act, close: does an environment keep its contract?"""
     from ludus.cli.checking import env_findings
 
-    _finish(env_findings(env, tasks), env)
+    _finish(env_findings(env, tasks, name), env)
 
 
 @check_app.command("tool")

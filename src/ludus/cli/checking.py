@@ -137,8 +137,8 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
         played = await play_expert(rollout, expert, tasks, recipe.seed)
         await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
         won = sum(is_success(trajectory) for trajectory in played)
-        text = f"the expert, given all the turns it needs, succeeds on {won} of {len(played)} tasks"
-        return [("info" if won == len(played) else "warning", text)]
+        text = f"the expert, given all the turns it needs, succeeds on {won} of {len(tasks)} tasks"
+        return [("info" if won == len(tasks) else "warning", text)]
     if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
     report = await check_rewards(tasks, parts.rewards)
@@ -233,9 +233,23 @@ def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
     return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
 
-def env_findings(name: str, tasks: str | None) -> Findings:
-    """What an environment does with the first task."""
-    return _env(ENVS.load(name), load_tasks(tasks)[:1] if tasks else [], name)
+def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:
+    """What an environment does with the first task; `name` is what tasks call it."""
+    given = load_tasks(tasks)[:1] if tasks else []
+    return _env(ENVS.load(reference), given, name or _name_in(given, reference))
+
+
+def _name_in(tasks: list[Task], reference: str) -> str:
+    """What the tasks call an environment that the command line has by a file or a module."""
+    names = list(tasks[0].envs) if tasks else []
+    if reference in names or not names:
+        return reference
+    if len(names) > 1:
+        raise ConfigError(
+            f"task {tasks[0].id!r} has the environments {', '.join(names)}: say by --name which one "
+            f"{reference!r} is"
+        )
+    return names[0]
 
 
 def _env(factory: object, tasks: list[Task], name: str) -> Findings:

@@ -28,9 +28,14 @@ class Task:
         id: str = "",
         envs: Mapping[str, Json] | None = None,
         system: str | None = None,
-        **metadata: Any,
+        metadata: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Task:
-        """A task from a prompt (or messages) and a target; what else is given becomes metadata."""
+        """A task from a prompt (or messages) and a target. What else is given is metadata, as is `metadata`."""
+        if not isinstance(metadata, Mapping | None):
+            raise ValueError(f"a task's metadata is a table of fields, not {metadata!r:.80}")
+        if both := sorted(more.keys() & (metadata or {}).keys()):
+            raise ValueError(f"a task has the metadata {both[0]!r} twice: beside metadata, and in it")
         if isinstance(prompt, str):
             messages: tuple[Message, ...] = (Message("user", prompt),)
         else:
@@ -41,7 +46,7 @@ class Task:
             messages = tuple(Message.parse(message) for message in prompt)
         if system is not None:
             messages = (Message("system", system), *messages)
-        return cls(id, messages, target, dict(envs or {}), metadata)
+        return cls(id, messages, target, dict(envs or {}), {**(metadata or {}), **more})
 
     @classmethod
     def parse(cls, raw: Task | Mapping[str, Any]) -> Task:

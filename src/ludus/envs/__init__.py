@@ -12,7 +12,7 @@ from ludus.envs.env import (
     reset_env,
     step_env,
 )
-from ludus.envs.pool import EnvPool, Lease, PoolStats
+from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
 from ludus.envs.registry import ENVS
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Finding",
     "Lease",
     "Observation",
+    "PoolConfig",
     "PoolStats",
     "Severity",
     "Step",

@@ -10,7 +10,7 @@ import inspect
 from asyncio import timeout as deadline
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ludus.core.execution import run_sync
 from ludus.core.failures import ConfigError
@@ -51,6 +51,10 @@ class Env:
     An agent acts through tools: mark methods with `@tool`. For an environment that takes plain text,
     such as a text game, write `step`.
     """
+
+    step_rewards: ClassVar[str] = "sum"
+    """What an episode is paid: the "sum" of its steps' rewards, or, where each of them is the score so far, the
+    "max" (ScienceWorld in AgentFly) or the "last" one (in AgentGym). A recipe or a task decides first."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.

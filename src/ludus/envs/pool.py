@@ -21,6 +21,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Field
+
+from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.user_code import located, show_once
@@ -28,6 +31,25 @@ from ludus.envs.env import Observation, reset_env
 from ludus.envs.instances import Instance, Workshop
 
 _log = logging.getLogger(__name__)
+
+
+class PoolConfig(Config):
+    """How the instances of one environment are kept."""
+
+    size: int | None = Field(default=None, ge=1)
+    """Most instances alive at once; agent.env_pool when left out."""
+    max_wait: float = Field(default=300.0, gt=0)
+    """Seconds that an episode waits for a free instance before it fails."""
+    reset_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that making or resetting an instance may take."""
+    reset_retries: int = Field(default=2, ge=0)
+    """How often another instance is tried when one cannot be made or reset."""
+    close_timeout: float = Field(default=10.0, gt=0)
+    """Seconds that closing an instance, or asking whether it is healthy, may take."""
+    time_to_live: float | None = Field(default=None, gt=0)
+    """Seconds after which an instance is replaced, between episodes; for ever when left out."""
+    max_uses: int | None = Field(default=None, ge=1)
+    """Episodes after which an instance is replaced; any number when left out."""
 
 
 @dataclass(frozen=True, slots=True)

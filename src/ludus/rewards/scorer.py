@@ -51,7 +51,11 @@ class Scorer:
         self,
         rewards: Sequence[Scoring | TurnReward],
         group_rewards: Sequence[GroupReward | Callable[..., Any]] = (),
+        *,
+        unpaid: float | None = None,
     ) -> None:
+        """`unpaid` is the total of an episode to which nothing was added: 0 where environments alone pay."""
+        self._unpaid = unpaid
         found = [as_scoring(thing) for thing in rewards]
         self.rewards: list[Reward] = [r for r in found if not isinstance(r, TurnReward)]
         self.turn_rewards: list[TurnReward] = [r for r in found if isinstance(r, TurnReward)]
@@ -147,7 +151,7 @@ class Scorer:
             merge(parts, own, reward.name)
             if reward.name in own:
                 addends.append(weight_of(reward) * own[reward.name])
-        total = number(sum(addends), "the total") if addends else None
+        total = number(sum(addends), "the total") if addends else self._unpaid
         trajectory.rewards, trajectory.reward = parts, total
         for action, value in zip(actions, paid, strict=True):
             action.reward = value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.rollouts.agent import Agent
@@ -14,29 +13,31 @@ Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
 
 
 class Demonstrator(Agent):
-    """Plays an expert through a real episode, so that its demonstrations are ordinary trajectories."""
+    """Plays an expert through a real episode, so that its demonstrations are ordinary trajectories.
 
-    def __init__(self, expert: Expert) -> None:
+    The agent's own loop decides what is asked and when, as it does for the model: the expert answers each
+    `generate`, and is sent what was read since the last one.
+    """
+
+    def __init__(self, expert: Expert, loop: Agent | None = None) -> None:
         self.expert = expert
+        self.loop = loop or Agent()
 
     async def run(self, episode: Episode) -> None:
         moves = self.expert(episode.task)
-        move = next(moves, None)
-        while move is not None and not episode.over:
-            if isinstance(move, str):
-                episode.demonstrate(move)
-                episode.answer(move)
-                break
-            turn = episode.demonstrate(calls=[move])
-            if not turn.calls:
-                raise ConfigError(
-                    f"the expert calls {move.name!r}, which the action format has no way to write; choose "
-                    "another format, or tell it about that tool"
-                )
-            results = await episode.call(turn.calls)
-            episode.observe(results)
+        begun = False
+
+        def speak(read: str) -> ToolCall | str | None:
+            nonlocal begun
             try:
-                move = moves.send(results[0][1].content)
+                move = moves.send(read) if begun else next(moves)
             except StopIteration:
-                break
-        moves.close()
+                return None
+            begun = True
+            return move
+
+        episode.speaker = speak
+        try:
+            await self.loop.run(episode)
+        finally:
+            moves.close()

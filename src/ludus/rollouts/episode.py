@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from ludus.core.failures import Aborted, Fault
+from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, FinishReason, Sampling
 from ludus.core.messages import Message, ToolCall
 from ludus.core.protocols import Engine
@@ -29,6 +29,10 @@ from ludus.rollouts.renderers import NextContext, Renderer
 from ludus.tools.results import OutputLimits
 
 log = logging.getLogger(__name__)
+
+
+StepRewards = Literal["sum", "max", "last"]
+"""What an episode is paid by its calls: the sum of their rewards, the highest, or the last one."""
 
 
 class EpisodeOver(Exception):
@@ -61,6 +65,7 @@ class Episode:
         budgets: Budgets,
         sampling: Sampling,
         opening: Sequence[Message],
+        step_rewards: StepRewards = "sum",
     ) -> None:
         self.trajectory = trajectory
         self.budgets = budgets
@@ -72,6 +77,11 @@ class Episode:
         self._sampling = sampling
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
+        self._step_rewards = step_rewards
+        self._level: float | None = None
+        """The highest or the last reward of a call so far."""
+        self.speaker: Callable[[str], ToolCall | str | None] | None = None
+        """Says what comes next in the model's place, given what was read since; None when it is done."""
         self._turn = ""
         """What was said in the assistant's turn that is still open; turns are closed unless they are inline."""
         trajectory.seconds.update(generate=0.0, tools=0.0)
@@ -100,6 +110,8 @@ class Episode:
         cut at a budget, with no complete call in it, ends the episode.
         """
         self._check_turns()
+        if self.speaker is not None:
+            return self._speak(self.speaker("\n".join(message.content for message in self._pending)))
         self._read_pending()
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
@@ -130,6 +142,20 @@ class Episode:
         ended = self._renderer.turns == "chat" or tokens[-1:] == [self._renderer.end_of_turn]
         finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
         return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
+
+    def _speak(self, move: ToolCall | str | None) -> Turn:
+        """What an expert says, who speaks in the model's place."""
+        if move is None:
+            raise EpisodeOver
+        if isinstance(move, str):
+            return self.demonstrate(move)
+        turn = self.demonstrate(calls=[move])
+        if not turn.calls:
+            raise ConfigError(
+                f"the expert calls {move.name!r}, which the action format has no way to write; choose "
+                "another format, or tell it about that tool"
+            )
+        return turn
 
     def _act(self, completion: Completion, seconds: float, *, may_be_cut: bool = False) -> Turn:
         """Append an action's tokens as they came, and say what they mean."""
@@ -255,7 +281,21 @@ class Episode:
             if result.fault is not None:
                 action.faults = (*action.faults, result.fault)
             if result.reward is not None:
-                action.reward = (action.reward or 0.0) + result.reward
+                action.reward = (action.reward or 0.0) + self._gain(result.reward)
+
+    def _gain(self, reward: float) -> float:
+        """What a call's reward adds to the episode's: as much as the sum of all gains is to grow by.
+
+        An environment that reports a score, rather than what a step earned, is paid for its highest or its
+        last one; each action then gets what it has moved the score by.
+        """
+        if self._step_rewards == "sum":
+            return reward
+        before, new = self._level, reward
+        if before is not None and self._step_rewards == "max":
+            new = max(before, reward)
+        self._level = new
+        return new - (before or 0.0)
 
     def _reminded(self, new: list[Message]) -> list[Message]:
         """The same messages, the last one ending with how many turns are left, where that is asked for."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from ludus.core.failures import (
     Aborted,
@@ -40,7 +40,7 @@ from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.env_tools import tools_of
-from ludus.rollouts.episode import Episode, EpisodeOver
+from ludus.rollouts.episode import Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderers import Renderer
 from ludus.tools import CombinedTools, LocalTools
 
@@ -60,6 +60,8 @@ class Rollout:
     budgets: Budgets = field(default_factory=Budgets)
     sampling: Sampling = field(default_factory=Sampling)
     attempts: int = 1
+    step_rewards: StepRewards | None = None
+    """How rewards of calls make up an episode's; None leaves it to the environments, and else is "sum"."""
     max_in_flight: int = 256
     retries: int = 1
     """How often an episode is played again after a failure of ours."""
@@ -169,6 +171,7 @@ class Rollout:
                 budgets=self.budgets,
                 sampling=self.sampling,
                 opening=opening_messages(task.messages, [text for text in seen if text]),
+                step_rewards=self._step_rule(task, envs),
             )
             try:
                 await self.agent.run(episode)
@@ -192,6 +195,20 @@ class Rollout:
             leases[env_name] = await pool.acquire(name, task)
             held.push_async_exit(_releaser(pool, name, trajectory))
         return {env_name: leases[env_name] for env_name in names}
+
+    def _step_rule(self, task: Task, envs: Mapping[str, Any]) -> StepRewards:
+        """How the rewards of calls make up the episode's: as the task, the recipe or its environments say."""
+        own: set[Any] = {getattr(env, "step_rewards", "sum") for env in envs.values()}
+        said = task.metadata.get("step_rewards", self.step_rewards)
+        if said is None and len(own) > 1:
+            raise ConfigError(
+                f"the environments {', '.join(envs)} have different step_rewards ({', '.join(sorted(own))}): "
+                "set agent.step_rewards, or give it to the tasks"
+            )
+        rule: StepRewards = next(iter(own), "sum") if said is None else said
+        if rule not in get_args(StepRewards):
+            raise ConfigError(f"step_rewards is one of {', '.join(get_args(StepRewards))}, not {rule!r}")
+        return rule
 
     def _pool(self, name: str) -> EnvPool:
         if name not in self.pools:

@@ -38,6 +38,7 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
         )
     device_of(recipe.model)
     _check_tasks(recipe, parts)
+    _check_pools(recipe, parts)
     for where, stage in recipe.named_stages:
         _check_stage(stage, where, recipe, parts)
     imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
@@ -57,15 +58,27 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
     if not is_scored:
         return
     shared = bool(parts.rewards or parts.group_rewards)
-    if not (shared or recipe.task_sets):
+    # environments pay for steps, which shows only when they are played
+    if not (shared or parts.envs or recipe.task_sets):
         raise ConfigError(
-            "nothing is rewarded, so nothing can be learned: list rewards, or pass rewards="
+            "nothing is rewarded, so nothing can be learned: list rewards, pass rewards=, or let an "
+            "environment pay for its steps"
         )
     for one in recipe.task_sets:
-        if not (shared or one.rewards or one.group_rewards):
+        own_envs = parts.envs if one.envs is None else one.envs
+        if not (shared or one.rewards or one.group_rewards or own_envs):
             raise ConfigError(
                 f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
             )
+
+
+def _check_pools(recipe: Recipe, parts: Parts) -> None:
+    known = {*parts.envs, *(name for one in recipe.task_sets for name in one.envs or ())}
+    for name in recipe.agent.pools.keys() - known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ConfigError(
+            f"agent.pools.{name}: there is no environment of that name; there are: {there}"
+        )
 
 
 def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -> None:

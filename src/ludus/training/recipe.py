@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config, Place, apply_overrides, read_toml
 from ludus.engine.config import EngineConfig
+from ludus.envs import PoolConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
@@ -114,6 +115,10 @@ class AgentConfig(Config):
     """Environments by name: a prebuilt one's name, or 'module:Class'."""
     env_pool: int = Field(default=256, ge=1)
     """Most instances of each environment alive at once."""
+    pools: dict[str, PoolConfig] = Field(default_factory=dict)
+    """How instances are kept, by the environment's name: [agent.pools.shop] size = 8, max_wait = 600."""
+    step_rewards: Literal["sum", "max", "last"] | None = None
+    """What calls pay an episode in all: their sum, the highest, the last; as environments say when left out."""
     loop: str = "ludus.rollouts.agent:Agent"
     """The agent class."""
     format: str = "hermes"

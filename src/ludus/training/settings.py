@@ -51,6 +51,8 @@ class ImitationConfig(Config):
     """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
     """Demonstrations in a step."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of an expert's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer settings; every stage starts with a fresh optimizer."""
 

@@ -22,7 +22,8 @@ from ludus.training.workshop import Workshop, tool_specs
 
 async def given_demonstrations(workshop: Workshop, config: ImitationConfig) -> list[Trajectory]:
     """The trajectories to imitate."""
-    shown = await workshop.demonstrations(demonstrations_of(config, workshop.recipe, workshop.parts))
+    source = demonstrations_of(config, workshop.recipe, workshop.parts)
+    shown = await workshop.demonstrations(source, config.max_failures)
     if not shown:
         raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
     if isinstance(config.held_out, float) and len(shown) < 2:
