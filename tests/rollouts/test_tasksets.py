@@ -90,6 +90,13 @@ def test_from_a_dataset(sums: str) -> None:
         assert (task.messages[0].content, task.target, task.metadata) == (asked, target, {"extra": {}})
 
 
+def test_a_dataset_in_a_folder_is_read_as_it_is_now(sums: str) -> None:
+    assert load_tasks(f"{sums}:other", COLUMNS)[0].target == "13"
+    file = Path(sums.removeprefix("dataset:"), "other/train.jsonl")
+    file.write_text(file.read_text().replace("13", "14"))
+    assert load_tasks(f"{sums}:other", COLUMNS)[0].target == "14"
+
+
 def test_from_a_dataset_that_was_saved(tmp_path: Path) -> None:
     import datasets
 

@@ -168,7 +168,11 @@ def _dataset_rows(name: str) -> Iterable[Any]:
             is_split = isinstance(saved, datasets.DatasetDict)
             rows: Iterable[Any] = saved[split or "train"] if is_split else saved
         else:
-            rows = datasets.load_dataset(where, config or None, split=split or "train")
+            # a folder's files may have changed since they were converted: the library's cache does not look
+            mode = "reuse_cache_if_exists" if Path(where).is_dir() else None
+            rows = datasets.load_dataset(
+                where, config or None, split=split or "train", download_mode=mode
+            )
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"dataset:{name} cannot be loaded ({type(error).__name__}: {error!s:.600}): it is written "

@@ -21,7 +21,7 @@ from ludus.envs import Env
 from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
-from ludus.training.anchoring import anchored
+from ludus.training.anchoring import anchored, beside
 from ludus.training.beginning import check_parts, with_steps
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
@@ -175,7 +175,7 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
     if isinstance(recipe, Recipe):
         raw = recipe.model_dump()
     elif recipe is not None:
-        raw = read_toml(recipe)
+        raw = beside(read_toml(recipe), recipe)
         refuse_empty(raw)
     else:
         raw = {}

@@ -14,6 +14,7 @@ from ludus.envs import PoolConfig
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
+from ludus.training.anchoring import beside
 from ludus.training.recipe_checks import check_recipe, refuse_empty
 from ludus.training.settings import ImitationConfig, RLConfig, StageConfig
 from ludus.training.task_sets import TaskSetConfig
@@ -257,7 +258,7 @@ class Recipe(Config):
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """A recipe from a TOML file, with `a.b=value` overrides."""
     given = list(overrides)
-    raw = apply_overrides(read_toml(path), given)
+    raw = apply_overrides(beside(read_toml(path), path), given)
     refuse_empty(raw)
     if any(override.startswith("model.name=") for override in given):
         raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
