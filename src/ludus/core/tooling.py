@@ -49,6 +49,8 @@ class ToolContext:
     episode: str
     task: Task
     envs: Mapping[str, Any] = field(default_factory=dict)
+    one_call: bool = False
+    """Whether the episode is this one call, so that nothing it leaves behind will be needed."""
 
 
 @runtime_checkable

@@ -163,7 +163,7 @@ class ToolService:
             if not session.wants(call.name):
                 return unknown_tool(call.name, session.wanted or ())
             return await self.host.call(tool_call, session.context)
-        context = ToolContext(f"call-{secrets.token_hex(8)}", Task("", ()))
+        context = ToolContext(f"call-{secrets.token_hex(8)}", Task("", ()), one_call=True)
         await self.host.open(context)
         try:
             return await self.host.call(tool_call, context)

@@ -97,11 +97,15 @@ class PythonTool(SandboxTool):
         self.seconds = options.seconds
 
     async def run(self, code: str, context: ToolContext) -> ToolResult:
-        async with self.sessions.use(context) as place:
-            execution = place.saw(await place.session.python(code, wall_seconds=self.seconds))
+        if context.one_call:
+            note, execution = "", await self.sessions.python_once(code, self.seconds)
+        else:
+            async with self.sessions.use(context) as place:
+                execution = place.saw(await place.session.python(code, wall_seconds=self.seconds))
+            note = place.note
         exited_well = execution.outcome is Outcome.EXITED and not execution.exit_code
         default = None if execution.ok or exited_well else Fault.TOOL_RAISED
-        return ToolResult(_said(place.note, execution), fault=_FAULTS.get(execution.outcome, default))
+        return ToolResult(_said(note, execution), fault=_FAULTS.get(execution.outcome, default))
 
 
 class BashTool(SandboxTool):

@@ -88,6 +88,16 @@ class EpisodeSessions:
                     session, held.session, held.lost = held.session, None, True
                     await session.close()
 
+    async def python_once(self, code: str, wall_seconds: float | None) -> Execution:
+        """Run a program that needs no session: nothing was there before it, and nothing is wanted after it."""
+        limits = self.config.limits
+        if wall_seconds is not None:
+            limits = limits.model_copy(update={"wall_seconds": wall_seconds})
+        try:
+            return await shared_sandbox(self.config).python(code, limits=limits)
+        except (ConfigError, OSError) as error:
+            raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
+
     async def _opened(self, task: Task) -> Session:
         start = SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
         try:
