@@ -105,6 +105,13 @@ async def big(chars: int) -> str:
 
 
 @tool
+async def swallow(text: str, seconds: float) -> int:
+    """Hold a text for a while."""
+    await asyncio.sleep(seconds)
+    return len(text)
+
+
+@tool
 async def finish() -> ToolResult:
     """End the episode."""
     return ToolResult("the end", reward=0.5, terminated=True)

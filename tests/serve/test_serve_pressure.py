@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import signal
 from pathlib import Path
@@ -253,3 +254,80 @@ async def test_what_cannot_be_served_is_a_config_error(
     host = LocalHost(lambda: load_tools([f"{TOOLS}:{reference}"]))
     with pytest.raises(ConfigError, match=complaint):
         await ToolServer(host, ServerConfig.parse(config), token=token).start()
+
+
+async def test_calls_that_wait_for_the_sandbox_do_not_starve_live_sessions(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    config = tmp_path / "tools.toml"
+    config.write_text('tools = ["python"]\nsandbox = { workers = 1, max_sessions = 1 }\n')
+    with serving(options=("--config", str(config), "--concurrency", "3")) as server:
+        async with RemoteTools(server.address) as tools:
+
+            async def late() -> str:
+                episode = context("late")
+                result = await tools.call(ToolCall("python", {"code": "print(1)"}), episode)
+                await tools.close(episode)
+                return result.content
+
+            async def alone() -> str:
+                return str((await call_alone(http, server, "python", code="print(1)"))[1]["content"])
+
+            live = context("live")
+            assert (await tools.call(ToolCall("python", {"code": "x = 40"}), live)).fault is None
+            waiting = [asyncio.create_task(one()) for one in (late, alone, late, alone, late)]
+            await asyncio.sleep(0.5)
+            async with asyncio.timeout(40):
+                result = await tools.call(ToolCall("python", {"code": "x + 2"}), live)
+                assert result.content == "42"
+                assert not any(task.done() for task in waiting), "the only place is taken"
+                await tools.close(live)
+                assert await asyncio.gather(*waiting) == ["1"] * 5
+
+
+async def test_calls_that_wait_for_their_turn_in_one_session_leave_the_slots_to_others(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "tools.toml"
+    config.write_text('tools = ["python"]\nsandbox = { workers = 1 }\n')
+    with serving(options=("--config", str(config), "--concurrency", "2")) as server:
+        async with RemoteTools(server.address) as tools:
+            busy, other = context("busy"), context("other")
+            naps = [
+                asyncio.create_task(
+                    tools.call(ToolCall("python", {"code": "import time; time.sleep(2)"}), busy)
+                )
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.3)
+            assert (await tools.call(ToolCall("python", {"code": "1 + 1"}), other)).content == "2"
+            assert not naps[1].done(), "the slots were full of calls that wait for their turn"
+            for episode in (busy, other):
+                await tools.close(episode)
+            for nap in naps:
+                nap.cancel()
+
+
+async def test_large_requests_are_read_as_there_is_room_and_small_ones_pass_them() -> None:
+    # One character that ASCII has not makes four bytes of each in memory.
+    text = "x" * 3_900_000 + "\U0001f600"
+    arguments = json.dumps({"text": text, "seconds": 0.3}, ensure_ascii=False).encode()
+    with serving("swallow", options=("--concurrency", "64")) as server:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=connector, headers={"Content-Type": "application/json"}
+        ) as http:
+
+            async def send(key: int) -> str:
+                body = b'{"key": "%d", "name": "swallow", "arguments": %s}' % (key, arguments)
+                async with http.post(f"{server.address}/v1/calls", data=body) as answer:
+                    return str((await answer.json())["content"])
+
+            large = [asyncio.create_task(send(key)) for key in range(30)]
+            await asyncio.sleep(0.5)
+            small = await call_alone(http, server, "swallow", text="small", seconds=0)
+            assert small[1]["content"] == "5" and not all(task.done() for task in large)
+            assert await asyncio.gather(*large) == [str(len(text))] * 30
+        status = await asyncio.to_thread(Path(f"/proc/{server.process.pid}/status").read_text)
+        peak_mb = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+        assert peak_mb < 480, f"30 requests of 3.9 MB took {peak_mb:.0f} MB"

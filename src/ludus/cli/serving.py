@@ -67,6 +67,9 @@ def serve_tools(
     client_seconds: Annotated[float, typer.Option(help="Patience with slow clients.")] = 30.0,
     keepalive_seconds: Annotated[float, typer.Option(help="Patience with silent ones.")] = 75.0,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="The largest request.")] = 8_000_000,
+    held_bytes: Annotated[
+        int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
+    ] = 32_000_000,
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the token; LUDUS_TOKEN when left out.")
     ] = None,
@@ -89,6 +92,7 @@ def serve_tools(
             "client_seconds": client_seconds,
             "keepalive_seconds": keepalive_seconds,
             "max_body_bytes": max_body_bytes,
+            "held_bytes": held_bytes,
         },
         "the command line",
     )

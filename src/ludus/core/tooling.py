@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +53,23 @@ class ToolContext:
     envs: Mapping[str, Any] = field(default_factory=dict)
     one_call: bool = False
     """Whether the episode is this one call, so that nothing it leaves behind will be needed."""
+
+
+yielding_slot: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar(
+    "yielding_slot", default=None
+)
+"""Set by what runs calls, such as a server: leaves the call's slot to others for the length of a block."""
+
+
+@contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Around a wait for something that other calls hold, and may need a slot of their own to give back."""
+    yielding = yielding_slot.get()
+    if yielding is None:
+        yield
+    else:
+        with yielding():
+            yield
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ class Link:
         self._on_frame, self._on_close = on_frame, on_close
         self._incoming = bytearray()
         self._fds: list[int] = []
-        self._outgoing: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._outgoing: deque[tuple[bytes | memoryview, tuple[int, ...]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._is_open = True
         self.most_body = 0
@@ -81,7 +81,7 @@ class Link:
                 return
             frames.close_all(list(fds))
             if sent < len(data):
-                self._outgoing[0] = (data[sent:], ())
+                self._outgoing[0] = (memoryview(data)[sent:], ())
             else:
                 self._outgoing.popleft()
         self._loop.remove_writer(self._socket.fileno())

@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from ludus.core.tooling import waiting_for_others
 from ludus.sandbox.body import Body
 from ludus.sandbox.closing import ClosedAtExit
 from ludus.sandbox.config import Limits, SandboxConfig
@@ -201,7 +202,11 @@ class Sandbox(ClosedAtExit):
         await self._started()
         while self._idle and self._alive.locked():
             await self._idle.pop(0).session.close()
-        await self._alive.acquire()
+        if self._alive.locked():
+            with waiting_for_others():
+                await self._alive.acquire()
+        else:
+            await self._alive.acquire()
         try:
             worker = await self._young_place()
         except BaseException:

@@ -5,6 +5,10 @@ granted ticket holds one of `concurrency` slots, and one of its tool's. Waiting 
 tool; a slot that becomes free goes to the ticket that has waited longest among the tools that may run one more.
 So a slow tool fills its own queue and holds up nobody else. A ticket whose deadline passes while it waits is
 taken out by a timer, and never runs.
+
+A call that waits for what other calls hold (a place in the sandbox, its turn in a session) leaves its slot to
+others meanwhile, and takes one again at once when it goes on: otherwise such calls could fill all slots, and
+those that would let them go on could not run. It counts as waiting.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ludus.serve.problems import Problem
 from ludus.tools.remote.wire import ErrorKind
 
+_SMALL = 65_536
 _SMOOTHING = 0.05
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 30.0
 
@@ -58,6 +64,15 @@ class Ticket:
         if self.turn is not None:
             await self.turn
 
+    @contextmanager
+    def yielded(self) -> Iterator[None]:
+        """Leave the slot to others for the length of a block."""
+        self.admission._yield(self, 1)
+        try:
+            yield
+        finally:
+            self.admission._yield(self, -1)
+
     def leave(self) -> None:
         """Give back the slot, or the place in the queue. More than once is harmless."""
         self.admission._leave(self)
@@ -82,6 +97,9 @@ class Admission:
         self._service_seconds = 0.1
         self.running = 0
         self.waiting = 0
+        """Tickets in queues, and calls that wait for what others hold."""
+        self.yielded = 0
+        """How many of them are the latter."""
 
     def enter(self, tool: str, deadline: float | None = None) -> Ticket:
         """A ticket, granted or waiting; a `Problem` when there is no room or no time. Never waits.
@@ -136,8 +154,16 @@ class Admission:
             self.running -= 1
             self._call_next(now)
 
+    def _yield(self, ticket: Ticket, count: int) -> None:
+        ticket.lane.running -= count
+        self.running -= count
+        self.yielded += count
+        self.waiting += count
+        if count > 0:
+            self._call_next(asyncio.get_running_loop().time())
+
     def _call_next(self, now: float) -> None:
-        while self.waiting and self.running < self._concurrency:
+        while self.waiting > self.yielded and self.running < self._concurrency:
             lanes = (*self._lanes.values(), self._other)
             ready = [lane.waiting[0] for lane in lanes if lane.waiting and lane.has_room]
             if not ready:
@@ -160,6 +186,74 @@ class Admission:
         pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         message = f"{self.waiting} calls wait already; this one was not taken"
         return Problem(ErrorKind.OVERLOADED, message, retry_after=round(pause, 3))
+
+
+class Bytes:
+    """How much of requests is held in memory at once. Whoever comes first is served first.
+
+    A body takes several times its length while it is parsed and run, so it is not read before there is room.
+    Small ones do not count, and wait for nobody: the queue bounds them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int, seconds: float) -> Share:
+        """Room for `size` bytes; a `Problem` of kind overloaded when there is none within `seconds`."""
+        if size <= _SMALL:
+            size = 0
+        elif self._waiting or not self._has_room(size):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((size, turn))
+            try:
+                async with asyncio.timeout(seconds):
+                    await turn
+            except BaseException as error:
+                if turn.done() and not turn.cancelled():
+                    self._give(size)  # it was granted, and nobody will use it
+                else:
+                    self._waiting.remove((size, turn))
+                    self._serve()
+                if isinstance(error, TimeoutError):
+                    message = (
+                        f"{self.held:,} bytes of other requests are held already; this one was not read"
+                    )
+                    raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0) from None
+                raise
+        else:
+            self.held += size
+        return Share(self, size)
+
+    def _has_room(self, size: int) -> bool:
+        return not self.held or self.held + size <= self._most
+
+    def _give(self, size: int) -> None:
+        self.held -= size
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            size, turn = self._waiting.popleft()
+            self.held += size
+            turn.set_result(None)
+
+
+class Share:
+    """One request's bytes, given back when nobody needs its body any more."""
+
+    def __init__(self, bytes: Bytes, size: int) -> None:
+        self._bytes, self._size, self._users = bytes, size, 1
+
+    def hold(self) -> None:
+        """One more needs them: the call, which may outlive its request."""
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._bytes._give(self._size)
 
 
 def _expired() -> Problem:

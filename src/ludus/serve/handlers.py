@@ -7,6 +7,7 @@ import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from importlib.metadata import version
 from ipaddress import ip_address
 from typing import TypeVar
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.core.messages import Json
 from ludus.core.tooling import ToolResult
+from ludus.serve.admission import Bytes, Share
 from ludus.serve.answers import accepted, json_answer, outcome_answer, problem_answer, stream_answer
 from ludus.serve.api import ENDPOINTS, MOST_MILLISECONDS, openapi_document
 from ludus.serve.logs import log_request, request_id
@@ -42,6 +44,8 @@ B = TypeVar("B", bound=BaseModel)
 
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _MOST_PROBLEMS = 20
+_share: ContextVar[Share | None] = ContextVar("share", default=None)
+"""The request's share of the bytes that may be held at once, once its body is read."""
 _OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
 _CALLS = frozenset({"call_in_session", "call_alone", "call_batch"})
 
@@ -57,6 +61,7 @@ class ToolApi:
         document = openapi_document(self._version)
         self._document, self._page = dump(document), page(document)
         self._requests = 0
+        self._bytes = Bytes(config.held_bytes)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guarded], client_max_size=self._config.max_body_bytes)
@@ -84,7 +89,8 @@ class ToolApi:
         id = _key(request, "session")
         call = await self._body(request, CallBody)
         session = await self._service.sessions.get(id)
-        return await self._outcome(request, await self._service.call(session, call, _deadline(request)))
+        outcome = await self._service.call(session, call, _deadline(request), _held())
+        return await self._outcome(request, outcome)
 
     async def cancel_call(self, request: web.Request) -> web.StreamResponse:
         ended = self._service.cancel(_key(request, "session"), _key(request, "key"))
@@ -92,12 +98,14 @@ class ToolApi:
 
     async def call_alone(self, request: web.Request) -> web.StreamResponse:
         call = await self._body(request, CallBody)
-        return await self._outcome(request, await self._service.call(None, call, _deadline(request)))
+        outcome = await self._service.call(None, call, _deadline(request), _held())
+        return await self._outcome(request, outcome)
 
     async def call_batch(self, request: web.Request) -> web.StreamResponse:
         batch = await self._body(request, BatchBody)
         deadline = _deadline(request)
-        tasks = [asyncio.create_task(self._one(call, deadline)) for call in batch.calls]
+        share = _held()
+        tasks = [asyncio.create_task(self._one(call, deadline, share)) for call in batch.calls]
         try:
             if not accepted(request)[0]:
 
@@ -128,12 +136,12 @@ class ToolApi:
     async def docs(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=self._page, content_type="text/html")
 
-    async def _one(self, call: BatchCallBody, deadline: float | None) -> Json:
+    async def _one(self, call: BatchCallBody, deadline: float | None, share: Share) -> Json:
         try:
             found = None if call.session is None else await self._service.sessions.get(call.session)
         except Problem as problem:
             return {"key": call.key, "result": None, "error": problem.body()}
-        outcome = await self._service.call(found, call, deadline)
+        outcome = await self._service.call(found, call, deadline, share)
         if isinstance(outcome, ToolResult):
             return {"key": call.key, "result": result_to_json(outcome), "error": None}
         return {"key": call.key, "result": None, "error": outcome.body()}
@@ -180,9 +188,14 @@ class ToolApi:
         if packing.lower() != "identity":
             message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
             raise Problem(ErrorKind.UNSUPPORTED_TYPE, message)
+        config, size = self._config, request.content_length
+        if size is not None and size > config.max_body_bytes:
+            raise _too_large(config.max_body_bytes)
+        claimed = config.max_body_bytes if size is None else size
+        _share.set(await self._bytes.take(claimed, config.client_seconds))
         try:
-            async with asyncio.timeout(self._config.client_seconds):
-                data = await request.read()
+            async with asyncio.timeout(config.client_seconds):
+                data = await _read(request, config.max_body_bytes)
         except TimeoutError:
             request.protocol.keep_alive(False)
             raise Problem(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
@@ -198,6 +211,7 @@ class ToolApi:
         """Every request: who asks, what went wrong, and a line in the log."""
         started = time.monotonic()
         self._requests += 1
+        _share.set(None)
         request_id.set(f"{self._service.instance[:6]}-{self._requests}")
         try:
             self._check_caller(request)
@@ -207,6 +221,9 @@ class ToolApi:
             answer = problem_answer(problem)
         except web.HTTPException as error:
             answer = _translated(error, self._config.max_body_bytes)
+        finally:
+            if (share := _share.get()) is not None:
+                share.release()
         name = request.match_info.route.name
         if name not in _CALLS or answer.status in (400, 401, 403, 404, 408, 413, 415):
             seconds = time.monotonic() - started
@@ -232,6 +249,26 @@ class ToolApi:
         response.headers[INSTANCE_HEADER] = self._service.instance
 
 
+def _held() -> Share:
+    share = _share.get()
+    assert share is not None, "the body is read first"
+    return share
+
+
+async def _read(request: web.Request, most: int) -> bytearray:
+    """The body. Not by `request.read`, which keeps a copy for as long as the request lasts."""
+    data = bytearray()
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > most:
+            raise _too_large(most)
+    return data
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(ErrorKind.TOO_LARGE, f"a request may have {most:,} bytes at most")
+
+
 def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
     """What aiohttp itself refuses, in our own words."""
     if error.status == 404:
@@ -241,8 +278,7 @@ def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
         answer.headers["Allow"] = error.headers.get("Allow", "")
         return answer
     if error.status == 413:
-        message = f"a request may have {max_body_bytes:,} bytes at most"
-        return problem_answer(Problem(ErrorKind.TOO_LARGE, message))
+        return problem_answer(_too_large(max_body_bytes))
     return problem_answer(Problem(ErrorKind.BAD_REQUEST, error.reason or "bad request"))
 
 

@@ -14,8 +14,8 @@ import secrets
 from ludus.core.failures import InfraError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult
-from ludus.serve.admission import Admission, Ticket
+from ludus.core.tooling import ToolContext, ToolResult, yielding_slot
+from ludus.serve.admission import Admission, Share, Ticket
 from ludus.serve.journal import Entry, Journal, Outcome
 from ludus.serve.logs import log_call
 from ludus.serve.metrics import Metrics
@@ -49,13 +49,21 @@ class ToolService:
         self.draining = False
         self._watch()
 
-    async def call(self, session: Session | None, call: CallBody, deadline: float | None) -> Outcome:
-        """Run the call, or join the one with the same key; the outcome may be a `Problem`."""
+    async def call(
+        self, session: Session | None, call: CallBody, deadline: float | None, share: Share
+    ) -> Outcome:
+        """Run the call, or join the one with the same key; the outcome may be a `Problem`.
+
+        `share` is what its body takes, which a call that goes on without its request still holds.
+        """
         scope = "" if session is None else session.id
         try:
             entry = self.journal.find(scope, call)
             if entry is None:
                 entry = self._begin(session, call, deadline)
+                assert entry.task is not None
+                share.hold()
+                entry.task.add_done_callback(lambda _: share.release())
             else:
                 self.metrics.joined.inc()
         except Problem as problem:
@@ -144,6 +152,7 @@ class ToolService:
         except Problem as problem:
             return problem, False
         try:
+            yielding_slot.set(ticket.yielded)
             async with asyncio.timeout_at(deadline) as limit:
                 return await self._run(session, call), True
         except TimeoutError:

@@ -32,6 +32,8 @@ class ServerConfig(Config):
     """How long a call goes on after its caller's connection broke, in case the caller asks again."""
     max_body_bytes: int = Field(default=8_000_000, ge=1024)
     """The largest request."""
+    held_bytes: int = Field(default=32_000_000, ge=1024)
+    """Large requests that are read or run at once, in bytes of their bodies; further ones are read later."""
     client_seconds: float = Field(default=30.0, gt=0)
     """How long a client may take to send a request, or to take a piece of an answer."""
     keepalive_seconds: float = Field(default=75.0, gt=0)

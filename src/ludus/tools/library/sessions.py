@@ -22,7 +22,7 @@ from pydantic import Field
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
+from ludus.core.tooling import ToolContext, waiting_for_others
 from ludus.sandbox import Execution, SandboxConfig, Session, SessionEnded, shared_sandbox
 
 GONE = "[A new session was started: the earlier variables, processes and files are gone.]"
@@ -58,6 +58,20 @@ class Place:
         return execution
 
 
+@asynccontextmanager
+async def _turn_of(held: _Held) -> AsyncIterator[None]:
+    """Our turn in a session; whoever waits for it leaves its slot to others."""
+    if held.turn.locked():
+        with waiting_for_others():
+            await held.turn.acquire()
+    else:
+        await held.turn.acquire()
+    try:
+        yield
+    finally:
+        held.turn.release()
+
+
 class EpisodeSessions:
     """Hands out the session of an episode, one caller at a time."""
 
@@ -69,7 +83,7 @@ class EpisodeSessions:
     async def use(self, context: ToolContext) -> AsyncIterator[Place]:
         """The episode's session; one that the model's own program ended is replaced next time."""
         held = self._held.setdefault(context.episode, _Held())
-        async with held.turn:
+        async with _turn_of(held):
             if held.session is not None and held.session.was_ended_inside:
                 ended, held.session, held.lost = held.session, None, True
                 await ended.close()
