@@ -1,4 +1,4 @@
-"""Run with TRL's own interpreter: numbers in by standard input, losses and gradients of its GRPO trainer out.
+"""Run with TRL's own interpreter: numbers in by standard input, losses and gradients of its trainers out.
 
 TRL keeps its loss inside of the trainer, so its method is called on a stand-in that has the settings, and
 whose "model" is the matrix of log-probabilities itself.
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 
 def main(given: dict[str, Any]) -> dict[str, Any]:
@@ -23,8 +23,10 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     mask = matrix("mask")
     ids = torch.zeros_like(mask, dtype=torch.long)
 
-    def loss(kind: str, low: float, high: float, level: str = "token", beta: float = 0.0) -> list[Any]:
-        new = matrix("new").requires_grad_()
+    def loss(
+        kind: str, low: float, high: float, level: str = "token", beta: float = 0.0, policy: str = "new"
+    ) -> list[Any]:
+        new = matrix(policy).requires_grad_()
         stand_in = SimpleNamespace(
             loss_type=kind, epsilon_low=low, epsilon_high=high, importance_sampling_level=level, beta=beta,
             top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False,
@@ -37,12 +39,15 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
             _metrics=defaultdict(lambda: defaultdict(list)),
             _get_per_token_logps_and_entropies=lambda *_, **__: (new, torch.zeros_like(new), None),
         )  # fmt: skip
-        value = GRPOTrainer._compute_loss(
+        trainer = RLOOTrainer if kind == "rloo" else GRPOTrainer
+        value = trainer._compute_loss(
             stand_in,
             None,
             {
                 "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
-                "completion_mask": mask, "advantages": matrix("advantages"),
+                "completion_mask": mask,
+                "advantages": matrix("advantages")[:, 0] if kind == "rloo" else matrix("advantages"),
+                "old_logps": (matrix("old") * mask).sum(1),
                 "old_per_token_logps": matrix("old"), "ref_per_token_logps": matrix("reference"),
                 "num_items_in_batch": mask.sum(),
             },
@@ -53,6 +58,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "clipped by sequence": loss("grpo", 0.2, 0.28),
         "clipped by token": loss("dapo", 0.2, 0.28),
+        "rloo, on policy": loss("rloo", 0.2, 0.2, policy="old"),
         "clipped by length": loss("dr_grpo", 0.2, 0.28),
         "gspo": loss("grpo", 0.1, 0.2, level="sequence"),
         "cispo": loss("cispo", 1.0, 1.5),

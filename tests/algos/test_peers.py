@@ -199,3 +199,19 @@ def test_losses_are_trls(
     batch = Batch(seed)
     expected = answers("trl", seed)[theirs]
     assert_same_loss(batch, batch.loss(loss, aggregation, **options), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rloo_is_trls(seed: int) -> None:
+    """Its gradient where ratios are 1. TRL's value counts a sequence once, ours every token of it."""
+    batch = Batch(seed)
+    batch.new = batch.old
+    algorithm = algos.load_algorithm("rloo")
+    new = batch.new[batch.said].clone().requires_grad_()
+    loss, _ = algorithm.loss(
+        Sampled(new, batch.old[batch.said], batch.advantages[batch.said], batch.row)
+    )
+    weights = algorithm.weigh(batch.credit.trajectory_T, batch.said)[batch.said]
+    (gradient,) = torch.autograd.grad((loss * weights.double()).sum(), new)
+    _, theirs = answers("trl", seed)["rloo, on policy"]
+    torch.testing.assert_close(gradient, batch.flat(theirs), atol=1e-7, rtol=1e-5)
