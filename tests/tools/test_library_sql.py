@@ -14,7 +14,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, Fault
+from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolResult
@@ -69,9 +69,10 @@ class Desk:
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module", scope="module")
-async def _no_sandbox_is_left(folder: Path) -> AsyncIterator[None]:
+async def _no_sandbox_is_left(folder: Path, shop: Path) -> AsyncIterator[None]:
     yield
     await shared_sandbox(CONFIG).close()
+    await shared_sandbox(CONFIG.model_copy(update={"readable": (str(shop),)})).close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -178,6 +179,94 @@ async def test_duckdb_looks_the_same(folder: Path) -> None:
     assert (await desk("schema")).content == "t(id INTEGER PRIMARY KEY, d DATE, amount DECIMAL(10,2))"
     assert (await desk("sql", query="select * from read_csv('/etc/passwd')")).fault is Fault.TOOL_RAISED
     await desk.close(path)
+
+
+RUINED = {
+    "overwritten": "open('shop.db', 'wb').write(b'no database')",
+    "a pipe": "os.path.exists('shop.db') and os.unlink('shop.db')\nos.mkfifo('shop.db')",
+    "a folder": "os.path.exists('shop.db') and os.unlink('shop.db')\nos.mkdir('shop.db')",
+    "a full disk": "open('full', 'wb').write(bytes(60 << 20))\nopen('more', 'wb').write(bytes(60 << 20))",
+    "no file sizes": "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+    "no processes": "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))",
+    "no files": "resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))\nx = [os.dup(0) for _ in range(9)]",
+    "no memory": "resource.setrlimit(resource.RLIMIT_DATA, (1 << 22, 1 << 22))",
+    "no home": "os.environ['HOME'] = '/nowhere'",
+    "no python": "os.environ['LD_LIBRARY_PATH'] = '.'; open('libc.so.6', 'w').write('no library')",
+}
+SAY = """
+def say(*arguments):
+    os.write(1, {text})
+    return {{"done": "ok", "code": 0}}
+frame = sys._getframe()
+while "commands" not in frame.f_globals: frame = frame.f_back
+frame.f_globals["commands"].run_program = say
+"""
+RESULT = '"rows": [[1]], "total": 1, "counted": true, "changed": null'
+FORGED = {
+    "failure": """b'{"failure": "the disk is gone"}'""",
+    "no failure": """b'{"failure": ' + b'[' * 900 + b']' * 900 + b'}'""",
+    "nothing": "b''",
+    "no table": "b'[]'",
+    "nested": """b'{"a": ' + b'[' * 990 + b']' * 990 + b'}'""",
+    "more nested": "b'[' * 50000",
+    "half a result": """b'{"columns": ["a"]}'""",
+    "narrow": f"""b'{{"columns": ["a", "b"], {RESULT}}}'""",
+    "no columns": f"""b'{{"columns": 3, {RESULT}}}'""",
+    "no number": f"""b'{{"columns": ["a"], {RESULT}}}'.replace(b'[1]', b'[{{"n": "sNaN"}}]')""",
+    "no kind": f"""b'{{"columns": ["a"], {RESULT}}}'.replace(b'[1]', b'[{{"n": 1, "m": 2}}]')""",
+    "no count": f"""b'{{"columns": ["a"], {RESULT}}}'.replace(b'total": 1', b'total": 1e400')""",
+    "no change": f"""b'{{"columns": ["a"], {RESULT}}}'.replace(b'null', b'"a"')""",
+    "no error": """b'{"error": []}'""",
+    "another error": """b'{"error": {"kind": "ours", "message": 1}}'""",
+}
+
+
+@pytest.mark.parametrize("code", RUINED.values(), ids=RUINED)
+@on_sandbox
+async def test_a_session_that_the_model_ruined_is_the_models(shop: Path, code: str) -> None:
+    """Called ours, the episode would be unscored, and a policy could learn to ruin it."""
+    for queries in (1, 0):  # with a copy that is there already, and without one
+        desk = Desk(shop, mode="scratch", seconds=1)
+        for _ in range(queries):
+            assert (await desk("sql", query="select 1")).fault is None
+        await desk("python", code="import os, resource, sys\n" + code)
+        found = await desk("sql", query="insert into users values (9, 'Eve', 0)")
+        assert found.fault is not None or "1 row changed" in found.content, found
+        assert (await desk("schema")).content
+        await desk.tools.close(desk.context)
+
+
+@pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
+@on_sandbox
+async def test_an_answer_that_the_model_forges_is_the_models(shop: Path, text: str) -> None:
+    for mode, tool in (("scratch", "sql"), ("read_only", "schema")):
+        desk = Desk(shop, mode=mode, seconds=1)
+        await desk("python", code="import os, sys" + SAY.format(text=text))
+        found = await desk(tool, **({"query": "select 1"} if tool == "sql" else {}))
+        assert found.fault is Fault.TOOL_RAISED, found
+        await desk.tools.close(desk.context)
+
+
+@on_sandbox
+async def test_a_disk_that_was_full_leaves_no_half_copy(shop: Path) -> None:
+    desk = Desk(shop, mode="scratch", seconds=1)
+    fill = "import os\nwith open('full', 'wb', buffering=0) as file:\n    while file.write(bytes(4096)): pass"
+    assert (await desk("python", code=fill)).fault is not None
+    await desk("sql", query="select 1")
+    await desk("python", code="os.unlink('full')")
+    assert " 3" in (await desk("sql", query="select count(*) from users")).content
+    await desk.tools.close(desk.context)
+
+
+@on_sandbox
+async def test_a_database_that_is_broken_for_everybody_is_ours(folder: Path) -> None:
+    path = folder / "broken.db"
+    path.write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    for mode in ("scratch", "read_only"):
+        desk = Desk(path, mode=mode)
+        with pytest.raises(InfraError, match="the database cannot be used"):
+            await desk("sql", query="select 1")
+        await desk.close(path)
 
 
 def test_options_are_checked(shop: Path) -> None:

@@ -22,7 +22,7 @@ from ludus.rewards.judging.comparing import Manner
 from ludus.rewards.judging.credit import Credit, check_options, credited
 from ludus.rewards.judging.languages import FILE, PROGRAM, Language, language_of
 from ludus.rewards.judging.outputs import is_right
-from ludus.rewards.judging.place import Clock, Place, judged
+from ludus.rewards.judging.place import Boxes, BrokenTask, Clock, Place, judged
 from ludus.rewards.judging.specs import StdinCase, parse_tests
 from ludus.rewards.values import Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
@@ -74,28 +74,30 @@ class Programs(SelfGuarded):
         self._place = Place(sandbox, name)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def call() -> Parts:
+        async def judge(answer: str, boxes: Boxes) -> Parts:
             named = task.metadata.get("language")
             language = self.language if named is None else language_of(named, self.name)
             cases = self._cases(task)
-            code = code_of(trajectory.answer or "", language.fences)
-            outcome = await self._place.use(
-                lambda sandbox: self._judged(sandbox, code, cases, language, task)
-            )
+            code = code_of(answer, language.fences)
+            sandbox = await self._place.start(boxes)
+            outcome = await self._judged(sandbox, code, cases, language, task)
             passed = 0 if outcome is None else sum(outcome)
             parts = credited(self.name, self.credit, passed, len(cases))
             return {**parts, f"{self.name}_built": float(outcome is not None)}
 
-        return await judged(self.name, call)
+        return await judged(self.name, judge, trajectory.answer or "", harmless="")
 
     def _cases(self, task: Task) -> list[StdinCase]:
         raw = task.metadata.get(self.key, task.target)
-        cases = parse_tests(raw) if raw is not None else []
+        try:
+            cases = parse_tests(raw) if raw is not None else []
+        except ValueError as error:
+            raise BrokenTask(str(error)) from error
         stdin = (
             [case for case in cases if isinstance(case, StdinCase)] if isinstance(cases, list) else []
         )
         if not stdin:
-            raise ValueError("the task has no cases with 'stdin' and 'stdout'")
+            raise BrokenTask("the task has no cases with 'stdin' and 'stdout'")
         return stdin
 
     async def _judged(

@@ -18,7 +18,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.guard import SelfGuarded
 from ludus.rewards.judging.answers import code_of
-from ludus.rewards.judging.place import Place, judged
+from ludus.rewards.judging.place import Boxes, BrokenTask, Place, judged
 from ludus.rewards.judging.tables import ResultTable, TableRules, is_ordered, same_tables
 from ludus.rewards.values import Parts
 from ludus.sandbox import Sandbox, SandboxConfig
@@ -75,27 +75,22 @@ class SqlMatch(SelfGuarded):
             self._databases(database)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def call() -> Parts:
+        async def judge(answer: str, boxes: Boxes) -> Parts:
+            predicted = code_of(answer, _LANGUAGES)
             gold = task.metadata.get(self.key, task.target)
             if not isinstance(gold, str) or not gold.strip():
-                raise ValueError(
+                raise BrokenTask(
                     f"the task has no gold query: neither metadata {self.key!r} nor a target"
                 )
-            databases = self._databases(task.metadata.get("database", self.database))
-            predicted = code_of(trajectory.answer or "", _LANGUAGES)
-            ran = True
-            for database in databases:
+            for database in self._databases(task.metadata.get("database", self.database)):
                 config = self._place.reading(self._readable(database))
-                found = await self._place.use(
-                    lambda box, database=database: self._compare(box, database, gold, predicted),  # type: ignore[misc]
-                    config,
-                )
-                ran = found is not None
+                sandbox = await self._place.start(boxes, config)
+                found = await self._compare(sandbox, database, gold, predicted)
                 if not found:
-                    return {self.name: 0.0, f"{self.name}_ran": float(ran)}
+                    return {self.name: 0.0, f"{self.name}_ran": float(found is not None)}
             return {self.name: 1.0, f"{self.name}_ran": 1.0}
 
-        return await judged(self.name, call)
+        return await judged(self.name, judge, trajectory.answer or "", harmless="select 1")
 
     async def _compare(
         self, sandbox: Sandbox, database: Database, gold: str, predicted: str
@@ -104,7 +99,7 @@ class SqlMatch(SelfGuarded):
         wanted = await run_query(sandbox, database, gold, self.limits)
         if not wanted.ok or wanted.columns is None or not wanted.complete:
             why = wanted.message or "it gives no rows, or too many"
-            raise ValueError(f"the gold query cannot be used on {database.path.name}: {why}")
+            raise BrokenTask(f"the gold query cannot be used on {database.path.name}: {why}")
         found = await run_query(sandbox, database, predicted, self.limits)
         if not found.ok or found.columns is None:
             _log.debug("the query does not run on %s: %s", database.path.name, found.message)

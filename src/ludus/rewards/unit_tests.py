@@ -21,7 +21,7 @@ from ludus.rewards.judging.answers import code_of
 from ludus.rewards.judging.comparing import Manner
 from ludus.rewards.judging.credit import Credit, check_options, credited
 from ludus.rewards.judging.outputs import is_right
-from ludus.rewards.judging.place import Clock, Place, judged, room_for_two
+from ludus.rewards.judging.place import Boxes, BrokenTask, Clock, Place, judged, room_for_two
 from ludus.rewards.judging.specs import SourceTests, StdinCase, tests_of
 from ludus.rewards.judging.trial import (
     Bounds,
@@ -83,20 +83,23 @@ class UnitTests(SelfGuarded):
             )
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def call() -> Parts:
-            code = code_of(trajectory.answer or "", _LANGUAGES)
-            verdicts = await self._place.use(lambda sandbox: self.judge(sandbox, code, task))
+        async def judge(answer: str, boxes: Boxes) -> Parts:
+            code = code_of(answer, _LANGUAGES)
+            verdicts = await self.judge(await self._place.start(boxes), code, task)
             passed = sum(verdict.passed for verdict in verdicts)
             for verdict in verdicts:
                 if not verdict.passed:
                     _log.debug("task %s, %s: %s", task.id, verdict.name, verdict.problem)
             return credited(self.name, self.credit, passed, len(verdicts))
 
-        return await judged(self.name, call)
+        return await judged(self.name, judge, trajectory.answer or "", harmless="")
 
     async def judge(self, sandbox: Sandbox, code: str, task: Task) -> list[Verdict]:
         """A verdict for each of the task's tests."""
-        tests = tests_of(task, self.key, self.function)
+        try:
+            tests = tests_of(task, self.key, self.function)
+        except ValueError as error:
+            raise BrokenTask(str(error)) from error
         if isinstance(tests, list) and isinstance(tests[0], StdinCase):
             return await self._read_and_written(sandbox, code, tests)
         clock = Clock(self.bounds.total_seconds)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_FENCE = re.compile(r"[ \t]{0,3}(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+#.-]*)[^\n`]*")
+_FENCE = re.compile(r"[ \t]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^\n`]*+")
+"""Possessive: an answer cannot make it backtrack, which would hold up the event loop."""
 _MOST_CHARS = 200_000
 
 

@@ -1,37 +1,119 @@
-"""Where a reward runs code, for how long, and what to do when we lose the sandbox."""
+"""Where a reward runs code, for how long, and whose doing it is when judging breaks.
+
+Everything that an answer can bring about is the answer's doing and scores 0: otherwise a policy could learn
+to leave its wrong answers unscored. That judging broke is ours only where the host can prove it: an answer
+that does nothing, judged on the same task in a sandbox of its own, breaks it as well.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from ludus.core.failures import Boundary, InfraError
+from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.rewards.guard import guarded
+from ludus.rewards.values import Parts
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 T = TypeVar("T")
+Boxes = Callable[[SandboxConfig], Sandbox]
+"""The sandbox for some settings."""
+
+_log = logging.getLogger(__name__)
 
 _MARGIN_SECONDS = 1.0
 """What ending an execution may take after its time: no reason to say that there was no room."""
+_MOST_REPEATED = 2
+"""Judgings at one time that are repeated in sandboxes of their own, each of which starts an interpreter."""
 _pairs: WeakKeyDictionary[Sandbox, asyncio.Semaphore] = WeakKeyDictionary()
+_repeating: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def judged(name: str, call: Callable[[], Awaitable[T]]) -> T:
-    """What judging gives. A sandbox that failed is tried once more; a task that is broken is not."""
+class BrokenTask(ValueError):
+    """What is wrong with a task, whatever the answer."""
 
-    async def checked() -> T:
+
+class NoRoom(InfraError):
+    """The sandbox had no place in time: nothing has been judged."""
+
+
+_OURS = (Aborted, ConfigError, MissingExtraError, BrokenTask, NoRoom)
+"""What no answer brings about."""
+
+
+async def judged(
+    name: str, judge: Callable[[str, Boxes], Awaitable[Parts]], answer: str, harmless: str
+) -> Parts:
+    """What `judge` gives for the answer. Where it breaks, it is repeated, and compared with `harmless`.
+
+    The repetition has sandboxes of its own, so that nobody else's doing can break it. It breaks again, and
+    judging the harmless answer does not, before and after: then it is the answer's doing, and scores 0.
+    """
+
+    async def call() -> Parts:
         try:
-            return await call()
-        except ValueError as error:
+            return await judge(answer, shared_sandbox)
+        except BrokenTask as error:
             raise InfraError(
                 Boundary.REWARD, f"the reward {name!r} failed: {error}", retriable=False
             ) from error
+        except _OURS:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose it is
+            return await _repeated(name, judge, answer, harmless, error)
 
-    return await guarded(name, checked, retries=1)
+    return await guarded(name, call)
+
+
+async def _repeated(
+    name: str,
+    judge: Callable[[str, Boxes], Awaitable[Parts]],
+    answer: str,
+    harmless: str,
+    first: Exception,
+) -> Parts:
+    async def control(boxes: Boxes) -> Parts:
+        try:
+            return await judge(harmless, boxes)
+        except Exception as error:
+            _log.debug("judging a harmless answer fails as well: %s", error)
+            if isinstance(first, SessionLost):  # judging keeps no state, so another try may help
+                raise InfraError(Boundary.SANDBOX, str(first)) from first
+            raise first from error
+
+    repeating = _repeating.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
+    async with repeating:
+        async with _boxes_of_its_own() as boxes:
+            await control(boxes)
+            try:
+                return await judge(answer, boxes)
+            except Exception as error:  # noqa: BLE001 - as above
+                again = error
+        async with _boxes_of_its_own() as boxes:
+            parts = await control(boxes)
+    _log.warning(
+        "the reward %r breaks over an answer, which scores 0, and not over another one: %s: %.500s",
+        *(name, type(again).__name__, again),
+    )
+    return {part: value if part.endswith("_total") else 0.0 for part, value in parts.items()}
+
+
+@asynccontextmanager
+async def _boxes_of_its_own() -> AsyncIterator[Boxes]:
+    """Sandboxes that nobody else uses, closed at the end."""
+    made: dict[SandboxConfig, Sandbox] = {}
+
+    def box(config: SandboxConfig) -> Sandbox:
+        return made.setdefault(config, Sandbox(config.model_copy(update={"workers": 1})))
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(lambda: asyncio.gather(*(one.close() for one in made.values())))
+        yield box
 
 
 class Clock:
@@ -67,7 +149,7 @@ class Clock:
         except TimeoutError as error:
             if not bound.expired():
                 raise
-            raise InfraError(
+            raise NoRoom(
                 Boundary.SANDBOX,
                 f"the sandbox had no room within {self._seconds:g} seconds; raise its max_sessions or "
                 "total_seconds, or score fewer answers at once",
@@ -95,7 +177,7 @@ async def room_for_two(sandbox: Sandbox, clock: Clock) -> AsyncIterator[None]:
 
 
 class Place:
-    """A sandbox by its settings. Judging keeps no state, so a session that we lost is worth another try."""
+    """A sandbox by its settings."""
 
     def __init__(self, config: SandboxConfig | Mapping[str, Any] | None, name: str) -> None:
         if isinstance(config, Mapping):
@@ -107,13 +189,8 @@ class Place:
         readable = tuple(dict.fromkeys([*self.config.readable, *paths]))
         return self.config.model_copy(update={"readable": readable})
 
-    async def use(
-        self, work: Callable[[Sandbox], Awaitable[T]], config: SandboxConfig | None = None
-    ) -> T:
-        """What `work` gives with the sandbox; a failure of the sandbox is an `InfraError`, to be retried."""
-        try:
-            sandbox = shared_sandbox(config or self.config)
-            await sandbox.start()
-            return await work(sandbox)
-        except SessionLost as error:
-            raise InfraError(Boundary.SANDBOX, str(error)) from error
+    async def start(self, boxes: Boxes, config: SandboxConfig | None = None) -> Sandbox:
+        """The sandbox, started; one that does not start is nobody's answer."""
+        sandbox = boxes(config or self.config)
+        await sandbox.start()
+        return sandbox

@@ -192,9 +192,11 @@ def _close(one: Any, other: Any, tolerance: float) -> bool:
         return True
     if not isinstance(one, float) and not isinstance(other, float):
         return False
-    first, second = float(one), float(other)
+    first, second = _float(one), _float(other)
     if math.isnan(first) or math.isnan(second):
         return math.isnan(first) and math.isnan(second)
+    if math.isinf(first) or math.isinf(second):
+        return False  # they are not equal, as was just seen; one may be an integer beyond all floats
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance)
 
 
@@ -221,8 +223,16 @@ def _numbers(value: Value) -> tuple[float, ...]:
         return tuple(number for item in value for number in _numbers(item))
     if not _is_number(value):
         return ()
-    number = float(value)  # type: ignore[arg-type]  # a number, as was just seen
+    number = _float(value)
     return (math.inf if math.isnan(number) else number,)
+
+
+def _float(number: Any) -> float:
+    """A number as a float, also one that has none."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _lowered(names: Sequence[str]) -> list[str]:

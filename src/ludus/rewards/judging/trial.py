@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.rewards.judging.comparing import same_value
-from ludus.rewards.judging.inside.names import BrokenTests
+from ludus.rewards.judging.inside.names import BrokenTests, free_names
 from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
 from ludus.rewards.judging.inside.seen import look
-from ludus.rewards.judging.place import Clock
+from ludus.rewards.judging.place import BrokenTask, Clock
 from ludus.rewards.judging.specs import CallCase, SourceTests
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, Session
 from ludus.sandbox.bundling import bundle, call
@@ -96,9 +96,7 @@ class Solution:
         answer = await self._send(call(_JUDGED, "load", [self._source, self.module]))
         names = answer.get("names")
         if not isinstance(names, list):
-            raise CannotLoad(
-                str(answer.get("stopped") or answer.get("raised") or "it does not load")[:500]
-            )
+            raise CannotLoad(_shown(answer, 500))
         self.names = [name for name in names if isinstance(name, str)]
 
     async def ask(self, request: str) -> str:
@@ -107,7 +105,10 @@ class Solution:
             return json.dumps({"stopped": "the time for this solution is used up"})
         if self._session is None:
             return json.dumps({"stopped": "its process has ended"})
-        return json.dumps(await self._send(call(_JUDGED, "serve", [request])))
+        try:
+            return write(await self._send(call(_JUDGED, "serve", [request])))
+        except ValueError:
+            return json.dumps({"stopped": "its answer is no plain data"})
 
     async def _send(self, code: str) -> dict[str, Any]:
         assert self._session is not None
@@ -150,25 +151,32 @@ async def on_trial(
 
 
 async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTests) -> list[Verdict]:
-    """Run tests that are Python, in a process of their own. `ValueError` when the tests are broken."""
+    """Run tests that are Python, in a process of their own. `BrokenTask` when the tests are broken."""
+    try:
+        used = set[str]().union(*(free_names(source) for source in tests.sources))
+    except BrokenTests as error:
+        raise BrokenTask(f"the tests are broken: {error}") from error
     plan = {
         "sources": tests.sources,
         "module": solution.module,
-        "names": solution.names,
+        "names": [name for name in solution.names if name in used or name == tests.entry],
         "entry": tests.entry,
         "one_each": tests.one_each,
     }
+    code = call(_JUDGE, "begin", [json.dumps(plan)])
+    if len(code) > _MOST_CODE:
+        raise BrokenTask(f"the tests are too large: {len(code):,} bytes, of {_MOST_CODE:,}")
     async with await solution.clock.waiting(sandbox.session(limits=_JUDGE_LIMITS)) as judge:
         await _prepared(judge, _PLAIN, *(f"{_INSIDE}.{name}" for name in _JUDGE_NEEDS), _JUDGE)
-        return await _heard(judge, solution, call(_JUDGE, "begin", [json.dumps(plan)]))
+        return await _heard(judge, solution, code)
 
 
 def count_tests(tests: SourceTests) -> int:
-    """How many there are, as far as the source says. `ValueError` when the tests are broken."""
+    """How many there are, as far as the source says. `BrokenTask` when the tests are broken."""
     try:
         return sum(one.count for one in look(tests.sources, tests.entry, tests.one_each))
     except BrokenTests as error:
-        raise ValueError(f"the tests are broken: {error}") from error
+        raise BrokenTask(f"the tests are broken: {error}") from error
 
 
 async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]:
@@ -179,13 +187,16 @@ async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]
         execution = await judge.python(code)
         event = _message(execution, _EVENT)
         if event is None:
-            if execution.outcome not in _STOPPED:
+            if execution.outcome not in _STOPPED and not execution.truncated:
                 raise RuntimeError(f"the judge failed: {execution.text()[-500:]}")
-            # A comparison that never ends, or takes all memory: over what the solution returned.
+            # What the solution returned makes a comparison that never ends, takes all memory, or is handed
+            # back to the solution several times over.
             return _with_missed(verdicts, expected, f"the judge was stopped: {execution.outcome}")
         reply = ""
         if "broken" in event:
-            raise ValueError(f"the tests are broken: {event['broken']}")
+            raise BrokenTask(f"the tests are broken: {event['broken']}")
+        if "failed" in event:
+            raise RuntimeError(f"the judge failed: {event['failed']}")
         if "ask" in event:
             reply = await solution.ask(str(event["ask"]))
         elif "test" in event:
@@ -197,9 +208,14 @@ async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]
             return _with_missed(verdicts, expected, str(event["problem"]))
         else:
             if not verdicts:
-                raise ValueError("the tests are broken: there are none")
+                raise RuntimeError("the tests ended, and none of them has run")
             return verdicts
         code = call(_JUDGE, "step", [reply, str(solution.generation)])
+        if (
+            len(code) > _MOST_CODE
+        ):  # JSON leaves some characters as they are which a literal writes as four
+            reply = json.dumps({"stopped": "its answer is too large"})
+            code = call(_JUDGE, "step", [reply, str(solution.generation)])
 
 
 def _with_missed(verdicts: list[Verdict], expected: int, problem: str) -> list[Verdict]:
@@ -233,13 +249,13 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
         if handle is not None and part.endswith("()"):
             handle = _handle(read(await solution.ask(write({"do": "call", "on": handle}))))
         if handle is None:
-            return f"there is no function {case.function}: {answer!s:.200}"
+            return f"there is no function {case.function}: {_shown(answer, 200)}"
     answer = read(await solution.ask(write({"do": "call", "on": handle, **request})))
     coroutine = _handle(answer, "w")
     if coroutine is not None:
         answer = read(await solution.ask(write({"do": "await", "on": coroutine})))
     if "value" not in answer:
-        return f"no result: {answer!s:.200}"
+        return f"no result: {_shown(answer, 200)}"
     try:
         found = Decoder(no_handles).decode(answer["value"])
     except ValueError:
@@ -247,8 +263,16 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
     return (
         None
         if same_value(found, case.expected, tolerance)
-        else f"{found!r:.100} is not {case.expected!r:.100}"
+        else f"{_shown(found, 100)} is not {_shown(case.expected, 100)}"
     )
+
+
+def _shown(value: Any, most: int) -> str:
+    """The beginning of a value's text, if it has one: not every number does, nor what is nested deeply."""
+    try:
+        return repr(value)[:most]
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too large to be shown"
 
 
 def _handle(answer: dict[str, Any], tag: str = "h") -> int | None:

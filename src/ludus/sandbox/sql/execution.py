@@ -3,6 +3,9 @@
 Each query runs in a process of its own, either alone (`run_query` with a `Sandbox`) or beside the other
 programs of a session, whose files it then sees (`run_query` with a `Session`). Nothing is kept between
 queries but the files: a scratch copy of the database stays in the session's folder.
+
+A query that gets no answer is at fault itself, or what has run in its session before, unless the host can prove
+otherwise: the database cannot be read in a fresh place either (`InfraError`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, Session
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
 from ludus.sandbox.bundling import bundle, call
 from ludus.sandbox.sql.results import QueryResult, SqlProblem, Table, parse_result, parse_schema
 
@@ -106,11 +109,13 @@ async def run_query(
     *,
     scratch: str | None = None,
     single: bool = True,
+    control: SandboxConfig | None = None,
 ) -> QueryResult:
     """Run a query. What is wrong with it is in the result; `InfraError` means that we failed.
 
     Without `scratch` nothing can be written. With it, a copy of the database is used that lives in the
-    session's folder under this name. `single` refuses more than one statement.
+    session's folder under this name. `single` refuses more than one statement. `control` are the settings of a
+    session's sandbox, to find out who is at fault; without them, what breaks in a session is called ours.
     """
     limits = limits or SqlLimits()
     if len(query) > _MOST_QUERY:
@@ -118,8 +123,7 @@ async def run_query(
             problem=SqlProblem.REFUSED, message=f"the query is longer than {_MOST_QUERY:,} characters"
         )
     request = _request(database, limits, scratch) | {"what": "query", "query": query, "single": single}
-    answer = await _ask(where, database, request, limits)
-    return answer if isinstance(answer, QueryResult) else _read(parse_result, answer)
+    return await _settled(where, database, request, limits, control, parse_result)
 
 
 async def read_schema(
@@ -128,16 +132,46 @@ async def read_schema(
     limits: SqlLimits | None = None,
     *,
     scratch: str | None = None,
+    control: SandboxConfig | None = None,
 ) -> tuple[Table, ...] | QueryResult:
-    """The tables of a database; a result with its problem where they cannot be read."""
+    """The tables of a database; a result with its problem where they cannot be read. See `run_query`."""
     limits = limits or SqlLimits()
     request = _request(database, limits, scratch) | {"what": "schema"}
-    answer = await _ask(where, database, request, limits)
-    if isinstance(answer, QueryResult):
-        return answer
-    if "tables" not in answer:
-        return _read(parse_result, answer)
-    return _read(lambda raw: parse_schema(raw["tables"]), answer)
+    return await _settled(where, database, request, limits, control, _schema)
+
+
+def _schema(answer: dict[str, Any]) -> tuple[Table, ...] | QueryResult:
+    return parse_schema(answer["tables"]) if "tables" in answer else parse_result(answer)
+
+
+async def _settled(
+    where: Sandbox | Session,
+    database: Database,
+    request: dict[str, Any],
+    limits: SqlLimits,
+    control: SandboxConfig | None,
+    parse: Callable[[dict[str, Any]], T],
+) -> T | QueryResult:
+    """The answer to a request, or whose doing it is that there is none that can be read."""
+    try:
+        answer = await _ask(where, database, request, limits)
+        return answer if isinstance(answer, QueryResult) else _read(parse, answer)
+    except _NoAnswer as failure:
+        if isinstance(where, Session) and control is None:
+            raise
+        harmless = request | {"what": "schema"}
+        if isinstance(where, Sandbox):
+            read = await _ask(where, database, harmless, limits)
+        else:  # in a sandbox of its own: whoever holds a session must not wait for a second one
+            assert control is not None
+            async with (
+                Sandbox(control.model_copy(update={"workers": 1})) as box,
+                await box.session() as fresh,
+            ):
+                read = await _ask(fresh, database, harmless, limits)
+        if isinstance(read, QueryResult):  # even the schema of it takes too long, or too much memory
+            raise _NoAnswer(f"the database cannot be used: {read.message}") from failure
+        return QueryResult(problem=SqlProblem.CRASH, message=f"the query has no result: {failure}"[:600])
 
 
 def _request(database: Database, limits: SqlLimits, scratch: str | None) -> dict[str, Any]:
@@ -191,23 +225,36 @@ def _answer(execution: Execution) -> dict[str, Any] | QueryResult:
         return QueryResult(problem=SqlProblem.CRASH, message="the query crashed the database engine")
     try:
         answer = json.loads(execution.stdout)
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise _failure(f"the SQL runner gave no answer ({execution.outcome}): {execution.text()[-500:]}")
+        raise _NoAnswer(
+            f"the SQL runner gave no answer ({execution.outcome}): {execution.text()[-500:]}"
+        )
     if "failure" in answer:
-        raise _failure(f"the database cannot be used: {answer['failure']}")
+        why = answer["failure"] if isinstance(answer["failure"], str) else "no reason was given"
+        raise _NoAnswer(f"the database cannot be used: {why[:500]}")
     return answer
 
 
 def _read(parse: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
     try:
         return parse(answer)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise _failure(
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise _NoAnswer(
             f"the SQL runner's answer cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
-def _failure(message: str) -> InfraError:
-    return InfraError(Boundary.SANDBOX, message, retriable=False)
+class _NoAnswer(InfraError):
+    """There is no answer that can be read. Ours, unless it is found out that it is not."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Boundary.SANDBOX, message, retriable=False)

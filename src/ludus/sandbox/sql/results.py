@@ -8,6 +8,8 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
+_DEEPEST = 60
+
 
 class SqlProblem(StrEnum):
     """Why a query has no result. Each is the fault of whoever wrote the query."""
@@ -88,13 +90,16 @@ def parse_result(answer: Mapping[str, Any]) -> QueryResult:
     if "error" in answer:
         error = answer["error"]
         return QueryResult(problem=SqlProblem(error["kind"]), message=str(error["message"]))
-    columns = answer["columns"]
+    columns, changed = answer["columns"], answer["changed"]
+    rows = tuple(tuple(_decoded(value) for value in row) for row in answer["rows"])
+    if any(len(row) != len(columns or ()) for row in rows) or not isinstance(changed, int | None):
+        raise ValueError("the rows do not fit their columns")
     return QueryResult(
         None if columns is None else tuple(str(name) for name in columns),
-        tuple(tuple(_decoded(value) for value in row) for row in answer["rows"]),
+        rows,
         int(answer["total"]),
         bool(answer["counted"]),
-        answer["changed"],
+        changed,
     )
 
 
@@ -111,7 +116,9 @@ def parse_schema(tables: Sequence[Mapping[str, Any]]) -> tuple[Table, ...]:
     )
 
 
-def _decoded(value: Any) -> Value:
+def _decoded(value: Any, depth: int = 0) -> Value:
+    if depth > _DEEPEST:
+        raise ValueError(f"a value is nested more than {_DEEPEST} deep")
     if not isinstance(value, dict):
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -123,14 +130,17 @@ def _decoded(value: Any) -> Value:
         size, start, digest = inner
         return Blob(int(size), str(start), str(digest))
     if tag == "n":
-        return Decimal(inner)
+        number = Decimal(inner)
+        if not number.is_finite():
+            raise ValueError("a decimal that is no number")
+        return number
     if tag == "c":
         start, length = inner
         return LongText(str(start), int(length))
     if tag == "l":
-        return tuple(_decoded(item) for item in inner)
+        return tuple(_decoded(item, depth + 1) for item in inner)
     if tag == "o":
-        return tuple((_decoded(key), _decoded(item)) for key, item in inner)
+        return tuple((_decoded(key, depth + 1), _decoded(item, depth + 1)) for key, item in inner)
     if tag == "x":
         return str(inner)
     raise ValueError(f"there is no value of the kind {tag!r}")

@@ -85,6 +85,7 @@ class SqlTool(_DatabaseTool):
                 self.limits,
                 scratch=self.scratch,
                 single=self.scratch is None,
+                control=self.sessions.config,
             )
         note = f"{place.note}\n" if place.note and self.scratch else ""
         if not result.ok:
@@ -106,7 +107,13 @@ class SchemaTool(_DatabaseTool):
 
     async def run(self, context: ToolContext, table: str | None = None) -> ToolResult:
         async with self.sessions.use(context) as place:
-            tables = await read_schema(place.session, self.database, self.limits, scratch=self.scratch)
+            tables = await read_schema(
+                place.session,
+                self.database,
+                self.limits,
+                scratch=self.scratch,
+                control=self.sessions.config,
+            )
         if isinstance(tables, QueryResult):
             return ToolResult(_problem(tables), fault=_fault(tables))
         text = described(tables, table)

@@ -9,14 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ludus.rewards.judging.inside.names import parsed
+from ludus.rewards.judging.inside.names import TESTS_FILE, parsed
 from ludus.rewards.judging.inside.proxies import Proxy
 from ludus.rewards.judging.inside.seen import FUNCTIONS, Seen
 
 Case = tuple[str, Callable[[], object]]
 Namespace = dict[str, Any]
-TESTS_FILE = "tests.py"
-"""What the tests' own code is called in tracebacks."""
 
 
 def collect(seen: Seen, namespace: Namespace, one_each: bool = False) -> Iterator[Case]:

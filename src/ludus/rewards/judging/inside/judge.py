@@ -17,14 +17,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ludus.rewards.judging.inside.cases import (
+from ludus.rewards.judging.inside.cases import Namespace, collect, define_rest, run_statements
+from ludus.rewards.judging.inside.names import (
     TESTS_FILE,
-    Namespace,
-    collect,
-    define_rest,
-    run_statements,
+    BrokenTests,
+    free_names,
+    imported,
+    modules_used,
+    own_names,
 )
-from ludus.rewards.judging.inside.names import BrokenTests, free_names, modules_used, own_names
 from ludus.rewards.judging.inside.plain import read, write
 from ludus.rewards.judging.inside.proxies import Link, Stopped
 from ludus.rewards.judging.inside.seen import Seen, look
@@ -90,11 +91,19 @@ def _guarded(plan: dict[str, Any]) -> None:
     except BrokenTests as error:
         end["broken"] = str(error)[:_MOST_TEXT]
     except ModuleNotFoundError as error:
-        end["broken" if _is_missing(error, module) else "problem"] = _text(error)
+        end[_whose(error, plan)] = _text(error)
     except BaseException as error:  # noqa: BLE001 - what a statement between the tests raised
         at_fault = isinstance(error, Stopped) or _is_from_tests(error)
-        end["problem" if at_fault else "broken"] = _text(error)
+        end["problem" if at_fault else "failed"] = _text(error)
     _out.put(end)
+
+
+def _whose(error: ModuleNotFoundError, plan: dict[str, Any]) -> str:
+    """A module that the tests name is missing to all answers; of others the host must find out."""
+    if not _is_missing(error, plan["module"]):
+        return "problem"
+    named = set().union(*(imported(source) for source in plan["sources"]))
+    return "broken" if str(error.name).partition(".")[0] in named else "failed"
 
 
 def _is_from_tests(error: BaseException) -> bool:

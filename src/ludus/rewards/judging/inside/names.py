@@ -15,6 +15,8 @@ from collections.abc import Iterator, Set
 from functools import lru_cache
 from types import ModuleType
 
+TESTS_FILE = "tests.py"
+"""What the tests' own code is called in tracebacks."""
 _KNOWN = {
     "np": "numpy",
     "pd": "pandas",
@@ -33,7 +35,7 @@ def parsed(source: str) -> ast.Module:
     """The source as a tree; `BrokenTests` when it does not compile."""
     try:
         tree = ast.parse(source)
-        compile(tree, "tests.py", "exec")  # a `return` outside a function is found only here
+        compile(tree, TESTS_FILE, "exec")  # a `return` outside a function is found only here
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BrokenTests(f"the tests do not compile: {error}") from None
     return tree
@@ -52,6 +54,17 @@ def own_names(source: str) -> set[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             own.add(node.name)
     return own
+
+
+def imported(source: str) -> set[str]:
+    """The modules that the source imports, wherever: the first parts of their names."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def free_names(source: str) -> set[str]:

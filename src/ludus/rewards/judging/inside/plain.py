@@ -188,5 +188,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def write(data: Any) -> str:
-    """Data as JSON on one line, in ASCII."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    """Data as JSON on one line, in ASCII. `ValueError` for what is no data; it may be nested too deeply."""
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise TooLarge("the data is nested too deeply") from None

@@ -8,10 +8,12 @@ everything, or whose difference from the expected value is always 0, would pass.
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from ludus.rewards.judging.inside.names import TESTS_FILE
 from ludus.rewards.judging.inside.plain import ERRORS, Decoder, Encoder, TooLarge, read, write
 
 Ask = Callable[[str], str]
@@ -19,6 +21,8 @@ T = TypeVar("T")
 
 _CHUNKS = (8, 64, 512, 4096)
 _MOST_ITEMS = 100_000
+_ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
+"""Exceptions that `map`, `zip` and `all` take for the end of what they go through, and say nothing."""
 
 
 class Stopped(BaseException):
@@ -106,6 +110,8 @@ class Link:
     def _raised(self, raised: Any) -> BaseException:
         if not isinstance(raised, dict) or raised.get("nearest") not in ERRORS:
             return self.stop("it raised something that ends a program")
+        if raised["nearest"] in _ENDS_LOOPS and not _is_named_by_tests(raised["nearest"]):
+            return self.stop(f"it raised {raised['nearest']}")
         kind = self._error(str(raised.get("name")), raised["nearest"])
         try:
             return kind(str(raised.get("text", "")))
@@ -144,6 +150,16 @@ class Link:
             raise self.stop("its result is too large") from None
         except ValueError:
             raise self.stop("its answer is not understood") from None
+
+
+def _is_named_by_tests(name: str) -> bool:
+    """Whether a function of the tests that is running now uses a name, and so may expect the exception."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == TESTS_FILE and name in frame.f_code.co_names:
+            return True
+    return False
 
 
 async def _awaited(link: Link, proxy: Proxy) -> Any:
@@ -191,6 +207,9 @@ class Proxy:
         self.__dict__.update(_link=link, _number=number, _generation=generation, _path=path)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):
+            # numpy asks the object itself for these, and reads memory wherever the answer says that it is
+            raise AttributeError(name)
         return self.__dict__["_link"].use(self, "get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

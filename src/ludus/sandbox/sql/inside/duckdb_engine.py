@@ -40,6 +40,7 @@ class Duck:
             "autoinstall_known_extensions = false",
             "autoload_known_extensions = false",
             "allow_community_extensions = false",
+            "enable_progress_bar = false",
             "lock_configuration = true",
         ):
             self._connection.execute(f"SET {setting}")

@@ -13,6 +13,7 @@ beginning of a long text and its length, "l" a list, "o" pairs of a map, "x" the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -43,10 +44,12 @@ class Engine(Protocol):
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Answer the request on stdin. What an engine itself prints, such as a progress bar, goes to stderr."""
     request = json.loads(sys.stdin.read())
-    sys.stdout.write(json.dumps(answer(request)) + "\n")
-    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(out, "w", encoding="utf-8") as file:
+        file.write(json.dumps(answer(request)) + "\n")
 
 
 def answer(request: Json) -> Json:
@@ -66,6 +69,8 @@ def answer(request: Json) -> Json:
     except connection.errors as error:
         kind, message = connection.explain(error)
         return _error(kind, message)
+    except Exception as error:  # noqa: BLE001 - the database is fine, so it is the query's doing
+        return _error("crash", f"{type(error).__name__}: {error}")
 
 
 def _connected(request: Json) -> Engine:

@@ -17,6 +17,8 @@ from typing import Any
 Json = dict[str, Any]
 
 _MOST_COUNTED = 1_000_000
+_DEEPEST = 50
+"""Lists in lists; `sandbox.sql.results` reads a few more."""
 
 
 class Refused(Exception):
@@ -51,7 +53,7 @@ def collect(
     return {"rows": kept, "total": total, "counted": counted and total < _MOST_COUNTED}
 
 
-def _encoded(value: Any, longest: int | None) -> Any:
+def _encoded(value: Any, longest: int | None, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
@@ -64,10 +66,17 @@ def _encoded(value: Any, longest: int | None) -> Any:
         return {"b": [len(data), data[:16].hex(), hashlib.sha256(data).hexdigest()]}
     if isinstance(value, Decimal):
         return {"n": str(value)}
+    if isinstance(value, (list, tuple, dict)) and depth >= _DEEPEST:
+        raise Refused(f"a value is nested more than {_DEEPEST} deep")
     if isinstance(value, (list, tuple)):
-        return {"l": [_encoded(item, longest) for item in value]}
+        return {"l": [_encoded(item, longest, depth + 1) for item in value]}
     if isinstance(value, dict):
-        return {"o": [[_encoded(key, longest), _encoded(item, longest)] for key, item in value.items()]}
+        return {
+            "o": [
+                [_encoded(key, longest, depth + 1), _encoded(item, longest, depth + 1)]
+                for key, item in value.items()
+            ]
+        }
     if isinstance(value, (date, time)):
         return {"x": value.isoformat()}
     return {"x": str(value)}
@@ -82,5 +91,7 @@ def prepared(request: Json) -> str | None:
         return None if request["path"] is None else str(request["path"])
     scratch = Path(os.environ.get("HOME", "."), request["scratch"])
     if request["path"] is not None and not scratch.exists():
-        shutil.copyfile(request["path"], scratch)
+        half = scratch.with_name(f".{scratch.name}.half")  # a full disk must not leave half a database
+        shutil.copyfile(request["path"], half)
+        half.replace(scratch)
     return str(scratch)
