@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,15 @@ import pytest_asyncio
 from attacks.case import INTERNALS
 from attacks.cases_kernel import CASES
 
-from ludus.sandbox import CannotFork, Limits, Sandbox, SandboxConfig, SandboxError
+from ludus.sandbox import (
+    CannotFork,
+    Limits,
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxUnavailable,
+    network,
+)
 from ludus.sandbox.worker import Worker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -165,6 +174,42 @@ async def test_what_a_session_needs_to_be_forked_lets_its_code_out_of_nothing(bo
         said = await session.python(case.code.replace("@HOST@", str(os.getpid())))
         assert case.expect(said) is None and "entered 1" in said.stdout, said.text()
     assert "entered 0" in (await box.python(case.code.replace("@HOST@", "1"))).stdout
+
+
+async def test_a_network_that_is_the_machines_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "program", lambda: None)
+    with pytest.raises(SandboxUnavailable, match=r"loopback.*slirp4netns.*accept_risk"):
+        await Sandbox(SandboxConfig(workers=1, network=True)).start()
+    async with Sandbox(SandboxConfig(workers=1, network=True, accept_risk=True)) as box:
+        assert box.layers is not None and box.layers.open_doors == ["loopback"]
+        refused = (
+            "import socket\ntry: socket.socket(socket.AF_PACKET)\nexcept OSError as error: print(error)"
+        )
+        assert "not permitted" in (await box.python(refused)).stdout
+
+
+@pytest.mark.skipif(
+    network.program() is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
+    reason="slirp4netns or its device is not there",
+)
+async def test_a_network_of_its_own_reaches_others_and_not_our_loopback() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as secret,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way,
+    ):
+        way.connect(("192.0.2.254", 9))
+        ours = way.getsockname()[0]  # an address of this machine that is not its loopback
+        with socket.create_server((ours, 0)) as public:
+            gateway = (network.GATEWAY, secret.getsockname()[1])
+            places = [public.getsockname(), secret.getsockname(), gateway]
+            code = (
+                "import socket\n"
+                f"for place in {places}:\n"
+                "    try: socket.create_connection(place, 5); print('reached')\n"
+                "    except OSError: print('refused')"
+            )
+            async with Sandbox(SandboxConfig(workers=1, network=True)) as box:
+                assert (await box.python(code)).stdout.split() == ["reached", "refused", "refused"]
 
 
 _NEVER_CLOSED = """

@@ -42,7 +42,7 @@ class SandboxConfig(Config):
     readable: tuple[str, ...] = ()
     """Files and folders of this machine that sessions can read, under the same path."""
     network: bool = False
-    """Let the code use the network."""
+    """Let the code use the network, by slirp4netns; without it `accept_risk` shares the machine's own."""
     accept_risk: bool = False
     """Run even where the machine allows less isolation than untrusted code needs."""
     max_sessions: int = Field(default=4096, ge=1)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.sandbox import network
 from ludus.sandbox.body import Body
 from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.config import SandboxConfig
@@ -46,6 +47,9 @@ def tries(attempt):
     except BaseException as error:
         return type(error).__name__
     return None
+def tries_all(*attempts):
+    errors = [tries(attempt) for attempt in attempts]
+    return None if None in errors else errors[0]
 def write_outside():
     with open(SECRET + ".written", "w") as file:
         file.write("x")
@@ -55,7 +59,11 @@ print(json.dumps({
     "doors": {
         "files": tries(lambda: open(SECRET).read()),
         "writing": tries(write_outside),
-        "network": tries(lambda: socket.socket().connect(("127.0.0.1", PORT))),
+        "network": tries_all(
+            lambda: socket.create_connection(("127.0.0.1", PORT), 1),
+            lambda: socket.create_connection((GATEWAY, PORT), 1),
+            lambda: socket.socket(socket.AF_UNIX).connect(chr(0) + ABSTRACT),
+        ),
         "processes": tries(lambda: os.kill(HOST, 0)),
         "environment": tries(lambda: open(f"/proc/{HOST}/environ").read()),
         "privileges": tries(lambda: os.setuid(0)) if os.getuid() else None,
@@ -171,6 +179,9 @@ def _orders(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str
     common: dict[str, Any] = {
         "preload": list(config.preload),
         "network": config.network,
+        "own_net": not config.network,
+        "slirp": False,
+        "resolver": _resolver() if config.network else "",
         "landlock": has_landlock,
         "seccomp": True,
         "shown": list(dict.fromkeys(shown)),
@@ -178,10 +189,26 @@ def _orders(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str
         "uid": _FIRST_USER if os.geteuid() == 0 else None,
         "users": 1,
     }
+    if config.network and network.program():
+        yield {
+            **common,
+            "namespaces": True,
+            "own_net": True,
+            "slirp": True,
+            "resolver": network.RESOLVER,
+        }
     yield {**common, "namespaces": True}
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
     Path(folder).chmod(0o711)
     yield {**common, "namespaces": False, "shown": [*_SYSTEM, *common["shown"]], "folder": folder}
+
+
+def _resolver() -> str:
+    """The machine's own name servers, for code that shares its network."""
+    try:
+        return Path("/etc/resolv.conf").read_text()
+    except OSError:
+        return ""
 
 
 def _python_folders() -> list[str]:
@@ -194,8 +221,14 @@ async def _probe(worker: Worker, config: SandboxConfig, *, is_slot: bool) -> dic
     """Run the program that tries the doors, with a secret and a listening port for it to find."""
     with tempfile.TemporaryDirectory(prefix="ludus-probe-") as folder:
         secret = _plant_secret(folder)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            values = (secret, listening.getsockname()[1], os.getpid(), _NAMESPACES)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listening,
+            socket.socket(socket.AF_UNIX) as abstract,
+        ):
+            port = listening.getsockname()[1]
+            abstract.bind(f"\0ludus-probe-{port}")
+            abstract.listen()
+            values = (secret, port, os.getpid(), _NAMESPACES, network.GATEWAY, f"ludus-probe-{port}")
             limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
             ours, theirs = socket.socketpair()
             process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)
@@ -203,7 +236,9 @@ async def _probe(worker: Worker, config: SandboxConfig, *, is_slot: bool) -> dic
             body = Body(process, ours, asyncio.Semaphore(0))
             async with Session(body, limits, asyncio.Semaphore(0), is_slot=is_slot) as session:
                 await body.opened()
-                tried = await session.python(f"SECRET, PORT, HOST, NAMES = {values!r}\n{_PROBE}")
+                tried = await session.python(
+                    f"SECRET, PORT, HOST, NAMES, GATEWAY, ABSTRACT = {values!r}\n{_PROBE}"
+                )
     try:
         found: dict[str, Any] = json.loads(tried.stdout)
     except ValueError:
@@ -224,8 +259,8 @@ def _doors(found: dict[str, Any], config: SandboxConfig) -> dict[str, str | None
     doors: dict[str, str | None] = dict(found["doors"])
     if found["capabilities"]:
         doors["capabilities"] = None
-    if config.network:
-        del doors["network"]
+    if config.network:  # what it must not reach then is what listens on this machine for itself alone
+        doors["loopback"] = doors.pop("network")
     return doors
 
 
@@ -253,8 +288,14 @@ def _remove(order: dict[str, Any]) -> None:
 def _refusal(layers: Layers) -> str:
     missing = ", ".join(name for name, is_active in layers.active.items() if not is_active) or "nothing"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in layers.reasons.items()) or "no reasons"
+    advice = ""
+    if "loopback" in layers.open_doors:
+        advice = (
+            "With network = true it shares the network of this machine, and so reaches what listens on its "
+            "loopback; install slirp4netns, which gives it a network of its own. "
+        )
     return (
         f"code in the sandbox still reaches: {', '.join(layers.open_doors)} (missing: {missing}; {reasons}). "
-        "Untrusted code is not run like this. `ludus check sandbox` shows what the machine allows; "
+        f"Untrusted code is not run like this. {advice}`ludus check sandbox` shows what the machine allows; "
         "accept_risk = true runs it all the same"
     )

@@ -26,6 +26,7 @@ from ludus.sandbox.config import Limits
 from ludus.sandbox.errors import SandboxError
 from ludus.sandbox.inside.life import Bounds
 from ludus.sandbox.link import Link
+from ludus.sandbox.network import Slirp
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
@@ -131,6 +132,7 @@ class Worker:
         self._numbers = itertools.count(1)
         self._link: Link | None = None
         self._popen: subprocess.Popen[bytes] | None = None
+        self._slirp: Slirp | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self.is_alive = False
         self.starting = 0
@@ -216,6 +218,8 @@ class Worker:
                     await _exited(self._popen.pid)
             self._popen.kill()
             self._popen.wait()
+        if self._slirp is not None:
+            self._slirp.close()
 
     def abandon(self) -> None:
         """Tell it to end, where there is no event loop any more; `wait_for_end` waits for it."""
@@ -232,6 +236,8 @@ class Worker:
             except subprocess.TimeoutExpired:
                 self._popen.kill()
                 self._popen.wait()
+        if self._slirp is not None:
+            self._slirp.close()
 
     def _new_process(self) -> Process:
         process = Process(self, next(self._numbers))
@@ -283,7 +289,18 @@ class Worker:
             if not self._ready.done():
                 self._ready.set_exception(SandboxError(f"user map: {error}"))
             return
-        self._link.send({"op": "mapped"})
+        if self._order["slirp"]:
+            self._slirp = Slirp(self._popen.pid, self._on_network)
+        else:
+            self._on_network(None)
+
+    def _on_network(self, problem: str | None) -> None:
+        """The namespaces have their users, and their network where there is one."""
+        assert self._ready is not None
+        if problem is not None and not self._ready.done():
+            self._ready.set_exception(SandboxError(problem))
+        elif self._link is not None:
+            self._link.send({"op": "mapped"})
 
     def _on_close(self, problem: str | None) -> None:
         was_alive, self.is_alive = self.is_alive, False

@@ -197,7 +197,9 @@ async def _execution(sandbox: Sandbox, case: Case, code: str, limits: Limits) ->
     if case.kind == "python":
         return await sandbox.python(code, stdin=case.stdin, limits=limits)
     if case.kind == "forked":  # programs that are given files do not run in a slot
-        return await sandbox.python(code, stdin=case.stdin, limits=limits, files={"/dev/shm/given": ""})
+        has_slots = sandbox.layers is not None and sandbox.layers.order["namespaces"]
+        files = {"/dev/shm/given": ""} if has_slots else None
+        return await sandbox.python(code, stdin=case.stdin, limits=limits, files=files)
     if case.kind == "shell":
         return await sandbox.shell(code, stdin=case.stdin, limits=limits)
     return await sandbox.run(code.split(), stdin=case.stdin, limits=limits)

@@ -227,6 +227,17 @@ attempt("oom", lower)
         REFUSED,
     ),
     Case(
+        "what /proc shows of the machine",
+        25,
+        """
+import os
+machine = [name for name in os.listdir("/proc") if not name.isdigit() and name not in ("self", "thread-self")]
+print("BREACH" if machine else "refused", machine)
+""",
+        REFUSED,
+        bare="skip",
+    ),
+    Case(
         "random numbers",
         25,
         """

@@ -45,8 +45,10 @@ class CannotCopy(Exception):
     """A session's files are such that there is no copy of them: too deep, or larger than they look."""
 
 
-def build_root(shown: Sequence[str]) -> None:
+def build_root(shown: Sequence[str], resolver: str = "") -> None:
     """Enter a root in which `shown` and the system can be read, and nothing else is there.
+
+    `resolver`: what /etc/resolv.conf says about name servers, where there is a network.
 
     Its /proc is still that of the machine; `mount_proc` lays one over it once the pid namespace is there.
     """
@@ -57,7 +59,7 @@ def build_root(shown: Sequence[str]) -> None:
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
     kernel.bind("/new", "/new")
-    for path, text in _FILES.items():
+    for path, text in {**_FILES, "etc/resolv.conf": resolver}.items():
         _write("/new/" + path, text)
     for name in _TOP:
         _show_top(name)
@@ -95,7 +97,7 @@ def enter_box(disk_mb: int, shown: Sequence[str]) -> None:
         else:
             _write(_in_box(path), "")
     _bind_places(shown)
-    mount_proc()
+    mount_proc(for_code=True)
     os.chdir(HOME)
 
 
@@ -130,7 +132,7 @@ def graft(copy_mb: int | None, shown: Sequence[str]) -> None:
             raise CannotCopy(f"its files cannot be copied: {error.strerror}") from error
         os.chdir("/")
         _bind_places(shown)
-    mount_proc()
+    mount_proc(for_code=True)
 
 
 def copy_folder(source: str, target: str) -> None:
@@ -151,9 +153,17 @@ def _bind_places(shown: Sequence[str]) -> None:
         kernel.bind(_SHOWN + path, path)
 
 
-def mount_proc() -> None:
-    """A /proc that shows the processes of our pid namespace alone."""
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+def mount_proc(*, for_code: bool) -> None:
+    """A /proc that shows the processes of our pid namespace; to code, nothing of the machine beside them."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    if for_code:
+        try:
+            kernel.mount("proc", "/proc", "proc", flags, "subset=pid")
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # as kernels before 5.8 say, which know no subset
+                raise
+    kernel.mount("proc", "/proc", "proc", flags)
 
 
 def is_covered(path: str) -> bool:

@@ -110,6 +110,7 @@ _SIGNALLING_OTHERWISE = ("tkill", "pidfd_send_signal")
 _PRIORITIES = ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 _PRIORITIES_OTHERWISE = ("setpriority", "ioprio_set")
 _CLONE3 = 435
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _RLIMIT_NPROC, _AF_UNIX, _SOL_SOCKET, _SEND_BUFFERS = 6, 1, 1, (7, 32)  # SO_SNDBUF, SO_SNDBUFFORCE
 _NEWEST_KNOWN = 456
 _X32_BIT = 0x40000000
@@ -160,6 +161,7 @@ def program(
         "clone": _clone_rule(branching),
         "prctl": [r for option in _GUARDED_PRCTL for r in _when(_EQUAL, option, _REFUSED)],
         "socketpair": _only(_AF_UNIX),
+        **({"socket": _any_of(_FAMILIES)} if network else {}),
         # Each socket holds as much of the kernel's memory as it may send: no more than usual.
         "setsockopt": [
             *_load(1),
@@ -218,6 +220,11 @@ def _unless(value: int, verdict: int) -> list[Instruction]:
 
 def _only(value: int) -> list[Instruction]:
     return _unless(value, _REFUSED)
+
+
+def _any_of(values: tuple[int, ...]) -> list[Instruction]:
+    allowed = [r for value in values for r in _when(_EQUAL, value, _ALLOW)]
+    return [*allowed, (_RETURN, 0, 0, _REFUSED)]
 
 
 def _load(argument: int) -> list[Instruction]:

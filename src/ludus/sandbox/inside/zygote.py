@@ -42,7 +42,7 @@ def main(link_fd: int) -> None:
         # brings `threading` along is left to who needs it: its hook would cost every fork 100 page faults.
         _preload([*order["preload"], *(() if order["namespaces"] else ("subprocess",))])
         if order["namespaces"]:
-            _enter_namespaces(link, order["network"], order["shown"])
+            _enter_namespaces(link, order["shown"], order["resolver"], is_own_net=order["own_net"])
         else:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             _continue_as_child(link)
@@ -77,10 +77,10 @@ def _preload(names: list[str]) -> None:
         )
 
 
-def _enter_namespaces(link: socket.socket, network: bool, shown: list[str]) -> None:
+def _enter_namespaces(link: socket.socket, shown: list[str], resolver: str, *, is_own_net: bool) -> None:
     kinds = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
-    kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (0 if network else kernel.CLONE_NEWNET)
-    has_root = _built_as_root(shown)
+    kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (kernel.CLONE_NEWNET if is_own_net else 0)
+    has_root = _built_as_root(shown, resolver)
     with contextlib.suppress(
         OSError, ValueError
     ):  # as root: sessions are bounded each, not all together
@@ -96,11 +96,11 @@ def _enter_namespaces(link: socket.socket, network: bool, shown: list[str]) -> N
     )  # or files under /proc of our own forks would be closed to them
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if not has_root:
-        filesystem.build_root(shown)
-    filesystem.mount_proc()
+        filesystem.build_root(shown, resolver)
+    filesystem.mount_proc(for_code=False)
 
 
-def _built_as_root(shown: list[str]) -> bool:
+def _built_as_root(shown: list[str], resolver: str) -> bool:
     """As root, show the folders while we may still enter them all: Python itself may lie in a closed one."""
     if os.getuid() != 0:
         return False
@@ -109,7 +109,7 @@ def _built_as_root(shown: list[str]) -> bool:
         kernel.unshare(kernel.CLONE_NEWNS)
     except PermissionError:
         return False  # root in a container: what else it may not do will show
-    filesystem.build_root(shown)
+    filesystem.build_root(shown, resolver)
     return True
 
 

@@ -1,0 +1,72 @@
+"""A network for sandboxed code that is not the machine's own: slirp4netns, a TCP/IP stack in user space.
+
+The worker has a network namespace of its own; slirp4netns puts a device into it and makes ordinary connections
+of what is sent there, as the user that we are. So code reaches what this machine reaches, except its loopback
+addresses and its abstract Unix sockets, where databases, notebooks and servers listen without a password.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+RESOLVER = "nameserver 10.0.2.3\n"
+"""The name server inside, which asks the machine's."""
+GATEWAY = "10.0.2.2"
+"""What would be the machine's loopback if it were not switched off."""
+_OPTIONS = ("--configure", "--mtu=65520", "--disable-host-loopback")
+_END_SECONDS = 5.0
+
+
+def program() -> str | None:
+    """Where slirp4netns is; None where it is not installed."""
+    return shutil.which("slirp4netns")
+
+
+class Slirp:
+    """slirp4netns for one worker. It ends when its end of a pipe is closed, also by our death."""
+
+    def __init__(self, pid: int, on_ready: Callable[[str | None], None]) -> None:
+        """For the namespaces of process `pid`; `on_ready` is told why it does not work, or None."""
+        self._on_ready = on_ready
+        self._ready, ready = os.pipe2(os.O_CLOEXEC)
+        ending, self._end = os.pipe2(os.O_CLOEXEC)
+        fds = ("--ready-fd", str(ready), "--exit-fd", str(ending))
+        self._popen = subprocess.Popen(
+            [program() or "slirp4netns", *_OPTIONS, *fds, str(pid), "tap0"],
+            pass_fds=(ready, ending),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for fd in (ready, ending):
+            os.close(fd)
+        asyncio.get_running_loop().add_reader(self._ready, self._on_word)
+
+    def close(self) -> None:
+        """End it, and wait until it is gone."""
+        if self._end >= 0:
+            os.close(self._end)
+            self._end = -1
+            try:
+                self._popen.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+            assert self._popen.stderr is not None
+            self._popen.stderr.close()
+
+    def _on_word(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._ready)
+        works = bool(os.read(self._ready, 1))
+        os.close(self._ready)
+        if works:
+            self._on_ready(None)
+            return
+        self._popen.kill()
+        said = " ".join(self._popen.communicate()[1].decode(errors="replace").split())
+        self._on_ready(f"slirp4netns: {said[-300:] or 'it ended without a word'}")
