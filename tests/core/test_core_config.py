@@ -128,3 +128,18 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
     raw = {"plan": [{"kind": "walk"}, {"kind": "rest"}], "spare": [], "name": "x"}
     with pytest.raises(ConfigError, match=message):
         apply_overrides(raw, [override])
+
+
+def test_the_words_of_others_lead_to_keys_that_there_are() -> None:
+    from ludus.core.config_problems import OTHER_WORDS, reaches
+    from ludus.training import Recipe
+
+    assert [word for word, ours in OTHER_WORDS.items() if not reaches([Recipe], ours)] == []
+
+
+def test_a_word_of_theirs_is_no_hint_where_it_leads_nowhere() -> None:
+    class Options(Config):
+        number: int = 0
+
+    with pytest.raises(ConfigError, match="unknown key; known keys: number"):
+        Options.parse({"lr": 1})

@@ -610,6 +610,15 @@ def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_p
     [
         ({"modle": {}}, "did you mean 'model'"),
         ({"rl": {"step": 3}}, "rl.step: unknown key; did you mean 'steps'"),
+        ({"rl": {"num_generations": 8}}, "unknown key; did you mean 'attempts'"),
+        ({"num_generations": 8}, r"unknown key; did you mean 'rl\.attempts'"),
+        ({"rl": {"group_size": 8}}, "unknown key; did you mean 'attempts'"),
+        ({"rl": {"learning_rate": 1e-5}}, r"unknown key; did you mean 'optimizer\.learning_rate'"),
+        ({"warm_start": {"learning_rate": 1e-5}}, r"did you mean 'optimizer\.learning_rate'"),
+        ({"model": {"lora_r": 8}}, r"did you mean 'lora\.rank'"),
+        ({"rl": {"max_completion_length": 8}}, r"did you mean 'budgets\.max_turn_tokens'"),
+        ({"rl": {"epsilon": 0.2}}, r"did you mean 'loss_options = { clip_low = 0\.2 }'"),
+        ({"rl": {"beta": 0.1}}, "rl.beta: unknown key; did you mean 'kl'"),
         ({"rl": {"steps": "many"}}, "rl.steps"),
         ({"rl": {"steps": "3"}}, "rl.steps: must be a whole number"),
         (

@@ -30,6 +30,99 @@ _KINDS = {
 _WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
 
 
+OTHER_WORDS = {
+    "num_generations": "rl.attempts",
+    "group_size": "rl.attempts",
+    "n": "rl.attempts",
+    "rollout_n": "rl.attempts",
+    "num_samples": "rl.attempts",
+    "n_samples_per_prompt": "rl.attempts",
+    "rollouts_per_example": "rl.attempts",
+    "batch_size": "rl.tasks",
+    "train_batch_size": "rl.tasks",
+    "rollout_batch_size": "rl.tasks",
+    "per_device_train_batch_size": "rl.tasks",
+    "gradient_accumulation_steps": "rl.optimizer.micro_batch_tokens",
+    "ppo_micro_batch_size_per_gpu": "rl.optimizer.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "rl.optimizer.micro_batch_tokens",
+    "ppo_mini_batch_size": "rl.updates",
+    "num_iterations": "rl.epochs",
+    "ppo_epochs": "rl.epochs",
+    "num_train_epochs": "warm_start.epochs",
+    "total_epochs": "rl.steps",
+    "max_steps": "rl.steps",
+    "total_training_steps": "rl.steps",
+    "lr": "rl.optimizer.learning_rate",
+    "learning_rate": "rl.optimizer.learning_rate",
+    "lr_scheduler_type": "rl.optimizer.schedule",
+    "warmup_steps": "rl.optimizer.warmup_steps",
+    "weight_decay": "rl.optimizer.weight_decay",
+    "max_grad_norm": "rl.optimizer.max_gradient_norm",
+    "grad_clip": "rl.optimizer.max_gradient_norm",
+    "gradient_checkpointing": "rl.optimizer.activation_memory",
+    "beta": "rl.kl",
+    "kl_coef": "rl.kl",
+    "kl_loss_coef": "rl.kl",
+    "entropy_coeff": "rl.entropy",
+    "entropy_coef": "rl.entropy",
+    "adv_estimator": "rl.algorithm",
+    "advantage_estimator": "rl.algorithm",
+    "loss_type": "rl.loss",
+    "loss_agg_mode": "rl.aggregation",
+    "scale_rewards": "rl.options",
+    "epsilon": "rl.loss_options = { clip_low = 0.2 }",
+    "clip_ratio": "rl.loss_options = { clip_low = 0.2, clip_high = 0.2 }",
+    "clip_ratio_low": "rl.loss_options = { clip_low = 0.2 }",
+    "epsilon_high": "rl.loss_options = { clip_high = 0.28 }",
+    "clip_ratio_high": "rl.loss_options = { clip_high = 0.28 }",
+    "gamma": "rl.options = { discount = 1.0 }",
+    "lam": "rl.options = { lam = 0.95 }",
+    "max_completion_length": "budgets.max_turn_tokens",
+    "max_response_length": "budgets.max_turn_tokens",
+    "max_new_tokens": "budgets.max_turn_tokens",
+    "max_seq_length": "budgets.max_tokens",
+    "max_length": "budgets.max_tokens",
+    "max_model_len": "budgets.max_tokens",
+    "max_assistant_turns": "budgets.max_turns",
+    "temperature": "sampling.temperature",
+    "lora_r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "target_modules": "model.lora.targets",
+    "lora_target_modules": "model.lora.targets",
+    "model_name_or_path": "model.name",
+    "model_path": "model.name",
+    "base_model": "model.name",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype = bfloat16",
+    "gpu_memory_utilization": "engine.memory",
+    "vllm_gpu_memory_utilization": "engine.memory",
+    "max_num_seqs": "engine.max_running",
+    "max_num_batched_tokens": "engine.tokens_per_step",
+    "dataset": "tasks.train",
+    "dataset_name": "tasks.train",
+    "train_dataset": "tasks.train",
+    "train_files": "tasks.train",
+    "dataset_config": "tasks.train = dataset:NAME:CONFIG@SPLIT",
+    "eval_dataset": "tasks.evaluation",
+    "val_files": "tasks.evaluation",
+    "prompt_key": "tasks.columns = { prompt = question }",
+    "reward_funcs": "rewards",
+    "reward_functions": "rewards",
+    "reward_fn": "rewards",
+    "output_dir": "run.folder",
+    "save_steps": "run.checkpoint_every",
+    "save_freq": "run.checkpoint_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "eval_steps": "evaluation.every",
+    "test_freq": "evaluation.every",
+    "report_to": "run.wandb",
+}
+"""What TRL, verl and others call a key of a recipe, and what it is called here."""
+
+
 def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
     """A line for each key that has a problem: where, what, and what to do."""
     lines: dict[tuple[str, str], list[str]] = {}
@@ -117,7 +210,7 @@ def _explain(model: type[BaseModel], problem: Json) -> tuple[str, str, str]:
     given = f" (given: {problem['input']!r:.80})"
     if kind == "extra_forbidden":
         path, tables = _follow(model, location[:-1])
-        return _dotted([*path, location[-1]]), _unknown(str(location[-1]), tables), ""
+        return _dotted([*path, location[-1]]), _unknown(str(location[-1]), tables, model), ""
     path, _ = _follow(model, location)
     if kind == "value_error":  # one about the whole names its keys itself
         message = str(problem["msg"]).removeprefix("Value error, ")
@@ -149,14 +242,30 @@ def _wanted(kind: str, message: str) -> str:
     return f"{message[:1].lower()}{message[1:]}"
 
 
-def _unknown(key: str, tables: Sequence[type[BaseModel]]) -> str:
+def _unknown(key: str, tables: Sequence[type[BaseModel]], whole: type[BaseModel]) -> str:
     known = sorted({name for table in tables for name in table.model_fields})
+    ours = OTHER_WORDS.get(key.lower())
+    if ours is not None and reaches([whole], ours):
+        path, _, value = ours.partition(" = ")
+        parts = path.split(".")
+        # as it is written from here, where it is in this table or in one inside it
+        short = [".".join(parts[i:]) for i in range(len(parts)) if reaches(tables, ".".join(parts[i:]))]
+        written = f"{short[0] if short else path}{' = ' if value else ''}{value}"
+        return f"unknown key; did you mean {written!r}?"
     near = get_close_matches(key, known, n=1)
     if near:
         return f"unknown key; did you mean {near[0]!r}?"
     return (
         f"unknown key; known keys: {', '.join(known)}" if known else "unknown key; there are none here"
     )
+
+
+def reaches(tables: Sequence[type[BaseModel]], path: str) -> bool:
+    """Whether a dotted key, with or without a value, can be set in one of these tables."""
+    first, _, rest = path.partition(" = ")[0].partition(".")
+    fields = [table.model_fields[first] for table in tables if first in table.model_fields]
+    inner = [hint for field in fields for hint in _branches(field.annotation)]
+    return bool(fields) and (not rest or reaches(_tables(inner), rest))
 
 
 def _tags(tables: Sequence[type[BaseModel]]) -> str:
