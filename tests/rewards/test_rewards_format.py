@@ -104,3 +104,15 @@ async def test_a_text_beyond_the_limit_is_not_well_formed():
 def test_impossible_formats_are_refused(options):
     with pytest.raises(ConfigError, match="'format'"):
         Format(**options)
+
+
+async def test_what_was_said_in_one_turn_can_be_read_as_one_text(episode):
+    """Inline turns: a thought is opened in one action and closed in another, with a result between them."""
+    trajectory = episode(turns=[["search"], []])
+    first, last = [i for i, m in enumerate(trajectory.messages) if m.role == "assistant"]
+    texts = {first: "<think>I ask <search>x</search>", last: "so</think><answer>4</answer>"}
+    for place, text in texts.items():
+        trajectory.messages[place] = Message("assistant", text)
+    for where, score in (("last", 0.0), ("every", 0.0), ("joined", 1.0)):
+        made = Format(tags=["think", "answer"], only=True, where=where)
+        assert await made.score(trajectory, trajectory.task, {}) == {"format": score}

@@ -21,6 +21,7 @@ from ludus.core.generation import Sampling
 from ludus.core.messages import Message
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
+from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
 from ludus.rollouts.formats import load_format
@@ -495,15 +496,16 @@ def test_demonstrations_follow_the_agents_loop(tmp_path: Path) -> None:
             episode.observe("Sure?")
             episode.answer((await episode.generate()).answer)
 
+    heard: list[str] = []
+
     def sure(task: ludus.Task) -> Any:
-        assert (yield "4") == "Sure?"
+        heard.append((yield "4"))
         yield "5"
 
     tables = settings(tmp_path / "run", model=str(trained(tmp_path)), rl={"steps": 0})
-    asked: list[str] = []
-    ludus.train(**tables, **code(), demonstrations=lambda task: asked.append(task.id) or sure(task),
-                agent=Twice(), warm_start={"steps": 1, "batch": 2})  # fmt: skip
-    assert len(asked) == 6
+    ludus.train(**tables, **code(), demonstrations=sure, agent=Twice(),
+                warm_start={"steps": 1, "batch": 2})  # fmt: skip
+    assert heard == ["Sure?"] * 6
 
 
 class Paying(ludus.Env):
@@ -537,6 +539,12 @@ def test_pools_are_set_by_a_recipe(tmp_path: Path) -> None:
     tables = settings(tmp_path / "run", agent={"format": "plain", "pools": {"payin": {"size": 1}}})
     with pytest.raises(ConfigError, match=r"agent\.pools\.payin: there is no .*there are: paying"):
         ludus.train(**tables, tasks=tasks(2), envs={"paying": Paying})
+
+
+def test_inline_turns_are_not_for_chat_servers() -> None:
+    made = Recipe.parse({**TINY, "agent": {"format": "tags", "turns": "inline"}})
+    with pytest.raises(ConfigError, match=r"a chat server cannot.*--tokenizer"):
+        build_rollout(made, Parts(), FakeEngine([]), TranscriptTokenizer())
 
 
 def test_a_file_of_another_kind_has_no_demonstrations(tmp_path: Path) -> None:
