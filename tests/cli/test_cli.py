@@ -379,3 +379,69 @@ def test_an_untrained_model_is_said_to_be_one(project: Path) -> None:
     assert "learned nothing yet" not in ludus("eval", "runs/adding-001", "--tasks", "1")
     found = CliRunner().invoke(app, ["eval", "runs/adding-002"])
     assert "did you mean runs/adding-001" in str(found.exception)
+
+
+SCRIPT = """
+import ludus, sys
+from task import add, later, short, tasks, held_out
+
+if __name__ == "__main__":
+    result = ludus.train(
+        model={"scratch": {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1}}, threads=1,
+        tasks=tasks(), held_out=held_out(), tools=[add], rewards=[short],
+        budgets={"max_turns": 2, "max_turn_tokens": 8}, engine={"cache_tokens": 4096, "max_running": 16},
+        rl={"steps": int(sys.argv[1]), "tasks": 2, "attempts": 2},
+        run={"checkpoint_every": 1, "folder": "made"},
+    )
+    print(repr(result))
+    print(result)
+"""
+
+
+def scripted(*arguments: str) -> subprocess.Popen[str]:
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + SCRIPT
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_script_shows_its_folder_and_progress_and_a_short_result(project: Path) -> None:
+    said, errors = scripted("2").communicate(timeout=50)
+    assert "run folder: made" in errors
+    assert "RL 2/2" in errors and "held-out tasks after step 2: success" in errors
+    assert said.startswith("Result(run=") and len(said.splitlines()[0]) < 300
+    assert "after RL" in said and "model: " in said
+
+
+def test_ctrl_c_in_a_script_says_what_was_saved_and_how_to_go_on(project: Path) -> None:
+    process = scripted("100000")
+    run = RunFolder(project / "made")
+    wait_for_checkpoint(process, run, step=1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=50)
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert f"stopped; saved after step {latest.step} in " in errors
+    assert "Go on with: ludus.train(resume='made'" in errors
+
+
+SHOWN = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "yes"}]}\n'
+
+
+def test_a_run_of_imitation_alone_has_a_table_a_curve_and_a_next_that_works(project: Path) -> None:
+    (project / "shown.jsonl").write_text("".join(SHOWN % n for n in range(8)))
+    head, _, _ = RECIPE.partition("[tasks]")
+    stage = "[[stage]]\nkind = 'sft'\ndemonstrations = 'shown.jsonl'\nsteps = 3\nbatch = 4\n"
+    (project / "sft.toml").write_text(head.replace('rewards = ["task.py:short"]', "") + stage)
+    said = ludus("train", "sft.toml", "run.folder=imitated")
+    assert "loss at the end" in said
+    report = (project / "imitated" / "report.md").read_text()
+    assert "loss at the end" in report and "held-out tasks" not in report, "no empty table"
+    (following,) = [line for line in said.splitlines() if line.startswith("next:")]
+    words = following.removeprefix("next:").partition("(")[0].split()
+    assert words[:2] == ["ludus", "rollout"]
+    ludus(*(word.replace("RECIPE", "recipe.toml") for word in words[1:]), "--show", "0")

@@ -186,3 +186,31 @@ def test_verbosity(tmp_path, capsys):
     with setup_logging(RunFolder(tmp_path), 2):
         logger.debug("debug")
     assert "debug" in RunFolder(tmp_path).log_path.read_text()
+
+
+def columns_of(path, colour):
+    """The columns of a picture's pixels that have exactly this colour, as shares of its width."""
+    import numpy as np
+    from matplotlib.image import imread
+
+    pixels = (imread(path)[:, :, :3] * 255).round().astype(int)
+    (found,) = np.nonzero((pixels == colour).all(axis=2).any(axis=0))
+    return found / pixels.shape[1]
+
+
+def test_a_long_warm_start_leaves_room_for_what_was_played(tmp_path):
+    imitated = [{"step": step, "sft/loss": 1 / step} for step in range(1, 251)]
+    played = [{"step": 250 + step, "success": step / 24, "reward": 0.0} for step in range(1, 25)]
+    plot_curve(tmp_path / "curve.png", [*imitated, *played])
+    blue = columns_of(tmp_path / "curve.png", (31, 119, 180))
+    assert blue.max() - blue.min() > 0.5
+    assert ((blue > 0.45) & (blue < 0.85)).sum() > 100, "the curve itself, beside axes and legend"
+    assert len(columns_of(tmp_path / "curve.png", (102, 102, 102))) > 50, "the loss is drawn"
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rejection", "distill"])
+def test_a_run_that_never_plays_has_a_curve(tmp_path, stage):
+    plot_curve(
+        tmp_path / "curve.png", [{"step": step, f"{stage}/loss": 1 / step} for step in range(1, 50)]
+    )
+    assert len(columns_of(tmp_path / "curve.png", (102, 102, 102))) > 300

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,68 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.core.failures import ConfigError
-from ludus.observe import Progress, RunWriter, episode_text, printable, table_rich
-from ludus.observe.progress import SHOWN
+from ludus.observe import RunWriter, episode_text, printable, table_rich
 from ludus.training.parts import load_parts
 from ludus.training.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from ludus.training.api import Result
-
-_OWN = {
-    "pairs": "pairs",
-    "accuracy": "accuracy",
-    "kept": "kept",
-    "reverse_kl": "KL",
-    "loss": "loss",
-    "held_out_loss": "held-out loss",
-}
-_SHOWN = {**SHOWN} | {
-    f"{stage}/{name}": label
-    for stage in ("sft", "dpo", "rejection", "distill")
-    for name, label in {**SHOWN, **_OWN}.items()
-}
-"""What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
-
-
-class Display:
-    """One progress bar for each stage, fed by the trainer after every step."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ExitStack()
-        self._phase = ""
-        self._bar: Progress | None = None
-
-    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
-        if phase == "evaluation":
-            self._evaluated(step, metrics)
-            return
-        if phase != self._phase or self._bar is None:
-            self.close()
-            self._phase = phase
-            bar = Progress(total, phase, console=self._console, first=step - 1, shown=_SHOWN)
-            self._bar = self._open.enter_context(bar)
-        self._bar.update(step, metrics)
-
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        from ludus.training.report import success_text
-
-        shown = [f"success {success_text(metrics)}"]
-        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
-            high = metrics["eval/success_high"]
-            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
-        passes = [name for name in metrics if name.startswith("eval/pass@")]
-        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
-        text = f"held-out tasks after step {step}: {', '.join(shown)}"
-        if self._bar is not None:
-            self._bar.say(text)
-        else:
-            self._console.print(Text(text))
-
-    def close(self) -> None:
-        self._open.close()
-        self._bar = None
 
 
 def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | None) -> None:
@@ -87,6 +30,7 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         )
     if recipe_path is None and resume is None:
         raise ConfigError("give either a recipe, or --resume and a run's folder")
+    run: RunWriter | None = None
     if resume is not None:
         run = RunWriter.resume(resume)
         recipe = Recipe.parse(run.recipe(), f"{resume}/recipe.json")
@@ -96,28 +40,13 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         recipe = load_recipe(recipe_path, overrides)
         parts = load_parts(recipe)
     # torch and transformers are imported from here on: what is wrong with a recipe is said before
-    from ludus.training.api import new_run, train_async
-    from ludus.training.beginning import check_parts
-    from ludus.training.models import check_source
+    from ludus.training.api import train_async
 
-    if resume is None:
-        check_parts(recipe, parts)  # before there is a folder
-        check_source(recipe.model)
-        run = new_run(recipe)
-    console.print(Text(f"run folder: {run.path}"), soft_wrap=True)
-    display = Display(console)
     try:
-        result = asyncio.run(_until_told(train_async(recipe, parts, run, display)))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        display.close()
-        latest = run.latest_checkpoint()
-        saved = f"saved after step {latest.step}" if latest else "nothing to save yet"
-        text = f"stopped; {saved}. Go on with: ludus train --resume {run.path}"
-        console.print(Text(text), soft_wrap=True)  # it is there to be copied
+        result = asyncio.run(_until_told(train_async(recipe, parts, run, show=console)))
+    except asyncio.CancelledError:  # by a signal; what was saved has been said
         raise KeyboardInterrupt from None
-    finally:
-        display.close()
-    _report(console, result)
+    _report(console, result, recipe)
 
 
 async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
@@ -127,19 +56,22 @@ async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
     return await task
 
 
-def _report(console: Console, result: Result) -> None:
-    from ludus.training.report import COLUMNS
+def _report(console: Console, result: Result, recipe: Recipe) -> None:
+    from ludus.training.report import COLUMNS, LOSS_COLUMNS
 
     for label, trajectory in result.report.samples:
         console.rule(Text(f"an episode {label}"))
         console.print(Text(episode_text(trajectory)), soft_wrap=True)
     if result.report.rows:
         console.print(table_rich("", COLUMNS, result.report.rows))
+    elif result.report.losses:
+        console.print(table_rich("", LOSS_COLUMNS, result.report.losses))
     for text in result.report.warnings:
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)
     console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
     console.print(Text(f"model:   {result.model}"), soft_wrap=True)
-    console.print(
-        Text(f"next:    ludus rollout {result.run.path} --tasks 3   (watch it play)"), soft_wrap=True
-    )
+    following = f"ludus rollout {result.run.path} --tasks 3   (watch it play)"
+    if not (recipe.tasks.train or recipe.task_sets):  # nothing of its own to play
+        following = f"ludus rollout RECIPE -m {result.run.path}   (watch it play the tasks of a recipe)"
+    console.print(Text(f"next:    {following}"), soft_wrap=True)

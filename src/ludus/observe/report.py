@@ -13,6 +13,9 @@ from ludus.observe.atomic import atomic_file
 from ludus.observe.logs import printable
 
 Cell = str | float | int | None
+LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
+"""What the stages that need not play are judged by."""
+_COLOURS = {"loss": "0.4", "reward": "tab:orange"}
 
 
 def plot_curve(
@@ -20,28 +23,38 @@ def plot_curve(
 ) -> None:
     """Draw success and reward over the steps, smoothed over `window` steps, with evaluations as points.
 
-    `rows` are those of metrics.jsonl. Nothing of matplotlib's global state is touched.
+    What a run learned before it played (a warm start) has a panel of its own, with its loss: it may have ten
+    times the steps. `rows` are those of metrics.jsonl. Nothing of matplotlib's global state is touched.
     """
     from matplotlib.figure import Figure
 
+    played = min((row["step"] for row in rows if "success" in row or "reward" in row), default=None)
+    before = [row for row in rows if played is None or row["step"] < played]
+    learned = any(name in LOSSES for row in before for name in row)
+    panels = [("loss", before)] if learned else []
+    if played is not None or not learned:
+        start = before[-1]["step"] if learned else 0
+        panels.append(("reward", [row for row in rows if row["step"] >= start]))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    success_axis = figure.add_subplot()
-    reward_axis = success_axis.twinx()
-    imitation, _ = series(rows, "sft/loss")
-    if imitation:
-        success_axis.axvspan(imitation[0] - 1, imitation[-1], color="0.93", label="warm start")
-    _draw(success_axis, rows, "success", "tab:blue", window)
-    _draw(reward_axis, rows, "reward", "tab:orange", window)
-    success_axis.set_ylim(-0.03, 1.03)
-    success_axis.set_xlabel("step")
-    success_axis.set_ylabel("success (share of episodes)", color="tab:blue")
-    reward_axis.set_ylabel("reward", color="tab:orange")
-    success_axis.grid(alpha=0.25)
+    axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=[1, 3][-len(panels) :])[0]
+    handles: dict[str, Any] = {}
+    for axis, (beside, shown) in zip(axes, panels, strict=True):
+        other = axis.twinx()
+        _draw(axis, shown, "success", "tab:blue", window)
+        for name in LOSSES if beside == "loss" else ("reward",):
+            _draw(other, shown, name, _COLOURS[beside], window, label=beside)
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_xlabel("step")
+        axis.set_ylabel("success (share of episodes)", color="tab:blue")
+        other.set_ylabel(beside, color=_COLOURS[beside])
+        axis.grid(alpha=0.25)
+        for one in (axis, other):
+            drawn, labels = one.get_legend_handles_labels()
+            handles |= dict(zip(labels, drawn, strict=True))
     if title:
-        success_axis.set_title(printable(title), parse_math=False)
-    handles = [h for axis in (success_axis, reward_axis) for h in axis.get_legend_handles_labels()[0]]
+        figure.suptitle(printable(title), parse_math=False)
     if handles:
-        success_axis.legend(handles=handles, loc="upper left")
+        axes[-1].legend(handles=[*handles.values()], loc="upper left")
     with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
@@ -58,14 +71,17 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return [sum(span) / len(span) for span in spans]
 
 
-def _draw(axis: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, window: int) -> None:
+def _draw(
+    axis: Any, rows: Sequence[Mapping[str, Any]], name: str, colour: str, window: int, label: str = ""
+) -> None:
     steps, values = series(rows, name)
+    label = label or name
     if steps:
         axis.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
-        axis.plot(steps, smoothed(values, window), color=colour, linewidth=2, label=name)
+        axis.plot(steps, smoothed(values, window), color=colour, linewidth=2, label=label)
     steps, values = series(rows, f"eval/{name}")
     if steps:
-        axis.plot(steps, values, "o", color=colour, markeredgecolor="black", label=f"{name}, held out")
+        axis.plot(steps, values, "o", color=colour, markeredgecolor="black", label=f"{label}, held out")
 
 
 def table_markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

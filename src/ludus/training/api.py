@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
@@ -23,6 +25,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored, beside
 from ludus.training.beginning import check_parts, with_steps
+from ludus.training.display import displayed
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
@@ -40,13 +43,31 @@ PARTS = tuple(field.name for field in fields(Parts))
 """The keywords that are code; the others are tables of the recipe."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
     """A finished run: its folder, the trained model's folder, and what was measured."""
 
     run: RunFolder
     model: Path
     report: Report
+
+    def __repr__(self) -> str:
+        """One line, for a notebook's cell."""
+        measured = f", success={' → '.join(self.success.values())!r}" if self.success else ""
+        return f"Result(run={str(self.run.path)!r}{measured}, model={str(self.model)!r})"
+
+    def __str__(self) -> str:
+        """What it learned: the held-out success after each stage, and where the model is."""
+        width = max(map(len, self.success), default=0)
+        lines = [f"{stage:<{width}}  {share}" for stage, share in self.success.items()]
+        return "\n".join(
+            ["held-out success" if lines else "nothing was measured", *lines, f"model: {self.model}"]
+        )
+
+    @property
+    def success(self) -> dict[str, str]:
+        """The share of held-out tasks that succeeded, by when it was measured."""
+        return {str(row[0]): str(row[2]) for row in self.report.rows}
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -67,6 +88,7 @@ def train(
     demonstrations: Expert | Sequence[Conversation] | None = None,
     resume: str | Path | None = None,
     on_step: OnStep | None = None,
+    progress: bool = True,
     **settings: Any,
 ) -> Result:
     """Train an agent.
@@ -74,7 +96,7 @@ def train(
     Give a recipe (a TOML file's path, or a `Recipe`), or its tables as keywords: `model="folder or name"`,
     `rl={"steps": 50}`, `budgets={"max_turns": 4}`. What is code can be passed as objects, or by the names
     that a recipe would use; it comes before what the recipe says. `resume` is a run's folder to go on with,
-    by its own recipe.
+    by its own recipe. The run's folder and its progress are shown on stderr, unless `progress` is false.
     """
     if isinstance(agent, Mapping):
         settings["agent"], agent = agent, None
@@ -99,7 +121,9 @@ def train(
             agent=agent,
             demonstrations=demonstrations,
         )
-    return run_to_end(train_async(resolved, parts, run, on_step))
+    show = Console(stderr=True) if progress else None
+    again = "ludus.train(resume={path!r}, ...) with the same tasks, tools and rewards"
+    return run_to_end(train_async(resolved, parts, run, on_step, show=show, again=again))
 
 
 def rollout(
@@ -202,9 +226,18 @@ def _without_paths(value: Any) -> Any:
 
 
 async def train_async(
-    recipe: Recipe, parts: Parts, run: RunWriter | None = None, on_step: OnStep | None = None
+    recipe: Recipe,
+    parts: Parts,
+    run: RunWriter | None = None,
+    on_step: OnStep | None = None,
+    *,
+    show: Console | None = None,
+    again: str = "ludus train --resume {path}",
 ) -> Result:
-    """The same, inside a running event loop. Without a `run`, a new folder is made."""
+    """The same, inside a running event loop. Without a `run`, a new folder is made.
+
+    `show` is where its progress is shown; `again`, how a run that was stopped is gone on with.
+    """
     forget_shown()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
         check_parts(recipe, parts)
@@ -213,10 +246,20 @@ async def train_async(
     writer = run or new_run(recipe)
     try:
         counted = with_steps(recipe, parts)
-        return await _train_in(writer, counted, parts, run is not None, on_step)
+        with displayed(writer, show, again.format(path=str(writer.path))) as display:
+            watching = _joined([one for one in (display, on_step) if one is not None])
+            return await _train_in(writer, counted, parts, run is not None, watching)
     except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
         raise
+
+
+def _joined(watching: Sequence[OnStep]) -> OnStep:
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        for one in watching:
+            one(phase, step, total, metrics)
+
+    return on_step
 
 
 @contextmanager
@@ -231,7 +274,7 @@ def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
 
 
 async def _train_in(
-    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep | None
+    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
 ) -> Result:
     with writer, setup_logging(writer):
         checkpoint = _continue(writer, recipe) if is_resumed else None

@@ -15,7 +15,7 @@ from ludus.observe import (
     plot_curve,
     table_markdown,
 )
-from ludus.observe.report import Cell, markdown_text
+from ludus.observe.report import LOSSES, Cell, markdown_text
 from ludus.observe.store import read_failures
 from ludus.training.recipe import Recipe
 from ludus.training.settings import RLConfig
@@ -39,6 +39,7 @@ COLUMNS = (
     "turns",
     "tool errors",
 )
+LOSS_COLUMNS = ("stage", "steps", "loss at first", "loss at the end")
 _FILES_LOOKED_AT = 500
 """How many of the newest files of episodes are searched for the causes of failures."""
 _RAISED_NOTABLY = 0.5
@@ -50,15 +51,18 @@ class Report:
 
     rows: list[list[Cell]]
     samples: list[tuple[str, Trajectory]]
+    losses: list[list[Cell]] = field(default_factory=list)
+    """For each stage with a loss of its own: its steps, and the loss at its beginning and its end."""
     warnings: list[str] = field(default_factory=list)
     """What the numbers do not tell by themselves: lost episodes, steps that taught nothing."""
 
 
 def write_report(run: RunFolder, recipe: Recipe) -> Report:
     """Draw `curve.png` and write `report.md` into the run's folder."""
-    report = Report(_rows(run, recipe), _samples(run, recipe), _warnings(run))
+    report = Report(_rows(run, recipe), _samples(run, recipe), _losses(run, recipe), _warnings(run))
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
-    parts = [f"# {run.name}\n", table_markdown(COLUMNS, report.rows), *_passes(run)]
+    tables = [(COLUMNS, report.rows), (LOSS_COLUMNS, report.losses)]
+    parts = [f"# {run.name}\n", *(table_markdown(*table) for table in tables if table[1]), *_passes(run)]
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
     for label, trajectory in report.samples:
@@ -102,6 +106,21 @@ def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
         ]
         for row in measured.values()
     ]
+
+
+def _losses(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
+    """The stages whose steps tell a loss that falls while they learn; RL's does not."""
+    rows, start = run.metrics(), 0
+    found: list[list[Cell]] = []
+    for number, config in enumerate(recipe.stages):
+        end = start + steps_of(config)
+        own = [row for row in rows if start < row["step"] <= end]
+        losses = [row[name] for row in own for name in LOSSES if row.get(name) is not None]
+        if losses:
+            shown = [f"{loss:.4f}" for loss in (losses[0], losses[-1])]
+            found.append([_name(number, recipe), steps_of(config), *shown])
+        start = end
+    return found
 
 
 def success_text(row: Mapping[str, float]) -> str:
