@@ -260,7 +260,7 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
 
         monkeypatch.setattr(critic_module, "hidden_states", tight)
         metrics = critic.learn(ROWS, lesson, [range(len(ROWS))])
-        return metrics, critic.values(ROWS, len(ROWS))[0]
+        return metrics, critic.values(ROWS)
 
     (metrics, values), (expected, wanted) = learnt(20), learnt(1000)
     assert metrics == pytest.approx(expected, rel=1e-4)
