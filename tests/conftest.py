@@ -13,6 +13,9 @@ if not torch.cuda.is_available():
     # The compiled kernels then run in the interpreter, which has to be asked for before Triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# No token unless a test is about one: it would be kept in the home of whoever runs the tests.
+os.environ.setdefault("LUDUS_TOKEN", "")
+
 # What imports make stays; looking for garbage among it takes a quarter of their time.
 gc.disable()
 

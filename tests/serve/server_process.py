@@ -29,14 +29,21 @@ _PROGRAM = (
 class ServerProcess:
     """`ludus serve tools` with tools of `served_tools.py`, on a free port."""
 
-    def __init__(self, *tools: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None):
+    def __init__(
+        self, *tools: str, options: tuple[str, ...] = (), env: dict[str, str | None] | None = None
+    ) -> None:
+        """`env` adds to the environment; None takes a variable out of it."""
         references = [name if ":" in name else f"{TOOLS}:{name}" for name in tools]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, "tools", *references, *options],
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "LUDUS_TOKEN": "", **(env or {})},
+            env={
+                name: value
+                for name, value in {**os.environ, "LUDUS_TOKEN": "", **(env or {})}.items()
+                if value is not None
+            },
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -45,7 +52,8 @@ class ServerProcess:
             errors = self._error_text()
             self.close()
             raise RuntimeError(errors)
-        self.address: str = json.loads(line)["address"]
+        self.told: dict[str, Any] = json.loads(line)
+        self.address: str = self.told["address"]
         self.port = int(self.address.rpartition(":")[2])
 
     def signal(self, number: int) -> None:
@@ -76,7 +84,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(
-    *tools: str, options: tuple[str, ...] = (), env: dict[str, str] | None = None
+    *tools: str, options: tuple[str, ...] = (), env: dict[str, str | None] | None = None
 ) -> Iterator[ServerProcess]:
     """A server for the length of a test."""
     server = ServerProcess(*tools, options=options, env=env)

@@ -226,6 +226,40 @@ async def test_a_token_opens_the_door(http: aiohttp.ClientSession, tmp_path: Pat
         assert "correct-horse" not in str(logged)
 
 
+def _mode(path: str) -> int:
+    return Path(path).stat().st_mode & 0o777
+
+
+def _show(path: str) -> None:
+    Path(path).chmod(0o644)
+
+
+async def test_other_users_of_the_machine_need_a_token_too(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("LUDUS_TOKEN", raising=False)
+    with serving("echo", env={"LUDUS_TOKEN": None}) as server:
+        kept = server.told["token_file"]
+        assert kept == str(tmp_path / "ludus" / "token") and _mode(kept) == 0o600
+        status, said, _ = await call_alone(http, server, "echo", text="let me in")
+        assert (status, said["error"]["kind"]) == (401, "unauthorized")
+        headers = {"Authorization": f"Bearer {lines_of(Path(kept))[0]}"}
+        async with http.get(f"{server.address}/metrics", headers=headers) as answer:
+            assert answer.status == 200
+        async with RemoteTools(server.address) as tools:  # our own clients find it
+            episode = context()
+            assert (await tools.call(ToolCall("echo", {"text": "in"}), episode)).content == "in"
+            await tools.close(episode)
+    for options, env in (((), {"LUDUS_TOKEN": ""}), (("--no-token",), {"LUDUS_TOKEN": None})):
+        with serving("echo", options=options, env=env) as server:
+            assert "token_file" not in server.told
+            assert (await call_alone(http, server, "echo", text="in"))[0] == 200
+    _show(kept)
+    with pytest.raises(RuntimeError, match="its owner alone"):
+        serving("echo", env={"LUDUS_TOKEN": None}).__enter__()
+
+
 def test_what_the_workers_cannot_host_is_said_by_the_server() -> None:
     with (
         pytest.raises(RuntimeError) as caught,

@@ -71,8 +71,14 @@ def serve_tools(
         int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
     ] = 32_000_000,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file with the token; LUDUS_TOKEN when left out.")
+        Path | None,
+        typer.Option(
+            help="A file with the token; LUDUS_TOKEN when left out, on loopback a token of your own."
+        ),
     ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let every user of this machine call the tools.")
+    ] = False,
     quiet: Annotated[bool, typer.Option(help="Log warnings only.")] = False,
 ) -> None:
     """Serve tools to runs elsewhere. Prints {"address": ...} when it is ready; SIGTERM drains it."""
@@ -96,7 +102,8 @@ def serve_tools(
         },
         "the command line",
     )
-    _run(_tools(references or [], settings), backend, workers, config, _token(token_file), quiet)
+    token, kept = _token(token_file, no_token, host)
+    _run(_tools(references or [], settings), backend, workers, config, token, kept, quiet)
 
 
 def _tools(references: list[str], settings: Path | None) -> list[ToolReference]:
@@ -115,6 +122,7 @@ def _run(
     workers: int,
     config: ServerConfig,
     token: str | None,
+    token_file: Path | None,
     quiet: bool,
 ) -> None:
     from ludus.serve import ToolServer, serve_until_told
@@ -135,7 +143,10 @@ def _run(
 
     def ready(address: str) -> None:
         with suppress(BrokenPipeError):  # whoever started us need not listen
-            os.write(announce, json.dumps({"address": address, "pid": os.getpid()}).encode() + b"\n")
+            told: dict[str, str | int] = {"address": address, "pid": os.getpid()}
+            if token_file is not None:
+                told["token_file"] = str(token_file)
+            os.write(announce, json.dumps(told).encode() + b"\n")
 
     async def serve() -> None:
         await serve_until_told(ToolServer(make_host(), config, token=token), ready)
@@ -151,13 +162,30 @@ def _private_stdout() -> int:
     return private
 
 
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        return os.environ.get("LUDUS_TOKEN") or None
+def _token(file: Path | None, no_token: bool, host: str) -> tuple[str | None, Path | None]:
+    """The token, and the file where clients find it if it is one of our own."""
+    from ludus.tools.remote.replies import is_loopback
+    from ludus.tools.remote.transport import own_token
+
+    given = os.environ.get("LUDUS_TOKEN")
+    if no_token and (file or given):
+        raise ConfigError(
+            "--no-token stands beside a token (--token-file or LUDUS_TOKEN); give one of them"
+        )
+    if file is not None:
+        try:
+            return file.read_text(encoding="ascii").strip(), file
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {file}: {error}") from error
+    if no_token or given is not None or not is_loopback(host):
+        return given or None, None
     try:
-        return file.read_text(encoding="ascii").strip()
+        return own_token()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: {error}") from error
+        raise ConfigError(
+            f"no token can be kept for your clients: {error}. Set LUDUS_TOKEN, or --no-token where "
+            "nobody else uses this machine"
+        ) from error
 
 
 def _limits(texts: list[str]) -> dict[str, int]:

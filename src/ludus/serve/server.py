@@ -17,6 +17,7 @@ from ludus.serve.handlers import ToolApi
 from ludus.serve.service import ToolService
 from ludus.serve.settings import ServerConfig
 from ludus.tools.hosting import ToolHost
+from ludus.tools.remote.replies import is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -136,18 +137,16 @@ def check_exposure(host: str, token: str | None) -> None:
         if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError("a token is at least 16 printable ASCII characters without spaces")
         return
-    if not _is_loopback(host):
+    if not _is_on_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines: set a token (LUDUS_TOKEN, or --token-file), "
             "or listen on 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        pass
+def _is_on_loopback(host: str) -> bool:
+    if is_loopback(host):
+        return True
     try:
         found = socket.getaddrinfo(host, None)
     except OSError as error:

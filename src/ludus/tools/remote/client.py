@@ -8,10 +8,12 @@ them, within their deadline; the queue that counts is the server's, which says w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import Json, ToolCall
@@ -19,8 +21,8 @@ from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.tools.remote.calls import Attempts
 from ludus.tools.remote.episodes import Episode, RemoteCounters, Session, Sessions
 from ludus.tools.remote.patience import Contact, Patience
-from ludus.tools.remote.replies import normalized, unsendable
-from ludus.tools.remote.transport import Broken, NotSent, Reply, Transport
+from ludus.tools.remote.replies import is_loopback, normalized, unsendable
+from ludus.tools.remote.transport import Broken, NotSent, Reply, Transport, own_token
 from ludus.tools.toolset import malformed, unknown_tool
 
 _log = logging.getLogger(__name__)
@@ -45,15 +47,15 @@ class RemoteTools:
         """`tools` are the names wanted, all when left out. `deadline` bounds one call with all its
         attempts; a server that cannot be reached is tried for `unreachable_seconds`. At most
         `connections` requests are on their way at once, the rest wait here. The token is `LUDUS_TOKEN`
-        from the environment when left out."""
+        from the environment when left out; servers on this machine's loopback get our user's own."""
         given = [address] if isinstance(address, str) else list(address)
         if not given:
             raise ConfigError("remote tools need at least one address, such as http://127.0.0.1:8700")
         self._deadline, self._unreachable_seconds = deadline, unreachable_seconds
         self._contact = Contact()
-        token = token if token is not None else os.environ.get("LUDUS_TOKEN")
-        self._transport = Transport(token, connections)
-        self._sessions = Sessions(self._transport, [normalized(one) for one in given], tools)
+        addresses = [normalized(one) for one in given]
+        self._transport = Transport(_token(addresses) if token is None else token, connections)
+        self._sessions = Sessions(self._transport, addresses, tools)
         self._episodes: dict[str, Episode] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -152,3 +154,13 @@ class RemoteTools:
             await self._transport.send("DELETE", url, None, _CLOSE_SECONDS)
         except (NotSent, Broken, TimeoutError) as error:
             _log.info("the server could not be told that something ended: %s", error)
+
+
+def _token(addresses: Sequence[str]) -> str | None:
+    """The environment's token; or, where all servers are on our own loopback, that of our user."""
+    given = os.environ.get("LUDUS_TOKEN")
+    if given is not None or not all(is_loopback(urlsplit(one).hostname or "") for one in addresses):
+        return given or None
+    with contextlib.suppress(OSError):  # then the server has none either, or was given one
+        return own_token()[0]
+    return None

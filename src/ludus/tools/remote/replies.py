@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +32,14 @@ def normalized(address: str) -> str:
     if not valid or parts.query or parts.fragment or parts.username:
         raise ConfigError(f"{address!r} is no address of a tool server; write http://host:port")
     return full.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nothing else, as its name says."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def in_order(addresses: Sequence[str], episode: str) -> list[str]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
+import secrets
 import weakref
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import MissingExtraError
@@ -24,6 +27,30 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
+
+
+def own_token() -> tuple[str, Path]:
+    """The token by which servers and clients of one user on one machine know each other, and its file.
+
+    Other users of the machine reach our loopback too. The file is made at first need, for its owner alone;
+    `OSError` where that cannot be done.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(state, "ludus", "token")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        made = path.with_name(f"token.{secrets.token_hex(8)}")
+        made.touch(mode=0o600, exist_ok=False)
+        try:
+            made.write_text(secrets.token_urlsafe(32))
+            with contextlib.suppress(FileExistsError):  # somebody else was first
+                path.hardlink_to(made)  # whole, or not at all
+        finally:
+            made.unlink()
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a file that its owner alone can read")
+    return path.read_text(encoding="ascii").strip(), path
 
 
 class NotSent(Exception):
