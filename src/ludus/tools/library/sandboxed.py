@@ -28,10 +28,15 @@ _NOTHING = "(no output)"
 
 
 class SandboxTool(Tool):
-    """A tool that works in the episode's session. The sandbox has the deadlines; what it loses stays lost."""
+    """A tool that works in the episode's session. The sandbox has the deadlines; what it loses stays lost.
+
+    What comes from a session is a stranger's word. Where it makes one of these tools raise, that is the model's
+    fault: called ours, it would leave the episode unscored, and a policy could learn that.
+    """
 
     timeout = None
     retries = 0
+    on_error = "fault"
 
     def __init__(
         self, sessions: EpisodeSessions, name: str | None = None, max_chars: int | None = None
