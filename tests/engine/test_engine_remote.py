@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import math
 import threading
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai_server import OpenAIServer, Raw, chat, error, serving, text
 
-from ludus.core.failures import ConfigError, EngineError
+from ludus.core.failures import ConfigError, EngineError, Fault
 from ludus.core.generation import FinishReason, Sampling
 from ludus.core.messages import Message
 from ludus.core.protocols import Engine
@@ -201,6 +202,77 @@ async def test_an_episode_with_tools_over_chat() -> None:
     )
     assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
     assert '"arguments": {"a": 2, "b": 3}' in second["messages"][2]["content"]
+
+
+def natively(*calls: tuple[str, str], content: str | None = None) -> dict[str, Any]:
+    """An answer of tool calls, as servers of chats have them: arguments are JSON in a text."""
+    made = [
+        {"id": f"x{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": content, "tool_calls": made}
+    return {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+
+def native_calculator(body: dict[str, Any]) -> dict[str, Any]:
+    """Calls natively: first in a way that cannot be read, then twice, then says what it heard last."""
+    told = len(body["messages"])
+    last = body["messages"][-1]["content"]
+    if "MALFORMED" in last.upper() or "JSON" in last:
+        return natively(("add", '{"a": 1, "b": 1}'), ("add", '{"a": 2, "b": 3}'), content="Again.")
+    if "2+3?" in last and told < 4:
+        return natively(("add", "{a: 2"))
+    return chat("It is " + last.replace("\n</tool_response>", "").split("\n")[-1])
+
+
+@pytest.mark.parametrize("way", ["text", "native"])
+async def test_native_tool_calls(way: Any) -> None:
+    """A call that cannot be read is the model's fault; the others are made, whichever way tools were sent."""
+    with serving(native_calculator) as server:
+        async with engine_at(server, options=RemoteOptions(tools=way)) as engine:
+            rollout = Rollout(
+                engine, Renderer(TRANSCRIPT, load_format("hermes")), Scorer([right]), as_toolset([add])
+            )
+            groups = [g async for g in rollout.groups([Task.of("2+3?", target=5, id="sum")], seed=0)]
+    (trajectory,) = groups[0].trajectories
+    assert trajectory.failure is None, trajectory.failure
+    assert (trajectory.answer, trajectory.reward, trajectory.turns) == ("It is 5", 1.0, 3)
+    assert [call.fault for call in trajectory.calls] == [Fault.MALFORMED_CALL, None, None]
+    assert [call.arguments for call in trajectory.calls[1:]] == [{"a": 1, "b": 1}, {"a": 2, "b": 3}]
+    first, *_, last = server.bodies
+    if way == "text":
+        assert all("tools" not in body for body in server.bodies)
+        return
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["add"] and first["tools"] == last[
+        "tools"
+    ]
+    assert [m["role"] for m in first["messages"]] == ["user"]
+    assert [m["role"] for m in last["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+    ]
+    said, *heard = last["messages"][3:]
+    assert said["content"] == "Again." and [
+        json.loads(c["function"]["arguments"]) for c in said["tool_calls"]
+    ] == [
+        {"a": 1, "b": 1},
+        {"a": 2, "b": 3},
+    ]
+    assert [m["tool_call_id"] for m in heard] == [call["id"] for call in said["tool_calls"]]
+    assert [m["content"] for m in heard] == ["2", "5"]
+
+
+async def test_native_calls_are_written_in_the_runs_format() -> None:
+    write = load_format("llama3").render_action
+    with serving(lambda body: natively(("add", '{"a": 2, "b": 3}'))) as server:
+        async with engine_at(server, write_calls=write) as engine:
+            done = await engine.generate(HELLO, Sampling())
+    (call,) = load_format("llama3").parse(TRANSCRIPT.decode(done.tokens)).calls
+    assert (call.name, call.arguments, call.fault) == ("add", {"a": 2, "b": 3}, None)
 
 
 async def test_a_server_that_refuses_is_a_failure_of_ours_and_no_zero() -> None:

@@ -81,6 +81,31 @@ def model(body: dict[str, Any]) -> dict[str, Any]:
     return chat(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
 
 
+def native(body: dict[str, Any]) -> dict[str, Any]:
+    """The same as the interface has it: tools in the request, calls and results as messages of their kinds."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return chat(last["content"])
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["add"]
+    number = int(last["content"].split()[0])
+    function = {"name": "add", "arguments": json.dumps({"a": number, "b": number})}
+    answer = chat(None, "tool_calls")
+    answer["choices"][0]["message"]["tool_calls"] = [
+        {"id": "1", "type": "function", "function": function}
+    ]
+    return answer
+
+
+def test_native_tools_on_the_command_line(project: Path) -> None:
+    with serving(native) as server:
+        ludus("eval", "recipe.toml", "-m", server.url, "--tools", "native", "--results", "r")
+    assert report(project / "r")["measured"][0]["success"]["value"] == 1
+    options = ("eval", "recipe.toml", "-m", "http://127.0.0.1:9/v1#x")
+    for wrong in (("--tools", "other"), ("--tools", "native", "agent.format=react")):
+        done = CliRunner().invoke(app, [*options, *wrong])
+        assert done.exit_code != 0 and "tools" in str(done.exception)
+
+
 def report(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return found

@@ -127,6 +127,9 @@ def evaluate(
     prompt: Annotated[
         str, typer.Option(help="For an address with a tokenizer: send prompts as tokens or as text.")
     ] = "tokens",
+    tools: Annotated[
+        str, typer.Option(help="For an address without one: tools as text, or native in each request.")
+    ] = "text",
     request: Annotated[
         str | None, typer.Option(help="For an address: further fields of each request, as JSON.")
     ] = None,
@@ -140,7 +143,9 @@ def evaluate(
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    study = StudyOptions(model or [], against, turns, pass_at, by, results, tokenizer, prompt, request)
+    study = StudyOptions(
+        model or [], against, turns, pass_at, by, results, tokenizer, prompt, tools, request
+    )
     run_evaluation(recipe, overrides or [], study, options)
 
 

@@ -53,6 +53,7 @@ class StudyOptions:
     results: Path | None
     tokenizer: str | None
     prompt: str
+    tools: str
     request: str | None
 
     def remote(self) -> RemoteOptions:
@@ -64,4 +65,10 @@ class StudyOptions:
             raise ConfigError(f"--request is a JSON object: {error}") from None
         if not isinstance(fields, dict):
             raise ConfigError("--request is a JSON object, such as '{\"top_k\": 20}'")
-        return RemoteOptions(prompt="text" if self.prompt == "text" else "tokens", request=fields)
+        if self.tools not in ("text", "native"):
+            raise ConfigError(f"--tools is text or native, not {self.tools!r}")
+        return RemoteOptions(
+            prompt="text" if self.prompt == "text" else "tokens",
+            tools="native" if self.tools == "native" else "text",
+            request=fields,
+        )

@@ -6,12 +6,13 @@ a `BadAnswer` that says what was wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.generation import FinishReason, Sampling
-from ludus.core.messages import Json
+from ludus.core.messages import Json, Message, ToolCall
 
 MOST_STOPS = 4
 """How many stop strings the OpenAI interface takes."""
@@ -55,8 +56,21 @@ def sampling_fields(sampling: Sampling, *, stops: bool) -> Json:
     return fields
 
 
-def read_answer(body: Json, *, chat: bool, sampling: Sampling) -> Answer:
-    """The first choice of a completion."""
+WriteCalls = Callable[[str, Sequence[ToolCall]], str]
+"""(text, calls) -> an action as the run's format writes it."""
+
+
+def write_hermes(text: str, calls: Sequence[ToolCall]) -> str:
+    """Calls as the usual format writes them."""
+    bodies = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+    written = [f"<tool_call>\n{body}\n</tool_call>" for body in bodies]
+    return "\n".join([text, *written] if text else written)
+
+
+def read_answer(
+    body: Json, *, chat: bool, sampling: Sampling, write: WriteCalls = write_hermes
+) -> Answer:
+    """The first choice of a completion; native tool calls become text of the run's format."""
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise BadAnswer("the answer has no choices")
@@ -64,7 +78,7 @@ def read_answer(body: Json, *, chat: bool, sampling: Sampling) -> Answer:
     reason = choice.get("finish_reason")
     if reason in _BROKEN_OFF:
         raise BadAnswer(f"the server broke off: finish_reason is {reason!r}")
-    text = _chat_text(choice) if chat else choice.get("text")
+    text, is_native = _chat_text(choice, write) if chat else (choice.get("text"), False)
     if not isinstance(text, str):
         raise BadAnswer(f"the answer's text is {type(text).__name__}, not text")
     most = sampling.max_tokens * _CHARS_PER_TOKEN + _SPARE_CHARS
@@ -76,17 +90,34 @@ def read_answer(body: Json, *, chat: bool, sampling: Sampling) -> Answer:
         text=text.encode("utf-8", errors="replace").decode("utf-8"),
         finish=FinishReason.LENGTH if reason == "length" else FinishReason.STOP_TOKEN,
         stop=stop if stop in sampling.stop else None,
-        tells_stop=bool(told),
+        tells_stop=bool(told) or is_native,
         prompt_tokens=_prompt_tokens(body.get("usage")),
     )
 
 
-def _chat_text(choice: Json) -> Any:
+def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
+    """What was said, and whether native tool calls are part of it."""
     message = choice.get("message")
     if not isinstance(message, dict):
         raise BadAnswer("the answer has no message")
-    content = message.get("content")
-    return "" if content is None else content  # a model that only thought, or called a tool of its own
+    content, calls = message.get("content"), message.get("tool_calls")
+    said = "" if content is None else content  # a model that only thought, or only called a tool
+    if not calls:
+        return said, False
+    if not isinstance(calls, list) or not isinstance(said, str):
+        raise BadAnswer(f"the answer's tool_calls are {type(calls).__name__}, not a list beside a text")
+    try:
+        parsed = Message.parse({"role": "assistant", "content": said, "tool_calls": calls})
+    except ValueError:  # the model's fault: a call that cannot be read, which the format will say
+        raw = [f"<tool_call>\n{_raw_call(call)}\n</tool_call>" for call in calls]
+        return "\n".join([said, *raw] if said else raw), True
+    return write(said, parsed.tool_calls), True
+
+
+def _raw_call(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else call
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _prompt_tokens(usage: Any) -> int | None:

@@ -29,10 +29,12 @@ from ludus.engine.remote.bodies import (
     MOST_STOPS,
     Answer,
     BadAnswer,
+    WriteCalls,
     cut,
     model_names,
     read_answer,
     sampling_fields,
+    write_hermes,
 )
 from ludus.engine.remote.transcripts import TranscriptTokenizer
 from ludus.engine.remote.transport import Broken, Reply, Transport, load_aiohttp
@@ -63,6 +65,8 @@ class RemoteOptions:
     """Seconds before the second attempt; the pause doubles, and a random share of it is taken."""
     connections: int = 256
     """Most requests on their way at once."""
+    tools: Literal["text", "native"] = "text"
+    """Over chat: tools as text in the system message, or in the request's `tools` (agent.format = "hermes")."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of every request; None leaves a field out that would be sent."""
 
@@ -77,12 +81,17 @@ class RemoteEngine:
         *,
         key: str | None = None,
         options: RemoteOptions | None = None,
+        write_calls: WriteCalls = write_hermes,
     ) -> None:
-        """The key is `LUDUS_API_KEY` from the environment when left out."""
+        """The key is `LUDUS_API_KEY` from the environment when left out.
+
+        A server may answer with native `tool_calls`; `write_calls` writes them as the run's format does.
+        """
         load_aiohttp()
         self.address = Address.parse(address) if isinstance(address, str) else address
         self.options = options or RemoteOptions()
         self._tokenizer = tokenizer
+        self._write_calls = write_calls
         self._transport = Transport(
             (key if key is not None else os.environ.get(KEY, "")).strip(), self.options.connections
         )
@@ -180,7 +189,12 @@ class RemoteEngine:
     async def _ask(self, tokens: list[int], sampling: Sampling, *, stops: bool) -> Answer:
         body = sampling_fields(sampling, stops=stops)
         if isinstance(self._tokenizer, TranscriptTokenizer):
-            path, body["messages"] = "chat/completions", self._tokenizer.messages(tokens)
+            path = "chat/completions"
+            if self.options.tools == "native":
+                body["messages"], tools = self._tokenizer.native(tokens)
+                body["tools"] = tools or None
+            else:
+                body["messages"] = self._tokenizer.messages(tokens)
         else:
             as_text = self.options.prompt == "text"
             path = "completions"
@@ -203,7 +217,12 @@ class RemoteEngine:
                     try:
                         reply = await self._transport.send("POST", url, body)
                         if reply.status == 200:
-                            return read_answer(reply.body, chat="messages" in body, sampling=sampling)
+                            return read_answer(
+                                reply.body,
+                                chat="messages" in body,
+                                sampling=sampling,
+                                write=self._write_calls,
+                            )
                         problem = reply.problem
                     except (Broken, BadAnswer) as error:
                         problem = str(error)

@@ -9,7 +9,8 @@ many tokens as a real tokenizer counts, rather more. Content cannot forge a mark
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from ludus.core.messages import Json
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
@@ -26,6 +27,8 @@ _TOOLS = (
     '<tool_call></tool_call>:\n<tool_call>\n{{"name": <function-name>, "arguments": '
     "<arguments-object>}}\n</tool_call>"
 )
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class TranscriptTokenizer(ByteTokenizer):
@@ -77,24 +80,77 @@ class TranscriptTokenizer(ByteTokenizer):
         Results of tools become messages of the user, in the way of Hermes: the server has not seen the
         calls that they answer. Messages of one role in a row are joined, because many templates insist.
         """
-        start, end = self._specials[_START], self._specials[_END]
         found: list[Json] = []
+        for role, content in self._said(tokens):
+            _append(found, role, content)
+        return found
+
+    def native(self, tokens: Sequence[int]) -> tuple[list[Json], list[Json]]:
+        """(messages, tools) with calls and results as the OpenAI interface has them.
+
+        Calls have the numbers of their places as ids, and the results that follow answer them in order. A
+        message with a call that is no JSON stays text, and so do its results.
+        """
+        found: list[Json] = []
+        tools: list[Json] = []
+        asked: list[str] = []
+        for role, content in self._said(tokens):
+            if role == "system" and not found:
+                content, tools = _without_tools(content)
+                if content:
+                    found.append({"role": role, "content": content})
+            elif role == "assistant":
+                text, calls = _calls(content, f"call_{len(found)}")
+                found.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
+                asked = [call["id"] for call in calls]
+            elif role == "tool" and asked:
+                found.append({"role": role, "tool_call_id": asked.pop(0), "content": content})
+            else:
+                _append(found, role, content)
+        return found, tools
+
+    def _said(self, tokens: Sequence[int]) -> Iterator[tuple[str, str]]:
+        start, end = self._specials[_START], self._specials[_END]
         opened: list[int] | None = None
         for token in tokens:
             if token == start:
                 opened = []
             elif opened is not None and token == end:
-                _append(found, self.decode(opened))
+                role, _, content = self.decode(opened).partition("\n")
+                if role not in _ROLES:
+                    raise ValueError(f"a transcript has no role {role!r:.40}")
+                yield role, content
                 opened = None
             elif opened is not None:
                 opened.append(token)
-        return found
 
 
-def _append(found: list[Json], said: str) -> None:
-    role, _, content = said.partition("\n")
-    if role not in _ROLES:
-        raise ValueError(f"a transcript has no role {role!r:.40}")
+def _without_tools(system: str) -> tuple[str, list[Json]]:
+    """A system message, and the tools that `apply_chat_template` listed at its end."""
+    before, after = _TOOLS.split("{listed}")
+    head, start, rest = system.rpartition(before.format())
+    if not start or not rest.endswith(after.format()):
+        return system, []
+    listed = rest.removesuffix(after.format())
+    return head.removesuffix("\n\n"), [json.loads(line) for line in listed.split("\n")]
+
+
+def _calls(said: str, name: str) -> tuple[str, list[Json]]:
+    """What the assistant said beside its calls, and these; all of it is text where one cannot be read."""
+    calls: list[Json] = []
+    for body in _CALL.findall(said):
+        try:
+            read = json.loads(body)
+        except ValueError:
+            return said, []
+        if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+            return said, []
+        function = {"name": read["name"], "arguments": json.dumps(read.get("arguments") or {})}
+        calls.append({"id": f"{name}_{len(calls)}", "type": "function", "function": function})
+    return (_CALL.sub("", said).strip() if calls else said), calls
+
+
+def _append(found: list[Json], role: str, content: str) -> None:
     if role == "tool":
         role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
     if found and found[-1]["role"] == role:

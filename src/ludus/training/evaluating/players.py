@@ -18,6 +18,7 @@ from ludus.engine.remote import (
     is_address,
 )
 from ludus.observe import RunFolder
+from ludus.rollouts.formats import load_format
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.parts import Parts
@@ -53,6 +54,7 @@ class Player:
                 "address": self.name,
                 "tokenizer": self.tokenizer,
                 "prompt": self.remote.prompt,
+                **({"tools": "native"} if self.remote.tools == "native" else {}),
                 "request": dict(self.remote.request),
             }
         model = self.recipe(recipe).model
@@ -84,7 +86,18 @@ class Player:
         tokenizer: Tokenizer = (
             load_tokenizer(self.tokenizer) if self.tokenizer else TranscriptTokenizer()
         )
-        engine = RemoteEngine(self.name, tokenizer, key=self.key, options=self.remote)
+        format = load_format(recipe.agent.format, **recipe.agent.format_options)
+        if self.remote.tools == "native" and (self.tokenizer or format.name != "hermes"):
+            raise ConfigError(
+                'native tools are for chat servers: leave out --tokenizer, and use agent.format = "hermes"'
+            )
+        engine = RemoteEngine(
+            self.name,
+            tokenizer,
+            key=self.key,
+            options=self.remote,
+            write_calls=format.render_action,
+        )
         sets: list[TaskSet] = []
         try:
             sets = task_sets_on(engine, tokenizer, recipe, parts)
