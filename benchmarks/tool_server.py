@@ -3,11 +3,12 @@
     python benchmarks/tool_server.py                     # about three minutes
     python benchmarks/tool_server.py --quick             # half a minute
     python benchmarks/tool_server.py --preload numpy --preload sympy
-    python benchmarks/tool_server.py --verltool CHECKOUT # VerlTool's real server beside ours
+    python benchmarks/tool_server.py --verltool CHECKOUT --verltool-python PYTHON # pairs with VerlTool's server
 
 Every request is one program in a fresh sandbox, sent with an idempotency key and repeated when it was not
 taken. Compared in the same run with fresh interpreters (`python3 -c`) behind a semaphore, and with bubblewrap
-and firejail where they are installed. Memory is the proportional set size of the server and all it started.
+and firejail where they are installed. `--verltool` runs VerlTool's real server instead, in turns with ours.
+Memory is the proportional set size of the server and all it started.
 """
 
 from __future__ import annotations
@@ -158,18 +159,28 @@ def start_server(preload: list[str]) -> tuple[subprocess.Popen[str], str]:
     return process, json.loads(process.stdout.readline())["address"]
 
 
+def family(pid: int) -> list[int]:
+    """A process and everything below it."""
+    found, place = [pid], 0
+    while place < len(found):
+        try:
+            for task in Path(f"/proc/{found[place]}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            pass  # it ended while we looked
+        place += 1
+    return found
+
+
 def memory_of(pid: int) -> float:
     """Megabytes of a process and everything below it, shared pages divided."""
-    family, place, total = [pid], 0, 0
-    while place < len(family):
+    total = 0
+    for one in family(pid):
         try:
-            for task in Path(f"/proc/{family[place]}/task").iterdir():
-                family += [int(child) for child in (task / "children").read_text().split()]
-            lines = Path(f"/proc/{family[place]}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
             total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         except (OSError, StopIteration):
             pass  # it ended while we looked
-        place += 1
     return total / 1024
 
 
@@ -241,54 +252,91 @@ async def theirs(quick: bool) -> dict[str, float]:
     return rates
 
 
-def start_verltool(checkout: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "verl_tool.servers.serve", "--host", "127.0.0.1", "--port", "30815"]
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, of everything below it, and of what they have collected."""
+    ticks = 0
+    for one in family(pid):
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended while we looked; who collected it counts it
+        ticks += sum(int(fields[place]) for place in (11, 12, 13, 14))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def start_verltool(checkout: Path, python: str) -> subprocess.Popen[str]:
+    command = [python, "-m", "verl_tool.servers.serve", "--host", "127.0.0.1", "--port", "30815"]
     tool = ["--tool_type", "python_code", "--workers_per_tool", "64"]
-    return subprocess.Popen([*command, *tool], cwd=checkout, text=True)
+    # the programs that it runs are started as `python3`: the system's, which starts fastest
+    path = f"/usr/bin:/bin:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(checkout)}
+    return subprocess.Popen(
+        [*command, *tool], cwd=checkout, text=True, env=env,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
-async def verltool(checkout: Path) -> dict[str, float]:
-    """VerlTool's own server from a checkout, with its Python tool, at the same loads."""
-    process = start_verltool(checkout)
-    rates: dict[str, float] = {}
-    address = "http://127.0.0.1:30815/get_observation"
+def by_verltool(client: aiohttp.ClientSession) -> Once:
+    """One execution by VerlTool's server."""
 
     async def once(program: str, measured: Measured) -> bool:
-        name = uuid.uuid4().hex
-        body = {
-            "trajectory_ids": [name],
-            "actions": [f"<python>{program}</python>"],
-            "extra_fields": [{}],
-        }
+        code = f"<python>{program}</python>"
+        body = {"trajectory_ids": [uuid.uuid4().hex], "actions": [code], "extra_fields": [{}]}
         try:
-            async with client.post(address, json=body) as answer:
+            async with client.post("http://127.0.0.1:30815/get_observation", json=body) as answer:
                 return "hello world" in await answer.text()
         except aiohttp.ClientError:
             return False
 
+    return once
+
+
+async def pairs(checkout: Path, python: str, rounds: int, concurrencies: tuple[int, ...]) -> None:
+    """Both servers at the same loads, in turns: what disturbs one of a pair disturbs the other as well."""
+    ours, address = start_server([])
+    theirs = start_verltool(checkout, python)
+    print("| concurrent | ludus/s | ms CPU | VerlTool/s | ms CPU | ratio | ratio of CPU |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as client:
-            for _ in range(120):
-                if await once(HELLO, Measured("", 1)):
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=PATIENCE)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+            sides = {ours.pid: over_http(client, address), theirs.pid: by_verltool(client)}
+            for _ in range(180):
+                if await sides[theirs.pid](HELLO, Measured("", 1)):
                     break
                 await asyncio.sleep(1)
-            for concurrency in (64, 256):
-                measured = await measure(
-                    process, "VerlTool, hello", concurrency, 512, once, [HELLO] * 512
-                )
-                rates[f"VerlTool at {concurrency}"] = len(measured.seconds) / measured.wall
+            await load("warm up", 8, 32, sides[ours.pid], [HELLO] * 32)
+            for concurrency in concurrencies:
+                ratios = []
+                for _ in range(rounds):
+                    rates, costs = [], []
+                    for (pid, once), count in zip(sides.items(), (1024, 128), strict=True):
+                        before = cpu_seconds(pid)
+                        count = max(count, concurrency)
+                        measured = await load("", concurrency, count, once, [HELLO] * count)
+                        assert not measured.failures, f"{measured.failures} of {count} failed"
+                        rates.append(count / measured.wall)
+                        costs.append(1000 * (cpu_seconds(pid) - before) / count)
+                    ratios.append(rates[0] / rates[1])
+                    cells = f"{rates[0]:.0f} | {costs[0]:.1f} | {rates[1]:.1f} | {costs[1]:.0f}"
+                    ratio = f"{ratios[-1]:.1f} | {costs[1] / costs[0]:.1f}"
+                    print(f"| {concurrency:,} | {cells} | {ratio} |", flush=True)
+                print(f"median ratio at {concurrency:,}: {statistics.median(ratios):.1f}", flush=True)
     finally:
-        process.kill()
-        process.wait()
-    return rates
+        for process in (ours, theirs):
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 async def main(options: argparse.Namespace) -> None:
+    if options.verltool is not None:
+        concurrencies = (64, 256) if options.quick else (64, 256, 1024)
+        await pairs(options.verltool, options.verltool_python, options.rounds, concurrencies)
+        return
     print(HEAD, flush=True)
     rates = await ours(options.preload, options.quick)
     others = await theirs(options.quick)
-    if options.verltool is not None:
-        others |= await verltool(options.verltool)
     print()
     for label, rate in others.items():
         ratio = f"{rates[256] / rate:.1f} times" if rate else "it ran nothing here"
@@ -302,6 +350,10 @@ if __name__ == "__main__":
     parser.add_argument("--preload", action="append", default=[], help="a module to preload; repeatable")
     parser.add_argument("--quick", action="store_true", help="fewer requests, two loads")
     parser.add_argument(
-        "--verltool", type=Path, help="a checkout of VerlTool, with its dependencies installed"
+        "--verltool", type=Path, help="a checkout of VerlTool: only pairs with its server"
     )
+    parser.add_argument(
+        "--verltool-python", default=sys.executable, help="an interpreter that has its dependencies"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="pairs for each load")
     asyncio.run(main(parser.parse_args()))
