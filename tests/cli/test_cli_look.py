@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from ludus.cli.main import app
 from ludus.observe import RunFolder
+from ludus.training import Recipe
+from ludus.training.steps import best_of
 
 MODULE = '''
 import ludus
@@ -93,6 +95,46 @@ def test_lost_episodes_are_in_what_people_look_at(project: Path) -> None:
     assert all("| 4 of 10 |" in row and re.search(r"\| \d\d\.\d% to 100\.0% \|", row) for row in rows)
     assert "8 of 20 held-out episodes (40%)" in report and "8 of 20 training episodes" in report
     assert "Most often" in report and "KeyError: 'missing'" in report
+
+
+def test_going_on_with_a_finished_run(project: Path) -> None:
+    ludus("train", "recipe.toml", "rl.steps=1", "rl.tasks=2", 'rewards=["task.py:constant"]')
+    run = RunFolder(project / "runs" / "adding-001")
+    said = ludus("train", "--resume", "runs/adding-001")
+    assert "is finished: all 1 steps are done" in said and "rl.steps=2" in said
+    ludus("train", "--resume", "runs/adding-001", "rl.steps=2", "evaluation.every=1")
+    assert [row["step"] for row in run.metrics() if "reward" in row] == [1, 2]
+    assert "all 2 steps are done" in ludus("train", "--resume", "runs/adding-001")
+    done = CliRunner().invoke(app, ["train", "--resume", "runs/adding-001", "rl.attempts=4"])
+    assert "rl.attempts cannot be changed" in str(done.exception)
+    best = best_of(run.metrics(), Recipe.parse(run.recipe(), ""))
+    assert best is not None and best.step == 0, "all are equal, and of equal ones the first is the best"
+    assert "p-000000: 1 tasks" in ludus(
+        "eval", "runs/adding-001", "--checkpoint", "best", "--tasks", "1"
+    )
+    assert "p-000002: 1 tasks" in ludus("eval", "runs/adding-001", "--checkpoint", "2", "--tasks", "1")
+    ludus("rollout", "runs/adding-001", "--checkpoint", "last", "--tasks", "1")
+    done = CliRunner().invoke(app, ["eval", "runs/adding-001", "--checkpoint", "7"])
+    assert "has no such checkpoint" in str(done.exception)
+
+
+def test_a_run_made_in_python_says_what_a_command_lacks(project: Path) -> None:
+    text = RECIPE.replace("fragile", "constant")
+    (project / "recipe.toml").write_text(text)
+    script = """
+import ludus, task
+ludus.train("recipe.toml", tools=[task.add], tasks=task.tasks(), rl={"steps": 1, "tasks": 2})
+"""
+    exec(compile(script, "script.py", "exec"), {})
+    for words in (["train", "--resume"], ["eval"], ["rollout"]):
+        done = CliRunner().invoke(app, [*words, "runs/adding-001"])
+        assert "made in Python" in str(done.exception), words
+        assert "tasks = 10 tasks; tools = add" in str(done.exception)
+    named = ['agent.tools=["task.py:add"]', 'tasks.train="task.py:tasks"']
+    ludus("eval", "runs/adding-001", *named, "--tasks", "1")
+    ludus("train", "--resume", "runs/adding-001", *named, "rl.steps=2")
+    ludus("train", "--resume", "runs/adding-001", "rl.steps=3")
+    assert "=== task" in ludus("show", "runs/adding-001")
 
 
 def test_steps_without_signal_are_told_with_what_to_do(project: Path) -> None:

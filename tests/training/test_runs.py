@@ -192,7 +192,7 @@ def test_the_reference_of_a_stage_that_is_over_is_not_needed(tmp_path: Path) -> 
 def test_a_resumed_run_that_is_refused_can_be_resumed_again(tmp_path: Path) -> None:
     ludus.train(**settings(tmp_path / "run"), **code())
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000003")
-    for wrong, problem in (({}, "no tasks to train on"), ({"tasks": 3}, "tasks")):
+    for wrong, problem in (({}, "made in Python"), ({**code(), "tasks": 3}, "tasks")):
         with pytest.raises(ConfigError, match=problem):
             ludus.train(resume=tmp_path / "run", **wrong)
     ludus.train(resume=tmp_path / "run", **code())
@@ -737,3 +737,88 @@ def test_a_model_learns_to_call_inside_its_turn(tmp_path: Path) -> None:
         assert "<|im_start|>" not in after and result.logprobs is None
         return
     raise AssertionError("no episode called the tool")
+
+
+# -- best checkpoint, early stopping, extending --------------------------------------------------------------
+
+
+class Falling:
+    """A reward that gives these values to the held-out tasks, one after each evaluation."""
+
+    name = "success"
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+        self.asked = 0
+
+    async def score(self, trajectory: Any, task: Any, envs: Any) -> float:
+        if int(task.id) < 50:
+            return len(trajectory.actions[0].tokens) % 3
+        self.asked += 1
+        place = min((self.asked - 1) // 2, len(self.values) - 1)  # there are two held-out tasks
+        return self.values[place]
+
+
+def measured_code(values: list[float]) -> dict[str, Any]:
+    return {**code(), "rewards": [Falling(values)]}
+
+
+def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
+    tables = settings(
+        tmp_path / "run", rl={"steps": 6}, run={"checkpoint_every": 1, "keep_checkpoints": 1},
+        evaluation={"every": 1},
+    )  # fmt: skip
+    result = ludus.train(**tables, **measured_code([0.0, 0.2, 1.0, 0.5, 0.5, 0.1, 0.1]))
+    run = RunFolder(tmp_path / "run")
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 6]
+    assert result.best == run.checkpoints_path / "step-000002" != result.model
+    assert "Best checkpoint: `checkpoints/step-000002`" in run.report_path.read_text()
+
+
+def test_a_stage_ends_early_and_a_killed_run_knows_it(tmp_path: Path) -> None:
+    """The state of best and patience is in the run's rows: a run that is cut goes on as it would have."""
+    values = [0.0, 0.2, 1.0, 1.0, 0.5, 0.9, 0.9, 0.9, 0.9]
+    tables = settings(
+        tmp_path / "whole", rl={"steps": 8}, max_in_flight=1,
+        run={"checkpoint_every": 1, "keep_checkpoints": 50}, evaluation={"every": 1, "patience": 3},
+    )  # fmt: skip
+    ludus.train(**tables, **measured_code(values))
+    whole = RunFolder(tmp_path / "whole")
+    assert max(row["step"] for row in whole.metrics()) == 5, "three evaluations after the best, step 2"
+    assert whole.recipe()["rl"]["steps"] == 5
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    cut = RunFolder(tmp_path / "cut")
+    cut_recipe = {**whole.recipe(), "rl": {**whole.recipe()["rl"], "steps": 8}}
+    (tmp_path / "cut" / "recipe.json").write_text(json.dumps(cut_recipe))
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / f"step-{step:06d}")
+    ludus.train(resume=tmp_path / "cut", **measured_code(values[4:]))
+    assert max(row["step"] for row in cut.metrics()) == 5
+    assert [c.step for c in cut.checkpoints()] == [c.step for c in whole.checkpoints()]
+    for name, value in weights(whole.checkpoints()[-1].path).items():
+        assert torch.equal(value, weights(cut.checkpoints()[-1].path)[name]), name
+    with pytest.raises(ConfigError, match=r"set evaluation\.every"):
+        Recipe.parse({**TINY, "evaluation": {"patience": 2}})
+
+
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
+    """2 steps and then 1 more are 3 steps, bit by bit."""
+    ludus.train(**settings(tmp_path / "whole", max_in_flight=1, rl={"steps": 3}), **code())
+    ludus.train(**settings(tmp_path / "run", max_in_flight=1, rl={"steps": 2}), **code())
+    result = ludus.train(resume=tmp_path / "run", rl={"steps": 3}, **code())
+    assert [row["step"] for row in result.metrics if "reward" in row] == [1, 2, 3]
+    assert RunFolder(tmp_path / "run").recipe()["rl"]["steps"] == 3
+    whole = weights(RunFolder(tmp_path / "whole").checkpoints()[-1].path)
+    for name, value in weights(result.model).items():
+        assert torch.equal(value, whole[name]), name
+    for wrong, problem in (({"rl": {"steps": 1}}, "has done 3 steps"), ({"seed": 3}, "seed cannot be")):
+        with pytest.raises(ConfigError, match=problem):
+            ludus.train(resume=tmp_path / "run", **wrong, **code())
+
+
+def test_a_run_made_of_objects_says_which(tmp_path: Path) -> None:
+    ludus.train(**settings(tmp_path / "run", rl={"steps": 1}), **code())
+    told = RunFolder(tmp_path / "run").objects()
+    assert told == {"tasks": "6 tasks", "held_out": "2 tasks", "tools": "add", "rewards": "even"}
+    with pytest.raises(ConfigError, match=r"made in Python, .*tools = add; rewards = even"):
+        ludus.train(resume=tmp_path / "run", tasks=tasks(6), held_out=tasks(2, first=50))

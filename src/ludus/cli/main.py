@@ -37,6 +37,9 @@ Overrides = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
 ]
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", help="Of a run: best, last, or the number of a step.")
+]
 Attempts = Annotated[int | None, typer.Option(min=1, help="Episodes for each task.")]
 Tasks = Annotated[
     int | None, typer.Option(min=1, help="Play only the first so many tasks (of each set).")
@@ -100,6 +103,7 @@ def evaluate(
             "http://127.0.0.1:8000/v1#NAME (key: LUDUS_API_KEY). May be given several times.",
         ),
     ] = None,
+    checkpoint: CheckpointOption = None,
     against: Annotated[
         str | None, typer.Option(help="Another model, which the others are compared with by task.")
     ] = None,
@@ -144,7 +148,7 @@ def evaluate(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
     study = StudyOptions(
-        model or [], against, turns, pass_at, by, results, tokenizer, prompt, tools, request
+        model or [], against, turns, pass_at, by, results, tokenizer, prompt, tools, request, checkpoint
     )
     run_evaluation(recipe, overrides or [], study, options)
 
@@ -157,6 +161,7 @@ def rollout(
     ],
     overrides: Overrides = None,
     model: Model = None,
+    checkpoint: CheckpointOption = None,
     task_sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="Play this task set, where there are several; repeatable."),
@@ -179,7 +184,7 @@ def rollout(
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    run_rollout(recipe, overrides or [], model, task_sets or [], options)
+    run_rollout(recipe, overrides or [], model, checkpoint, task_sets or [], options)
 
 
 @app.command()

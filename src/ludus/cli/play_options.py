@@ -55,6 +55,7 @@ class StudyOptions:
     prompt: str
     tools: str
     request: str | None
+    checkpoint: str | None = None
 
     def remote(self) -> RemoteOptions:
         if self.prompt not in ("tokens", "text"):

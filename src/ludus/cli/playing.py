@@ -40,9 +40,10 @@ from ludus.training.evaluating.results import ResultsFolder, settings_of
 from ludus.training.evaluating.study import OnGroup, Part, Plan, Study, parts_of, run_study
 from ludus.training.evaluating.summary import Statistics
 from ludus.training.evaluation import TASK_SET, Evaluation
-from ludus.training.parts import Parts, load_parts
+from ludus.training.parts import Parts, check_rebuilt, load_parts
 from ludus.training.recipe import Recipe, load_recipe
 from ludus.training.set_building import plans_of
+from ludus.training.steps import best_of
 
 SHOWN = {
     "success": "success",
@@ -74,6 +75,8 @@ def run_evaluation(
     turns = numbers_of(study_options.turns, "--turns")
     how = _statistics(study_options, held_out, attempts)
     own = str(source) if source.is_dir() else None
+    if study_options.checkpoint is not None:
+        own = str(checkpoint_of(source, study_options.checkpoint))
     if own is None and not study_options.models:
         _warn_of_scratch(recipe)
 
@@ -177,9 +180,16 @@ def _show(console: Console, study: Study, options: Options) -> None:
 
 
 def run_rollout(
-    source: Path, overrides: list[str], model: str | None, task_sets: Sequence[str], options: Options
+    source: Path,
+    overrides: list[str],
+    model: str | None,
+    checkpoint: str | None,
+    task_sets: Sequence[str],
+    options: Options,
 ) -> None:
     """Play training tasks, of all sets or of those that are named."""
+    if checkpoint is not None:
+        model = str(checkpoint_of(source, checkpoint))
     recipe, parts = load(source, overrides, model)
     tasks = {one.name: one.parts.tasks[: options.tasks] for one in plans_of(recipe, parts)}
     for name in task_sets:
@@ -201,6 +211,9 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
         raise ConfigError(f"{source} is neither a recipe (a TOML file) nor a run's folder{hint}")
     if source.is_dir():
         _refuse_checkpoint(source)
+        # demonstrations are for training alone
+        there = ["demonstrations", *(one.partition("=")[0] for one in overrides)]
+        check_rebuilt(str(source), RunFolder(source).objects(), there)
         raw = apply_overrides(RunFolder(source).recipe(), overrides)
         recipe = Recipe.parse(raw, f"{source}/recipe.json")
         model = model or str(source)
@@ -211,6 +224,30 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
             raise ConfigError("a model behind an address can be evaluated only: ludus eval")
         recipe = asyncio.run(player_of(model, recipe)).recipe(recipe)
     return recipe, load_parts(recipe)
+
+
+def checkpoint_of(source: Path, which: str) -> Path:
+    """The checkpoint of a run that is called best or last, or after so many steps."""
+    run = RunFolder(source)
+    if not run.is_run:
+        raise ConfigError(f"--checkpoint is for a run's folder, and {source} is none")
+    found = {checkpoint.step: checkpoint.path for checkpoint in run.checkpoints()}
+    step: int | None = max(found, default=None)
+    if which == "best":
+        recipe = Recipe.parse(run.recipe(), f"{source}/recipe.json")
+        best = best_of(run.metrics(), recipe)
+        step = best.step if best is not None else None
+        if step is None:
+            raise ConfigError(f"{source} has no best checkpoint: nothing was measured on held-out tasks")
+    elif which != "last":
+        step = int(which) if which.isdecimal() else None
+    if step not in found:
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise ConfigError(
+            f"--checkpoint {which}: {source} has no such checkpoint; it is best, last or a step, and there are "
+            f"those of the steps {there}"
+        )
+    return found[step]
 
 
 def _refuse_checkpoint(source: Path) -> None:

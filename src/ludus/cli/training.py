@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ludus.core.failures import ConfigError
 from ludus.observe import RunWriter, episode_text, printable, table_rich
-from ludus.training.parts import load_parts
+from ludus.training.parts import Parts, check_rebuilt, load_parts
 from ludus.training.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | None) -> None:
     """Train, show, report."""
     console = Console(stderr=True)
+    if resume is not None and recipe_path is not None and "=" in str(recipe_path):
+        recipe_path, overrides = None, [str(recipe_path), *overrides]  # the first word is no recipe then
     if recipe_path is not None and resume is not None:
         raise ConfigError(
             f"a resumed run goes on by its own recipe: leave out {str(recipe_path)!r}, or begin a "
@@ -32,9 +34,11 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         raise ConfigError("give either a recipe, or --resume and a run's folder")
     run: RunWriter | None = None
     if resume is not None:
-        run = RunWriter.resume(resume)
-        recipe = Recipe.parse(run.recipe(), f"{resume}/recipe.json")
-        parts = load_parts(recipe)
+        resumed = _resumed(resume, overrides)
+        if isinstance(resumed, str):
+            console.print(Text(resumed), soft_wrap=True)
+            return
+        run, recipe, parts = resumed
     else:
         assert recipe_path is not None
         recipe = load_recipe(recipe_path, overrides)
@@ -47,6 +51,33 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
     except asyncio.CancelledError:  # by a signal; what was saved has been said
         raise KeyboardInterrupt from None
     _report(console, result, recipe)
+
+
+def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Parts] | str:
+    """The run to go on with, opened, with its recipe and its code; or why there is nothing left to do."""
+    run = RunWriter.resume(folder)
+    try:
+        check_rebuilt(str(folder), run.objects(), [one.partition("=")[0] for one in overrides])
+        recipe = Recipe.parse(run.recipe(), f"{folder}/recipe.json")
+        parts = load_parts(recipe)
+        from ludus.training.api import resumed_recipe
+        from ludus.training.beginning import with_steps
+        from ludus.training.checkpoint import load_progress
+        from ludus.training.steps import finished_text
+
+        if overrides:
+            recipe = resumed_recipe(run, overrides)
+            return run, recipe, load_parts(recipe)
+        latest = run.latest_checkpoint()
+        done = load_progress(latest.path) if latest is not None and run.report_path.exists() else None
+        text = finished_text(with_steps(recipe, parts), done, str(folder))
+    except BaseException:
+        run.close()
+        raise
+    if text is None:
+        return run, recipe, parts
+    run.close()
+    return text
 
 
 async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
@@ -71,6 +102,10 @@ def _report(console: Console, result: Result, recipe: Recipe) -> None:
     console.print(Text(f"curve:   {result.run.curve_path}"), soft_wrap=True)
     console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
     console.print(Text(f"model:   {result.model}"), soft_wrap=True)
+    if result.best is not None and result.best != result.model:
+        console.print(
+            Text(f"best:    {result.best}   (ludus eval RUN --checkpoint best)"), soft_wrap=True
+        )
     following = f"ludus rollout {result.run.path} --tasks 3   (watch it play)"
     if not (recipe.tasks.train or recipe.task_sets):  # nothing of its own to play
         following = f"ludus rollout RECIPE -m {result.run.path}   (watch it play the tasks of a recipe)"

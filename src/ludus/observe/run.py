@@ -30,6 +30,7 @@ from ludus.observe.store import read_trajectories
 _log = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
+OBJECTS = "objects.json"
 _TRAJECTORIES = re.compile(r"step-(\d{6,})(?:-(\w+))?\.parquet")
 
 
@@ -97,6 +98,15 @@ class RunFolder:
         except ValueError as error:
             raise ConfigError(f"{self.path / RECIPE} is damaged ({error})") from None
         return recipe
+
+    def objects(self) -> dict[str, str]:
+        """What of the run was passed as Python objects, by the part's name: a command cannot rebuild it."""
+        file = self.path / OBJECTS
+        try:
+            found: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        except ValueError as error:
+            raise ConfigError(f"{file} is damaged ({error})") from None
+        return found
 
     def metrics(self) -> list[Json]:
         """The rows of numbers, in the order they were logged."""

@@ -21,12 +21,12 @@ from ludus.observe.checkpoints import (
     remove_checkpoints_after,
 )
 from ludus.observe.lock import FolderLock
-from ludus.observe.run import RECIPE, RunFolder
+from ludus.observe.run import OBJECTS, RECIPE, RunFolder
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
 from ludus.observe.store import write_groups
 
 _LOCK = ".lock"
-_BEGINNING = (RECIPE, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
+_BEGINNING = (RECIPE, OBJECTS, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
 """What is in a run's folder before anything has been recorded; there are no metrics yet."""
 _log = logging.getLogger(__name__)
 
@@ -193,6 +193,16 @@ class RunWriter(RunFolder):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a row of metrics."""
         self._opened().write(step, metrics)
+
+    def replace_recipe(self, recipe: Mapping[str, Any]) -> None:
+        """Go on by another recipe, which a later resume reads."""
+        self._check_open()
+        atomic_write(self.path / RECIPE, _recipe_text(recipe))
+
+    def note_objects(self, objects: Mapping[str, str]) -> None:
+        """Write down what was passed as Python objects, in words."""
+        self._check_open()
+        atomic_write(self.path / OBJECTS, json.dumps(dict(objects), indent=1) + "\n")
 
     def write_groups(self, groups: Sequence[Group], step: int, split: str = "train") -> Path:
         """Store the episodes of a step; a file of the same step and split is replaced."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -11,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ludus.core.config import read_toml
+from ludus.core.config import apply_overrides, read_toml
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.heap import settled_heap
@@ -25,19 +27,23 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored, beside
 from ludus.training.beginning import check_parts, with_steps
+from ludus.training.checkpoint import load_progress
 from ludus.training.display import displayed
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
 from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models import check_source
-from ludus.training.parts import Parts, load_parts, resolve_part
+from ludus.training.parts import KEYS, Parts, check_rebuilt, load_parts, objects_of, resolve_part
 from ludus.training.recipe import Recipe
 from ludus.training.recipe_checks import refuse_empty
 from ludus.training.report import Report, write_report
 from ludus.training.set_building import plans_of
 from ludus.training.settings import ImitationConfig
+from ludus.training.steps import check_extension
 from ludus.training.workshop import assemble
+
+log = logging.getLogger(__name__)
 
 PARTS = tuple(field.name for field in fields(Parts))
 """The keywords that are code; the others are tables of the recipe."""
@@ -50,6 +56,8 @@ class Result:
     run: RunFolder
     model: Path
     report: Report
+    best: Path | None = None
+    """The checkpoint with the best held-out number (evaluation.best_by), where there are any."""
 
     def __repr__(self) -> str:
         """One line, for a notebook's cell."""
@@ -100,30 +108,76 @@ def train(
     """
     if isinstance(agent, Mapping):
         settings["agent"], agent = agent, None
-    if resume is not None and (recipe is not None or settings):
+    if resume is not None and recipe is not None:
         raise ConfigError(
-            "a resumed run goes on by its own recipe; leave out the recipe and its settings. To train further "
-            "or otherwise, begin a new run whose model is the last checkpoint's folder"
+            "a resumed run goes on by its own recipe: leave out the recipe. To train otherwise, begin a new "
+            "run whose model is the last checkpoint's folder"
         )
+    given: dict[str, Any] = {
+        "tasks": tasks,
+        "held_out": held_out,
+        "tools": tools,
+        "envs": envs,
+        "rewards": rewards,
+        "group_rewards": group_rewards,
+        "agent": agent,
+        "demonstrations": demonstrations,
+    }
+    for name in ("tasks", "held_out"):
+        if isinstance(given[name], Iterator):
+            given[name] = list(given[name])  # it is looked at twice
     run = RunWriter.resume(resume) if resume is not None else None
     with _closed_on_error(run):
-        resolved = (
-            Recipe.parse(run.recipe(), f"{resume}/recipe.json") if run else resolve(recipe, settings)
-        )
-        parts = _parts(
-            resolved,
-            tasks=tasks,
-            held_out=held_out,
-            tools=tools,
-            envs=envs,
-            rewards=rewards,
-            group_rewards=group_rewards,
-            agent=agent,
-            demonstrations=demonstrations,
-        )
+        if run is not None:
+            passed = [name for name, value in given.items() if value is not None]
+            check_rebuilt(str(resume), run.objects(), passed)
+            resolved = resumed_recipe(run, list(_dotted(settings)))
+        else:
+            resolved = resolve(recipe, settings)
+        parts = _parts(resolved, **given)
     show = Console(stderr=True) if progress else None
     again = "ludus.train(resume={path!r}, ...) with the same tasks, tools and rewards"
-    return run_to_end(train_async(resolved, parts, run, on_step, show=show, again=again))
+    objects = objects_of(given)
+    return run_to_end(train_async(resolved, parts, run, on_step, objects, show=show, again=again))
+
+
+def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a run goes on by: its own, with its last stage made longer where that is asked for."""
+    where = f"{run.path}/recipe.json"
+    raw = run.recipe()
+    if not overrides:
+        return Recipe.parse(raw, where)
+    changed = apply_overrides(raw, overrides)
+    recipe = Recipe.parse(changed, where)
+    latest = run.latest_checkpoint()
+    done = load_progress(latest.path) if latest is not None else None
+    keys = [one.partition("=")[0].strip() for one in overrides]
+    objects = run.objects()
+    missing = {name: what for name, what in objects.items() if KEYS.get(name, name) not in keys}
+    rebuilt = {
+        KEYS.get(name, name) for name in objects.keys() - missing.keys()
+    }  # named by reference now
+    check_extension(recipe, [key for key in keys if key not in rebuilt], done)
+    optimizer = getattr(recipe.stages[-1], "optimizer", None)
+    if optimizer is not None and optimizer.schedule != "constant":
+        log.warning(
+            "the learning rate's schedule (%s) is over all steps of a stage: with more of them it is another "
+            "one from here on",
+            optimizer.schedule,
+        )
+    run.replace_recipe(anchored(changed))
+    if rebuilt:
+        run.note_objects(missing)
+    return recipe
+
+
+def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Nested settings as overrides: {"rl": {"steps": 5}} is rl.steps=5."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={json.dumps(_without_paths(value))}"
 
 
 def rollout(
@@ -230,13 +284,15 @@ async def train_async(
     parts: Parts,
     run: RunWriter | None = None,
     on_step: OnStep | None = None,
+    objects: Mapping[str, str] | None = None,
     *,
     show: Console | None = None,
     again: str = "ludus train --resume {path}",
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made.
 
-    `show` is where its progress is shown; `again`, how a run that was stopped is gone on with.
+    `objects` says what of the parts no recipe names, for whoever finds the folder later. `show` is where its
+    progress is shown; `again`, how a run that was stopped is gone on with.
     """
     forget_shown()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
@@ -244,6 +300,8 @@ async def train_async(
     if run is None:
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)
+    if run is None and objects:
+        writer.note_objects(objects)
     try:
         counted = with_steps(recipe, parts)
         with displayed(writer, show, again.format(path=str(writer.path))) as display:
@@ -283,12 +341,13 @@ async def _train_in(
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
             with settled_heap():
-                await Trainer(workshop, writer, on_step).train(checkpoint)
-        report = write_report(writer, recipe)
+                trainer = Trainer(workshop, writer, on_step)
+                await trainer.train(checkpoint)
+        report = write_report(writer, trainer.recipe)
         latest = writer.latest_checkpoint()
         if latest is None:
             raise ConfigError(f"{writer.path} has no checkpoint, though the run has ended")
-        return Result(RunFolder(writer.path), latest.path, report)
+        return Result(RunFolder(writer.path), latest.path, report, report.best)
 
 
 def new_run(recipe: Recipe) -> RunWriter:

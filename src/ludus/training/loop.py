@@ -40,7 +40,7 @@ from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import check_given
 from ludus.training.stages.imitating import Imitation
 from ludus.training.stages.reference import check_sync
-from ludus.training.steps import stage_ends
+from ludus.training.steps import best_of, is_exhausted, stage_ends, steps_of
 from ludus.training.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -115,10 +115,12 @@ class Trainer:
         self._prune()
 
     def _prune(self) -> None:
-        """Leave the newest checkpoints, and the last one of every stage: they are what a stage has made."""
-        ends = stage_ends(self.recipe)
+        """Leave the newest checkpoints, the best, and the last one of every stage: what a stage has made."""
+        kept = stage_ends(self.recipe)
+        if (best := best_of(self.run.metrics(), self.recipe)) is not None:
+            kept.add(best.step)
         for checkpoint in self.run.checkpoints()[: -self.recipe.run.keep_checkpoints]:
-            if checkpoint.step not in ends:
+            if checkpoint.step not in kept:
                 remove_directory(checkpoint.path)
 
     async def _run_stage(self, number: int, checkpoint: Checkpoint | None) -> None:
@@ -134,11 +136,48 @@ class Trainer:
             self.progress = replace(self.progress, stage=number, done=0)
         if self.progress.step or not isinstance(stage, Imitation):
             self.save()
-        while self.progress.done < stage.steps:
+        while self.progress.done < stage.steps and not self._is_over(number):
             await self._advance(stage)
+        if self.progress.done < stage.steps:
+            self._end_early(number)
         if stage.learns:
             self.save()
             await self._evaluate()
+
+    def _is_over(self, number: int) -> bool:
+        """Whether the last evaluations of the stage have used up the patience."""
+        every, done = self.recipe.evaluation.every, self.progress.done
+        if self.recipe.evaluation.patience is None or not done or done % every:
+            return False
+        return is_exhausted(self.run.metrics(), self.recipe, number, self.progress.step - done)
+
+    def _end_early(self, number: int) -> None:
+        """The stage has as many steps as it has done, by the run's recipe too: it counts as finished."""
+        done, config = self.progress.done, self.recipe.stages[number]
+        log.warning(
+            "stopped early, after %d of %d steps: evaluation.patience = %s evaluations brought no better "
+            "held-out %s. The best checkpoint is kept; %s.steps is %d in the run's recipe now",
+            done,
+            steps_of(config),
+            self.recipe.evaluation.patience,
+            self.recipe.evaluation.best_by,
+            self.recipe.named_stages[number][0],
+            done,
+        )
+        raw = self.run.recipe()
+        table = raw["stage"][number] if raw.get("stage") else raw[self.recipe.named_stages[number][0]]
+        table["steps"] = done
+        self.run.replace_recipe(raw)
+        shorter = config.model_copy(update={"steps": done})
+        self.recipe = (
+            self.recipe.model_copy(
+                update={
+                    "stage": (*self.recipe.stage[:number], shorter, *self.recipe.stage[number + 1 :])
+                }
+            )
+            if self.recipe.stage
+            else self.recipe.model_copy(update={"rl": shorter})
+        )
 
     async def _advance(self, stage: Stage) -> None:
         result = await stage.advance(self.progress.done)
@@ -207,6 +246,9 @@ class Trainer:
         self.run.write_groups(result.groups, step, "eval")
         self._measured.add(step)
         self._log("evaluation", step, step, prefixed("eval", result.metrics))
+        best = best_of(self.run.metrics(), self.recipe)
+        if best is not None and best.step == step:
+            self.save()
 
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
         self.run.log(self.progress.step, metrics)

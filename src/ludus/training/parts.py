@@ -137,3 +137,51 @@ def read_demonstrations(source: str, columns: Columns) -> Expert | Sequence[Conv
     if not callable(expert):
         raise ConfigError(f"warm_start.demonstrations = {source!r} is not a function of a task")
     return expert
+
+
+def objects_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """What of these parts are objects that no recipe names, in words."""
+    found = {name: [one for one in _each(value) if not isinstance(one, str | PathLike)]
+             for name, value in given.items() if value is not None}  # fmt: skip
+    return {name: _described(name, objects) for name, objects in found.items() if objects}
+
+
+def _each(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _described(name: str, objects: Sequence[Any]) -> str:
+    if name in ("tasks", "held_out"):
+        return f"{len(objects)} tasks"
+    names = [str(getattr(one, "__name__", None) or getattr(one, "name", None) or type(one).__name__)
+             for one in objects]  # fmt: skip
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+KEYS = {
+    "tasks": "tasks.train",
+    "held_out": "tasks.evaluation",
+    "tools": "agent.tools",
+    "envs": "agent.envs",
+    "agent": "agent.loop",
+}
+"""Where a recipe names a part that goes by another name in Python."""
+
+
+def check_rebuilt(run: str, objects: Mapping[str, str], given: Iterable[str]) -> None:
+    """Refuse to go on with a run whose objects are not there again.
+
+    `given` are the parts that were passed anew (or do not matter), or the recipe's keys that were set.
+    """
+    there = set(given)
+    missing = {name: what for name, what in objects.items() if not {name, KEYS.get(name, name)} & there}
+    if missing:
+        told = "; ".join(f"{name} = {what}" for name, what in missing.items())
+        raise ConfigError(
+            f"{run} was made in Python, from objects that the command line cannot rebuild: {told}. Go on in "
+            f"Python with the same objects, such as ludus.train(resume={run!r}, {next(iter(missing))}=...), or "
+            f"name them by reference ({', '.join(KEYS.get(name, name) for name in missing)}); ludus show "
+            f"{run} needs none of them"
+        )

@@ -164,12 +164,25 @@ class EvaluationConfig(Config):
 
     every: int = Field(default=0, ge=0)
     """Evaluate after so many steps of a stage that learns; 0 is only at the start and after each of them."""
+    best_by: Literal["success", "reward"] = "success"
+    """The held-out number whose highest value marks the best checkpoint, which is kept."""
+    patience: int | None = Field(default=None, ge=1)
+    """End a stage (rl, dpo, distill) after so many evaluations in a row without a new best; needs every."""
     tasks: int | None = Field(default=None, ge=1)
     """How many of the held-out tasks; all when left out."""
     attempts: int = Field(default=1, ge=1)
     """Episodes for each task."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
+
+    @model_validator(mode="after")
+    def _can_stop(self) -> EvaluationConfig:
+        if self.patience is not None and not self.every:
+            raise ValueError(
+                "evaluation.patience counts evaluations within a stage, and there are none: set "
+                "evaluation.every"
+            )
+        return self
 
 
 class RunConfig(Config):
@@ -180,7 +193,7 @@ class RunConfig(Config):
     checkpoint_every: int = Field(default=50, ge=1)
     """Steps between checkpoints; there is always one after a stage, at the end and on Ctrl-C."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints stay; the last one of every stage that learns stays too."""
+    """How many of the newest checkpoints stay; the best, and the last of every stage that learns, stay too."""
     trajectories_every: int = Field(default=1, ge=0)
     """Write the episodes of every so many steps; 0 writes none."""
     tensorboard: bool = False

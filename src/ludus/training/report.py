@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent
 from ludus.core.success import is_success
@@ -19,7 +20,7 @@ from ludus.observe.report import LOSSES, Cell, markdown_text
 from ludus.observe.store import read_failures
 from ludus.training.recipe import Recipe
 from ludus.training.settings import RLConfig
-from ludus.training.steps import steps_of
+from ludus.training.steps import best_of, steps_of
 
 _NAMES = {
     "sft": "the warm start",
@@ -53,16 +54,25 @@ class Report:
     samples: list[tuple[str, Trajectory]]
     losses: list[list[Cell]] = field(default_factory=list)
     """For each stage with a loss of its own: its steps, and the loss at its beginning and its end."""
+    best: Path | None = None
+    """The checkpoint with the best held-out number."""
     warnings: list[str] = field(default_factory=list)
     """What the numbers do not tell by themselves: lost episodes, steps that taught nothing."""
 
 
 def write_report(run: RunFolder, recipe: Recipe) -> Report:
     """Draw `curve.png` and write `report.md` into the run's folder."""
-    report = Report(_rows(run, recipe), _samples(run, recipe), _losses(run, recipe), _warnings(run))
+    best = best_of(run.metrics(), recipe)
+    path = {one.step: one.path for one in run.checkpoints()}.get(best.step) if best else None
+    report = Report(
+        _rows(run, recipe), _samples(run, recipe), _losses(run, recipe), path, _warnings(run)
+    )
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
     tables = [(COLUMNS, report.rows), (LOSS_COLUMNS, report.losses)]
     parts = [f"# {run.name}\n", *(table_markdown(*table) for table in tables if table[1]), *_passes(run)]
+    if best is not None and path is not None:
+        by = recipe.evaluation.best_by
+        parts.append(f"Best checkpoint: `checkpoints/{path.name}` (held-out {by} {best.value:.3f})\n")
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
     for label, trajectory in report.samples:
