@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -234,6 +235,53 @@ def test_no_control_group_is_left_behind() -> None:
         pytest.skip("this user may make no control group")
     assert ended.returncode == 0 and int(said) > 0
     assert list(Path("/sys/fs/cgroup").glob(f"**/ludus-sandbox-{ended.pid}")) == []
+
+
+_DELEGATED = """
+import asyncio, os, sys
+from attacks.user import exec_as
+if os.getuid() == 0:
+    exec_as(65534, [sys.executable, *sys.orig_argv[1:]], dict(os.environ))
+from ludus.sandbox import Sandbox, SandboxConfig
+async def main():
+    async with Sandbox(SandboxConfig(workers=1)) as box:
+        print(box.layers.active["control group"], open(f"/proc/{box._workers[0].pid}/cgroup").read())
+asyncio.run(main())
+"""
+
+
+def test_an_ordinary_user_with_a_part_of_the_hierarchy_gets_a_control_group(tmp_path: Path) -> None:
+    home = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not os.access(home, os.W_OK):
+        pytest.skip("needs root and control groups of version 1")
+    given = home / f"ludus-test-{os.getpid()}"
+    given.mkdir()
+    try:
+        for path in (given, given / "cgroup.procs"):
+            os.chown(path, 65534, 65534)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o777)
+            paths = [str(Path(__file__).parent), str(Path(network.__file__).parents[2])]
+            done = subprocess.run(
+                [
+                    "sh",
+                    "-c",
+                    f'echo $$ > {given}/cgroup.procs; exec "$@"',
+                    "sh",
+                    sys.executable,
+                    "-c",
+                    _DELEGATED,
+                ],
+                env={**os.environ, "PYTHONPATH": ":".join(paths), "TMPDIR": folder, "HOME": folder},
+                capture_output=True,
+                text=True,
+                timeout=40,
+            )
+        assert done.stdout.startswith("True"), done.stdout + done.stderr[-2000:]
+        assert f"/{given.name}/ludus-sandbox-" in done.stdout
+        assert not [path for path in given.iterdir() if path.is_dir()]
+    finally:
+        given.rmdir()
 
 
 @on_sandbox

@@ -54,7 +54,7 @@ class Stem:
                 raise self._gone()
             if self._places.locked():
                 raise CannotFork("as many sessions are alive as the sandbox allows (max_sessions)")
-            await self._body.process.widen()
+            await self._body.process.widen(True)
             ours, theirs = socket.socketpair()
             try:
                 pid = await self._clone(theirs)

@@ -48,9 +48,12 @@ class ControlGroup:
 
     def add(self, pid: int) -> None:
         """Put a process into it; what that process starts is in it too."""
-        for folder in self._folders:
-            with contextlib.suppress(OSError):
+        for folder in list(self._folders):
+            try:
                 (folder / "cgroup.procs").write_text(str(pid))
+            except OSError:  # made, but not ours to fill: then it bounds nothing
+                self._folders.remove(folder)
+                _release(folder)
 
     def kills(self) -> int:
         """How many processes in it the kernel has ended for want of memory; 0 where it does not tell."""
@@ -66,14 +69,19 @@ class ControlGroup:
             self._counter = None
         folders, self._folders = self._folders, []
         for folder in folders:
-            _sharing[folder] -= 1
-            if _sharing[folder] <= 0:  # or another sandbox of ours is in it
-                del _sharing[folder]
-                _remove(folder)
+            _release(folder)
 
 
 _sharing: Counter[Path] = Counter()
 """How many sandboxes of this process are in a group: they have one together."""
+
+
+def _release(folder: Path) -> None:
+    """One sandbox less is in it; the last one removes it."""
+    _sharing[folder] -= 1
+    if _sharing[folder] <= 0:
+        del _sharing[folder]
+        _remove(folder)
 
 
 def _remove(folder: Path) -> None:
@@ -93,22 +101,41 @@ def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> C
     """A group of our own under each hierarchy that lets us; an empty one where none does."""
     pid = os.getpid() if pid is None else pid
     memory = _memory_bytes(root)
-    wanted = {
-        "memory": {"memory.limit_in_bytes": memory},
-        "pids": {"pids.max": _MOST_PIDS},
-    }
     if (root / "cgroup.controllers").is_file():
-        places = {root: {"memory.max": memory, "pids.max": _MOST_PIDS}}
+        wanted = {"": {"memory.max": memory, "pids.max": _MOST_PIDS}}
     else:
-        places = {root / name: limits for name, limits in wanted.items() if (root / name).is_dir()}
+        wanted = {
+            "memory": {"memory.limit_in_bytes": memory},
+            "pids": {"pids.max": _MOST_PIDS},
+        }
     folders: list[Path] = []
-    for parent, limits in places.items():
-        _sweep(parent)
-        folder = parent / f"{_PREFIX}{pid}"
-        if _is_made(folder, limits):
-            folders.append(folder)
-            _sharing[folder] += 1
+    for controller, limits in wanted.items():
+        for parent in _parents(root, controller):
+            _sweep(parent)
+            folder = parent / f"{_PREFIX}{pid}"
+            if _is_made(folder, limits):
+                folders.append(folder)
+                _sharing[folder] += 1
+                break
     return ControlGroup(folders, memory)
+
+
+def _parents(root: Path, controller: str) -> list[Path]:
+    """Where a group might be made: at the top, as root may; then in our own and around it, nearest first, as an
+    ordinary user may whom systemd or an administrator has given a part of the hierarchy."""
+    home = root / controller
+    if not home.is_dir():
+        return []
+    own: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                place = home / path.lstrip("/")
+                own = [
+                    one for one in (place, *place.parents) if one.is_relative_to(home) and one != home
+                ]
+    return [home, *(one for one in own if one.is_dir())]
 
 
 def _is_made(folder: Path, limits: dict[str, int]) -> bool:

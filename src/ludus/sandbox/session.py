@@ -211,7 +211,7 @@ class Session(ClosedAtExit):
             self._hung = ended.hung
             raise
         except (CannotFork, SandboxError):
-            self._body.process.narrow()  # we live on in it
+            await self._body.process.widen(False)  # we live on in it
             raise
 
     def _as_stem(self) -> Stem:

@@ -68,8 +68,9 @@ class Process:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self.adopted: asyncio.Future[bool] = loop.create_future()
+        self._is_wide = False
         self.widened: asyncio.Future[None] | None = None
-        """Done when it may have as many processes as forks of it need; None before anybody asked."""
+        """Done when its worker has changed how many processes it may have."""
         self.excess: str | None = None
         self.problem: str | None = None
         """Why it could not be started, or was lost."""
@@ -97,18 +98,13 @@ class Process:
         self._is_watched = True
         self.worker.tell({"op": "watch", "id": self.number})
 
-    async def widen(self) -> None:
-        """Let forks of it have processes beside its own."""
-        if self.widened is None:
+    async def widen(self, wide: bool) -> None:
+        """Let forks of it have processes beside its own; or, if it is not forked after all, its own alone."""
+        if self._is_wide != wide:
+            self._is_wide = wide
             self.widened = asyncio.get_running_loop().create_future()
-            self.worker.tell({"op": "widen", "id": self.number, "wide": True})
-        await asyncio.wait((self.widened, self.ended), return_when=asyncio.FIRST_COMPLETED)
-
-    def narrow(self) -> None:
-        """It is not forked after all: its own processes are all that it may have."""
-        if self.widened is not None:
-            self.widened = None
-            self.worker.tell({"op": "widen", "id": self.number, "wide": False})
+            self.worker.tell({"op": "widen", "id": self.number, "wide": wide})
+            await asyncio.wait((self.widened, self.ended), return_when=asyncio.FIRST_COMPLETED)
 
     def unwatch(self) -> None:
         if self._is_watched:

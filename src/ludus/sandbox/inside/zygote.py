@@ -248,6 +248,7 @@ class Zygote:
             self._adopt(number, header)
         elif operation == "widen":
             self._widen(number, header["wide"])
+            self._tell({"event": "widened", "id": number})
         elif operation == "signal":
             self._signal(number, header["signal"])
         elif operation == "kill":
@@ -325,8 +326,6 @@ class Zygote:
                 _, family = resource.prlimit(pid, resource.RLIMIT_NPROC)
                 own = min(max(family // FAMILY, self._bounds[number].processes), family)
                 resource.prlimit(pid, resource.RLIMIT_NPROC, (family if wide else own, family))
-        if wide:
-            self._tell({"event": "widened", "id": number})
 
     def _adopt(self, number: int, header: dict[str, Any]) -> None:
         """Look after a session that another one forked, and give it files of its own.
