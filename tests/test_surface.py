@@ -6,6 +6,7 @@ After a deliberate change: python tests/test_surface.py > tests/surface.txt
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,8 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+
+from ludus.core.failures import ConfigError
 
 FROZEN = Path(__file__).with_name("surface.txt")
 
@@ -131,6 +134,57 @@ def test_settings_are_shown_by_name(key: str, expected: str, tmp_path: Path) -> 
     said, loaded = loaded_by("from ludus.cli.main import run; run()", tmp_path, "settings", key)
     assert expected in said
     assert loaded == []
+
+
+def run_cli(folder: Path, *words: str) -> str:
+    program = "from ludus.cli.main import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_init_writes_a_recipe_that_passes_its_check(tmp_path: Path) -> None:
+    said = run_cli(tmp_path, "init", "my-agent")
+    assert "ludus train my-agent.toml" in said
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "my-agent.toml",
+        "my_agent.py",
+        "ludus.schema.json",
+    }
+    text = (tmp_path / "my-agent.toml").read_text()
+    assert text.startswith("#:schema ludus.schema.json\n") and text.count("#") > 10, "it is commented"
+    assert "my-agent.toml: ok" in run_cli(tmp_path, "check", "recipe", "my-agent.toml")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+def test_packaged_recipes_are_found_by_name_and_can_be_begun_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ludus.cli.settings import write_recipe
+    from ludus.training import load_parts, load_recipe
+
+    monkeypatch.chdir(tmp_path)
+    packaged = load_recipe(name, ["seed=7"])
+    assert packaged.seed == 7 and load_parts(packaged).tasks
+    *_, own = write_recipe("mine", name)
+    assert load_recipe(own).rl == load_recipe(name).rl
+    assert load_parts(load_recipe(own)).tasks
+    with pytest.raises(ConfigError, match=r"already there: mine\.toml|already there: mine\.py"):
+        write_recipe("mine", name)
+
+
+def test_the_wheel_has_the_recipes_and_the_code_that_they_name() -> None:
+    root = Path(__file__).parent.parent
+    wheel = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"][
+        "wheel"
+    ]
+    included = wheel["force-include"]
+    for path in RECIPES:
+        for code in re.findall(r"\.\./(\w+)/(\w+\.py)", path.read_text()):
+            assert included[code[0]] == f"ludus/{code[0]}" and (root / code[0] / code[1]).is_file()
+    assert included["recipes"] == "ludus/recipes"
 
 
 HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "pandas", "matplotlib", "datasets")

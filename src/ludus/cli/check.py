@@ -17,7 +17,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that repla
 
 @check_app.command("recipe")
 def check_recipe(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file.")],
+    recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],
     overrides: Overrides = None,
     call_tools: Annotated[
         bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")

@@ -25,7 +25,8 @@ app.add_typer(check_app, name="check")
 app.add_typer(serve_app, name="serve")
 
 RecipeArgument = Annotated[
-    Path | None, typer.Argument(help="A recipe: a TOML file.", show_default=False)
+    Path | None,
+    typer.Argument(help="A recipe: a TOML file, or a name such as safe.", show_default=False),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -185,6 +186,23 @@ def rollout(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
     run_rollout(recipe, overrides or [], model, checkpoint, task_sets or [], options)
+
+
+@app.command()
+def init(
+    name: Annotated[
+        str | None, typer.Argument(help="What to call it; agent when left out.", show_default=False)
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Begin with this recipe, such as safe or hunt.")
+    ] = None,
+) -> None:
+    """Write a commented recipe, its code and a schema for editors into this folder: `ludus init my-agent`."""
+    from ludus.cli.settings import write_recipe
+
+    *others, recipe = map(str, write_recipe(name, source))
+    typer.echo(f"wrote {recipe}, {', '.join(others)}")
+    typer.echo(f"next: ludus check recipe {recipe}, then: ludus train {recipe}")
 
 
 @app.command()

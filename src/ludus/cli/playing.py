@@ -41,7 +41,7 @@ from ludus.training.evaluating.study import OnGroup, Part, Plan, Study, parts_of
 from ludus.training.evaluating.summary import Statistics
 from ludus.training.evaluation import TASK_SET, Evaluation
 from ludus.training.parts import Parts, check_rebuilt, load_parts
-from ludus.training.recipe import Recipe, load_recipe
+from ludus.training.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
 from ludus.training.set_building import plans_of
 from ludus.training.steps import best_of
 
@@ -205,6 +205,8 @@ def run_rollout(
 
 def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe, Parts]:
     """The recipe and its code; a run's folder brings its own recipe and its newest checkpoint."""
+    if str(source) in packaged_recipes():
+        source = find_recipe(source)
     if not source.exists():
         near = get_close_matches(str(source), [str(run.path) for run in find_runs()], n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,6 +1,7 @@
-"""`ludus settings`: every key of a recipe, as a page, in a terminal, or as a JSON Schema for editors.
+"""`ludus settings` shows every key of a recipe: as a page, in a terminal, or as a JSON Schema for editors.
 
 All of it is read from the recipe's own models, so it cannot say anything else than what a run does.
+`ludus init` writes a first recipe, with such a schema beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ludus.core.failures import ConfigError
-from ludus.training.recipe import Recipe
+from ludus.training.recipe import Recipe, find_recipe
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least", "max_length": "at most"}
@@ -138,6 +140,37 @@ def schema() -> str:
     made = {"$schema": "http://json-schema.org/draft-07/schema#", **_without_null(made)}
     made["title"] = "Ludus recipe"
     return json.dumps(made, indent=1, ensure_ascii=False)
+
+
+SCHEMA = "ludus.schema.json"
+FIRST = "tickets"
+"""The recipe that `ludus init` begins with."""
+_CODE = re.compile(r"\.\./examples/(\w+)\.py")
+
+
+def write_recipe(name: str | None, source: str | None) -> list[Path]:
+    """A packaged recipe, the code that it names and a schema, as files in the working directory."""
+    template = find_recipe(source or FIRST)
+    name = name or (template.stem if source else "agent")
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"a recipe is named by letters, digits, - and _, not {name!r}")
+    text = template.read_text(encoding="utf-8")
+    files = {Path(SCHEMA): schema() + "\n"}
+    for code in sorted(set(_CODE.findall(text))):
+        own = f"{name.replace('-', '_')}.py"
+        files[Path(own)] = (template.parent.parent / "examples" / f"{code}.py").read_text(
+            encoding="utf-8"
+        )
+        text = text.replace(f"../examples/{code}.py", own)
+    text = re.sub(rf'^name = "{template.stem}"', f'name = "{name}"', text, count=1, flags=re.M)
+    text = re.sub(r"^(# .*?)ludus train \S+", rf"\1ludus train {name}.toml", text, count=1, flags=re.M)
+    files[Path(f"{name}.toml")] = f"#:schema {SCHEMA}\n{text}"
+    taken = [str(path) for path in files if path.exists() and path != Path(SCHEMA)]
+    if taken:
+        raise ConfigError(f"already there: {', '.join(taken)}. Give another name, or move it away")
+    for path, content in files.items():
+        path.write_text(content, encoding="utf-8")
+    return list(files)
 
 
 def _words(hint: Any) -> str:

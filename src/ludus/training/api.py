@@ -35,7 +35,7 @@ from ludus.training.imitation import Conversation
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models import check_source
 from ludus.training.parts import KEYS, Parts, check_rebuilt, load_parts, objects_of, resolve_part
-from ludus.training.recipe import Recipe
+from ludus.training.recipe import Recipe, find_recipe
 from ludus.training.recipe_checks import refuse_empty
 from ludus.training.report import Report, write_report
 from ludus.training.set_building import plans_of
@@ -253,6 +253,7 @@ def resolve(recipe: Recipe | str | Path | None, settings: Mapping[str, Any]) -> 
     if isinstance(recipe, Recipe):
         raw = recipe.model_dump()
     elif recipe is not None:
+        recipe = find_recipe(recipe)
         raw = beside(read_toml(recipe), recipe)
         refuse_empty(raw)
     else:

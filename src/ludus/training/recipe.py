@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+import ludus
 from ludus.core.config import Config, Place, apply_overrides, read_toml
+from ludus.core.failures import ConfigError
 from ludus.engine.config import EngineConfig
 from ludus.envs import PoolConfig
 from ludus.rollouts.budgets import Budgets
@@ -268,9 +270,31 @@ class Recipe(Config):
         ]
 
 
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with Ludus, by name."""
+    package = Path(ludus.__file__).parent
+    places = (package / "recipes", package.parent.parent / "recipes")  # of a wheel, and of a checkout
+    found = next((place for place in places if place.is_dir()), places[0])
+    return {path.stem: path for path in sorted(found.glob("*.toml"))}
+
+
+def find_recipe(path: str | Path) -> Path:
+    """A recipe's file: the path itself, or the recipe of that name that comes with Ludus."""
+    if Path(path).exists() or Path(path).suffix:
+        return Path(path)
+    named = packaged_recipes()
+    if str(path) not in named:
+        known = ", ".join(named)
+        raise ConfigError(
+            f"there is no file {path}, and no recipe of that name comes with Ludus: {known}"
+        )
+    return named[str(path)]
+
+
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a TOML file, with `a.b=value` overrides."""
+    """A recipe from a TOML file, or by its name, with `a.b=value` overrides."""
     given = list(overrides)
+    path = find_recipe(path)
     raw = apply_overrides(beside(read_toml(path), path), given)
     refuse_empty(raw)
     if any(override.startswith("model.name=") for override in given):

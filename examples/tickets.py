@@ -1,0 +1,58 @@
+"""Support tickets, each of which belongs to one of four teams: the agent assigns them with a tool.
+
+Demonstrations show how the tool is called, with any team. Which team is right is left for reinforcement
+learning to find out, and is measured on tickets that it has not seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+
+import ludus
+
+TEAMS = {
+    "Charged twice": "billing",
+    "Cannot log in": "accounts",
+    "No signal": "network",
+    "Parcel lost": "shipping",
+}
+WHO = "baker school pilot farmer nurse museum singer bank lawyer clown painter judge".split()  # noqa: SIM905
+HELD_OUT = 8
+
+
+@ludus.tool
+async def assign(team: str) -> ludus.ToolResult:
+    """Assign the ticket to a team.
+
+    Args:
+        team: billing, accounts, network or shipping.
+    """
+    return ludus.ToolResult("assigned", terminated=True)
+
+
+@ludus.reward(name="success")
+async def right(trajectory: ludus.Trajectory, target: str) -> float:
+    """1 when the ticket was assigned to the right team."""
+    return float(any(call.arguments.get("team") == target for call in trajectory.calls))
+
+
+def training_tasks() -> list[ludus.Task]:
+    """Each ticket several times: the expert does something else each time."""
+    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[HELD_OUT:] * 12]
+
+
+def held_out_tasks() -> list[ludus.Task]:
+    """Tickets that are neither demonstrated nor trained on, several times for a finer measurement."""
+    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[:HELD_OUT] * 8]
+
+
+def expert(task: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
+    """Calls the tool as it should be called, with any team."""
+    yield ludus.ToolCall("assign", {"team": random.Random(task.id).choice([*TEAMS.values()])})
+
+
+def _tickets() -> list[tuple[str, str]]:
+    tickets = [(f"{what}, says a {who}.", team) for who in WHO for what, team in TEAMS.items()]
+    random.Random(0).shuffle(tickets)
+    return tickets
