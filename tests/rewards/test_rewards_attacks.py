@@ -192,17 +192,13 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize(
-    "raised", ["StopIteration", "StopIteration(1)", "type('E', (StopIteration,), {})"]
-)
 @pytest.mark.parametrize("tests", SILENT, ids=range(len(SILENT)))
 @on_sandbox
-async def test_the_end_of_a_loop_raised_by_a_solution_passes_no_test(tests: str, raised: str) -> None:
+async def test_the_end_of_a_loop_raised_by_a_solution_passes_no_test(tests: str) -> None:
     expected = 0.5 if "test_b" in tests else 0.0  # a test that names the exception may expect it
-    assert await score(f"def f(x): raise {raised}", tests) == expected
-    assert (
-        await score(f"class A:\n    def __call__(self, x): raise {raised}\nf = A()", tests) == expected
-    )
+    assert await score("def f(x): raise StopIteration", tests) == expected
+    odd = "class E(StopIteration): pass\nclass A:\n    def __call__(self, x): raise E(x)\nf = A()"
+    assert await score(odd, tests) == expected
 
 
 @pytest.mark.parametrize(
@@ -270,11 +266,11 @@ FRAME = """
 import json, os, socket, time
 def say(header, body=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    try:
-        end = socket.socket(fileno=os.dup(3))
-        end.sendall(len(text).to_bytes(4, "little") + len(body).to_bytes(4, "little") + text + body)
-    except OSError:
-        pass
+    for fd in range(3, 10):  # wherever the way to the host is
+        try:
+            os.write(fd, len(text).to_bytes(4, "little") + len(body).to_bytes(4, "little") + text + body)
+        except OSError:
+            pass
     time.sleep(0.2)
 """
 PROGRAMS = {
@@ -309,7 +305,7 @@ PROGRAMS = {
 async def test_a_program_that_writes_nothing_right_scores_0(code: str) -> None:
     cases = [{"stdin": "1", "stdout": "3"}, {"stdin": "2", "stdout": "4"}]
     for kind in (UnitTests, Programs):
-        assert await score(code, cases, kind, tolerance=1e-6, seconds=0.3) == 0.0
+        assert await score(code, cases, kind, tolerance=1e-6, seconds=0.1, credit="all") == 0.0
 
 
 COMMANDS = {
