@@ -521,7 +521,7 @@ def test_task_sets_with_their_own_tools_and_rewards(tmp_path: Path, pieces: str)
         ({"stage": [RL], "warm_start": {"steps": 3}}, r"\[\[stage\]\] tables replace"),
         (
             {"stage": [{"kind": "rlhf"}]},
-            r"stage\.0\.kind.*'sft', 'rl', 'dpo', 'rejection', 'eval'.*'rlhf'",
+            r"stage\.0\.kind.*'sft', 'rl', 'dpo', 'rejection', 'distill', 'eval'.*'rlhf'",
         ),
         ({"stage": [{"steps": 3}]}, r"stage\.0.*kind"),
         ({"stage": [RL, {**DPO, "betta": 1}]}, r"stage\.1\.betta: unknown key; did you mean 'beta'"),
