@@ -222,7 +222,7 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("check", "env", "sofe"), "Did you mean 'safe'"),
         (("train", "recipe.toml", "run.folder=/proc/nothing"), "name another one as run.folder"),
         (("train", "recipe.toml", "sampling.top_k=5"), "importance ratios"),
-        (("train", "rl.steps=9", "--resume", "somewhere"), "goes on by its own recipe"),
+        (("train", "recipe.toml", "--resume", "somewhere"), "goes on by its own recipe"),
         (("train", "recipe.toml", "rl.attempts=1"), "can teach nothing"),
         (("train", "recipe.toml", "rl.updates=3"), "cannot split"),
         (("train", "recipe.toml", "rewards=[]"), "nothing is rewarded"),
@@ -445,3 +445,48 @@ def test_a_run_of_imitation_alone_has_a_table_a_curve_and_a_next_that_works(proj
     words = following.removeprefix("next:").partition("(")[0].split()
     assert words[:2] == ["ludus", "rollout"]
     ludus(*(word.replace("RECIPE", "recipe.toml") for word in words[1:]), "--show", "0")
+
+
+WAITING = """
+import asyncio, ludus
+from ludus.core.tooling import ToolSpec
+
+loops = set()
+
+class Endless:
+    async def open(self, context):
+        await asyncio.Event().wait()
+    async def list(self, context):
+        return [ToolSpec("nap", "Sleep.", {"type": "object", "properties": {}})]
+    async def call(self, call, context):
+        raise AssertionError
+    async def close(self, context):
+        pass
+
+@ludus.tool
+async def noting() -> str:
+    \"\"\"Note the event loop.\"\"\"
+    return "noted"
+
+@ludus.reward(name="success")
+async def right(answer, target) -> float:
+    loops.add(id(asyncio.get_running_loop()))
+    assert len(loops) == 1, "a second event loop"
+    return float(answer == target)
+
+endless = Endless()
+"""
+
+
+def test_a_check_in_which_something_never_ends_says_so_and_where(project: Path) -> None:
+    (project / "waiting.py").write_text(WAITING)
+    words = ["check", "recipe", "recipe.toml", 'agent.tools=["waiting.py:endless"]', "--seconds", "0.5"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert "an episode did not end within 0.5 s: it waits at waiting.py:9 in open" in done.output
+
+
+def test_a_check_runs_in_one_event_loop(project: Path) -> None:
+    (project / "waiting.py").write_text(WAITING)
+    words = ['agent.tools=["waiting.py:noting"]', 'rewards=["waiting.py:right"]']
+    assert "recipe.toml: ok" in ludus("check", "recipe", "recipe.toml", *words)

@@ -22,11 +22,14 @@ def check_recipe(
     call_tools: Annotated[
         bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")
     ] = True,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
+    ] = 60.0,
 ) -> None:
     """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
     from ludus.cli.checking import recipe_findings
 
-    _finish(recipe_findings(recipe, overrides or [], call_tools), str(recipe))
+    _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
 
 
 @check_app.command("env")

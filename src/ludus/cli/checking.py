@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ludus.core.messages import Json, ToolCall
 from ludus.core.success import is_success
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolResult
-from ludus.core.user_code import first_accidents, forget_shown
+from ludus.core.user_code import first_accidents, forget_shown, waiting_places
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
@@ -34,13 +34,21 @@ BYTES_PER_TOKEN = 8
 """More than the text of any language takes."""
 VARIANTS = 3
 """How often a check calls each tool, with other arguments each time."""
-SECONDS_OF_A_CALL = 60.0
+SECONDS = 60.0
+"""How long a part of a check may take."""
+GRACE = 5.0
+"""How long what is stopped may take to clean up."""
 _TEXTS = ("alpha", "7", "beta, gamma = 3")
 _DEEPEST = 8
 
 
-def recipe_findings(path: Path, overrides: list[str], call_tools: bool = True) -> Findings:
-    """Everything that can be found out about a recipe without loading its model, for each task set."""
+def recipe_findings(
+    path: Path, overrides: list[str], call_tools: bool = True, seconds: float = SECONDS
+) -> Findings:
+    """Everything that can be found out about a recipe without loading its model, for each task set.
+
+    `seconds` is how long each of the things that it tries may take.
+    """
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe itself are told before
@@ -50,9 +58,15 @@ def recipe_findings(path: Path, overrides: list[str], call_tools: bool = True) -
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
     plans = plans_of(recipe, parts)
-    for plan in plans:
-        of_set = f"{plan.name}: " if len(plans) > 1 else ""
-        findings += [(severity, of_set + text) for severity, text in _set_findings(plan, call_tools)]
+
+    async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it
+        for plan in plans:
+            of_set = f"{plan.name}: " if len(plans) > 1 else ""
+            found = await _set_findings(plan, call_tools, seconds)
+            findings.extend((severity, of_set + text) for severity, text in found)
+        await close_shared_sandboxes()
+
+    asyncio.run(every_set())
     return findings
 
 
@@ -65,7 +79,7 @@ def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
     return []
 
 
-def _set_findings(plan: SetPlan, call_tools: bool) -> Findings:
+async def _set_findings(plan: SetPlan, call_tools: bool, seconds: float) -> Findings:
     """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
@@ -76,14 +90,31 @@ def _set_findings(plan: SetPlan, call_tools: bool) -> Findings:
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
     for name, factory in parts.envs.items():
-        findings += _env(factory, parts.tasks[:1], name)
+        found = _env(factory, parts.tasks[:1], name)
+        findings += await _within(seconds, f"the check of the environment {name!r}", found)
     if parts.tasks:
-        findings += asyncio.run(_episode(recipe, parts))
-        findings += asyncio.run(_scores(recipe, parts))
-        # where an episode failed, so would each of the calls
+        findings += await _within(seconds, "an episode", _episode(recipe, parts))
+        # where an episode failed, so would the expert's, and each of the calls
+        if not any(severity == "error" for severity, _ in findings):
+            findings += await _within(seconds, "the check of the rewards", _scores(recipe, parts))
         if call_tools and not any(severity == "error" for severity, _ in findings):
-            findings += asyncio.run(_tool_calls(recipe, parts))
+            calls = _tool_calls(recipe, parts)
+            findings += await _within(seconds * VARIANTS, "the calls of the tools", calls)
     return findings
+
+
+async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]) -> Findings:
+    """What a part of a check finds; or that it did not end in time, and where it waits."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if done:
+        return task.result()
+    places = waiting_places()
+    task.cancel()
+    await asyncio.wait([task], timeout=GRACE)
+    where = f": it waits at {', '.join(places)}" if places else ""
+    more = "mend what it waits for, or raise --seconds"
+    return [("error", f"{what} did not end within {seconds:g} s{where}; {more}")]
 
 
 def _content(task: Task) -> str:
@@ -156,7 +187,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     forget_shown()
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
-    budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS_OF_A_CALL})
+    budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS})
     findings: Findings = []
     try:
         for spec in await tool_specs(rollout, parts):
@@ -236,7 +267,7 @@ def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
 def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:
     """What an environment does with the first task; `name` is what tasks call it."""
     given = load_tasks(tasks)[:1] if tasks else []
-    return _env(ENVS.load(reference), given, name or _name_in(given, reference))
+    return asyncio.run(_env(ENVS.load(reference), given, name or _name_in(given, reference)))
 
 
 def _name_in(tasks: list[Task], reference: str) -> str:
@@ -252,11 +283,11 @@ def _name_in(tasks: list[Task], reference: str) -> str:
     return names[0]
 
 
-def _env(factory: object, tasks: list[Task], name: str) -> Findings:
+async def _env(factory: object, tasks: list[Task], name: str) -> Findings:
     if not callable(factory):
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
     task = tasks[0] if tasks else Task.of("check", id="check")
-    found = asyncio.run(check_env(factory, task, name=name))
+    found = await check_env(factory, task, name=name)
     findings = [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
     if not tasks and any(severity == "error" for severity, _ in findings):
         findings.append(("info", "it was given a task without data; give it one of its own by --tasks"))

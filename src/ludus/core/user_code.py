@@ -7,6 +7,7 @@ it is counted: a line at the tenth time, the hundredth, and so on.
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import logging
 import sysconfig
@@ -197,6 +198,21 @@ def forget_shown() -> None:
         _counts.clear()
         _fruitless.clear()
         _returned.clear()
+
+
+def waiting_places() -> list[str]:
+    """Where in user code the coroutines of this event loop are waiting: file:line in function."""
+    found: list[str] = []
+    for task in asyncio.all_tasks():
+        coroutine: Any = task.get_coro()
+        own: FrameType | None = None
+        while coroutine is not None:
+            frame = getattr(coroutine, "cr_frame", None)
+            own = frame if frame is not None and _is_own(frame) else own
+            coroutine = getattr(coroutine, "cr_await", None)
+        if own is not None:
+            found.append(f"{_short(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}")
+    return list(dict.fromkeys(found))
 
 
 def _last(trace: TracebackType | None) -> TracebackType | None:
