@@ -223,6 +223,7 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("train", "recipe.toml", "run.folder=/proc/nothing"), "name another one as run.folder"),
         (("train", "recipe.toml", "sampling.top_k=5"), "importance ratios"),
         (("train", "recipe.toml", "--resume", "somewhere"), "goes on by its own recipe"),
+        (("train", "rl.steps=9", "--resume", "somewhere"), "is not a run"),
         (("train", "recipe.toml", "rl.attempts=1"), "can teach nothing"),
         (("train", "recipe.toml", "rl.updates=3"), "cannot split"),
         (("train", "recipe.toml", "rewards=[]"), "nothing is rewarded"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
 from ludus.observe import RunFolder
-from ludus.training import Recipe
+from ludus.training import Recipe, train
 from ludus.training.steps import best_of
 
 MODULE = '''
@@ -108,8 +109,8 @@ def test_going_on_with_a_finished_run(project: Path) -> None:
     done = CliRunner().invoke(app, ["train", "--resume", "runs/adding-001", "rl.attempts=4"])
     assert "rl.attempts cannot be changed" in str(done.exception)
     best = best_of(run.metrics(), Recipe.parse(run.recipe(), ""))
-    assert best is not None and best.step == 0, "all are equal, and of equal ones the first is the best"
-    assert "p-000000: 1 tasks" in ludus(
+    assert best is not None and best.step == 1, "both are equal, and of equal ones the first is the best"
+    assert "p-000001: 1 tasks" in ludus(
         "eval", "runs/adding-001", "--checkpoint", "best", "--tasks", "1"
     )
     assert "p-000002: 1 tasks" in ludus("eval", "runs/adding-001", "--checkpoint", "2", "--tasks", "1")
@@ -121,11 +122,14 @@ def test_going_on_with_a_finished_run(project: Path) -> None:
 def test_a_run_made_in_python_says_what_a_command_lacks(project: Path) -> None:
     text = RECIPE.replace("fragile", "constant")
     (project / "recipe.toml").write_text(text)
-    script = """
-import ludus, task
-ludus.train("recipe.toml", tools=[task.add], tasks=task.tasks(), rl={"steps": 1, "tasks": 2})
-"""
-    exec(compile(script, "script.py", "exec"), {})
+    namespace: dict[str, Any] = {}
+    exec(compile(MODULE, str(project / "script.py"), "exec"), namespace)
+    train(
+        "recipe.toml",
+        tools=[namespace["add"]],
+        tasks=namespace["tasks"](),
+        rl={"steps": 1, "tasks": 2},
+    )
     for words in (["train", "--resume"], ["eval"], ["rollout"]):
         done = CliRunner().invoke(app, [*words, "runs/adding-001"])
         assert "made in Python" in str(done.exception), words

@@ -57,20 +57,19 @@ def measured(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[Measured
 
     From the run's rows of metrics alone, so that a run that is resumed knows what it knew. Stages of kind
     `eval` do not count: they measure with settings of their own, and what they measure has a checkpoint
-    before them. Nor does the start of a run that begins with imitation, of which there is no checkpoint.
+    before them.
     """
     name = f"eval/{recipe.evaluation.best_by}"
     ends = accumulate(map(steps_of, recipe.stages))
     left_out = {end for end, config in zip(ends, recipe.stages, strict=True) if not learns(config)}
-    if isinstance(recipe.stages[0], ImitationConfig):
-        left_out.add(0)
     found = {row["step"]: float(row[name]) for row in rows if row.get(name) is not None}
     return [Measured(value, step) for step, value in found.items() if step not in left_out]
 
 
 def best_of(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> Measured | None:
-    """The highest of them; of equal ones the first."""
-    return max(measured(rows, recipe), key=lambda one: (one.value, -one.step), default=None)
+    """The highest of them, of equal ones the first. The start is the recipe's own model, and does not count."""
+    trained = [one for one in measured(rows, recipe) if one.step]
+    return max(trained, key=lambda one: (one.value, -one.step), default=None)
 
 
 def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, start: int) -> bool:
