@@ -72,12 +72,27 @@ def unpack(file: Path, folder: Path) -> None:
 
 
 def dequantize_in_threads(data: Any, kind: Any, pool: ThreadPoolExecutor, dequantize: Any) -> Any:
-    """`gguf.dequantize` by rows, which are packed independently of each other; numpy lets threads run."""
-    if data.ndim < 2 or data.nbytes <= _CHUNK:
+    """`gguf.dequantize` in parallel: blocks of weights are packed independently of each other.
+
+    A chunk goes in as one long row. `gguf` works row by row, in calls too short to let go of the interpreter.
+    """
+    from gguf import GGML_QUANT_SIZES
+
+    block, size = GGML_QUANT_SIZES[kind]
+    if data.nbytes <= _CHUNK:
         return dequantize(data, kind)
-    rows = max(1, _CHUNK * len(data) // data.nbytes)
-    starts = range(0, len(data), rows)
-    return np.concatenate(list(pool.map(lambda i: dequantize(data[i : i + rows], kind), starts)))
+    packed = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+    weights = np.empty(packed.size // size * block, dtype=np.float32)
+
+    def unpack_chunk(first: int) -> None:
+        chunk = packed[first : first + step]
+        begin = first // size * block
+        weights[begin : begin + chunk.size // size * block] = dequantize(chunk[None], kind)[0]
+
+    step = max(1, _CHUNK // size) * size
+    list(pool.map(unpack_chunk, range(0, packed.size, step)))
+    shape = data.view(np.uint8).shape
+    return weights.reshape(*shape[:-1], shape[-1] // size * block)
 
 
 @contextmanager
