@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from ludus.cli.errors import explained
 from ludus.cli.main import app
+from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder
 
 MODULE = '''
@@ -491,3 +492,42 @@ def test_a_check_runs_in_one_event_loop(project: Path) -> None:
     (project / "waiting.py").write_text(WAITING)
     words = ['agent.tools=["waiting.py:noting"]', 'rewards=["waiting.py:right"]']
     assert "recipe.toml: ok" in ludus("check", "recipe", "recipe.toml", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "message"),
+    [
+        ("import nothing_there\n", "tasks", "No module named 'nothing_there' (broken.py:1 in <module>)"),
+        ("def tasks(:\n", "tasks", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("def tasks(path): return []\n", "tasks", "missing 1 required positional argument: 'path'"),
+        ("def tasks():\n    return {}['k']\n", "tasks", "raised KeyError: 'k' (broken.py:2 in tasks)"),
+    ],
+)
+def test_code_that_cannot_be_loaded_is_told_with_its_line(
+    project: Path, text: str, reference: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "broken.py").write_text(text)
+    words = ["train", "recipe.toml", f"tasks.train=broken.py:{reference}"]
+    code = explained(lambda **options: app(words, **options))
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in " ".join(said.split()) and "tasks.train: " in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("envs", {"grid": 3}, "the environment 'grid' is 3: give a class"),
+        ("rewards", [3], "3 is not a reward"),
+        ("group_rewards", [3], "3 is not a group reward"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused_before_there_is_a_folder(
+    project: Path, part: str, value: object, message: str
+) -> None:
+    import ludus as package
+
+    given = {"rewards": ["exact_match"], "tasks": [{"prompt": "x", "target": "y"}], part: value}
+    with pytest.raises(ConfigError, match=message):
+        package.train(model="scratch", **given)
+    assert not (project / "runs").exists()

@@ -102,3 +102,37 @@ def test_metadata_may_be_given_as_a_table_too():
         Task.of("?", metadata={"a": 1}, a=2)
     with pytest.raises(ValueError, match="table of fields"):
         Task.of("?", metadata="a")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": ["a", "b"]}, """a message is {"role": "user", "content": "..."}, not 'a'"""),
+        (
+            {"messages": {"role": "user", "content": "x"}},
+            "a prompt is a text or a list of messages, not {",
+        ),
+        ({"messages": [{"role": "user", "content": [3]}]}, "a list of parts of type text, not [3]"),
+        ({"prompt": "x", "envs": "safe"}, """such as {"safe": {}}, not 'safe'"""),
+        ({"prompt": "x", "envs": {"safe": 3}}, """such as {"safe": {}}, not {'safe': 3}"""),
+        ({"prompt": "x", "metadata": "a"}, "metadata is a table of fields, not 'a'"),
+        ({"prompt": "x", "metadata": [1]}, "metadata is a table of fields, not [1]"),
+        ({"prompt": "x", "system": 3}, "system message is text, not 3"),
+        ({"prompt": "x", "level": 1, "metadata": {"level": 2}}, "the metadata 'level' twice"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_said_in_words_of_the_task(
+    row: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        Task.parse(row)
+    assert expected in str(caught.value)
+    assert "object has no attribute" not in str(caught.value)
+
+
+def test_any_column_can_be_metadata() -> None:
+    task = Task.parse(
+        {"prompt": "x", "id": 4, "cls": "a", "metadata": {"prompt": "p", "id": 5, "target": 6}}
+    )
+    assert (task.id, task.target) == ("4", None)
+    assert task.metadata == {"cls": "a", "prompt": "p", "id": 5, "target": 6}

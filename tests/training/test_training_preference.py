@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -317,7 +320,7 @@ def test_conversations_in_the_forms_that_people_have(
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"text": "2+3?"}, "is not a conversation .*KeyError: 'messages'"),
+        ({"text": "2+3?"}, "there is no 'messages'; it has: text"),
         ({"conversations": [{"from": "robot", "value": "?"}]}, "role must be .* not 'robot'"),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "function_call is not JSON"),
         ({"prompt": "2+3?", "completion": 5}, "line 1, is not a conversation"),
@@ -400,3 +403,16 @@ def test_a_broken_file_of_pairs_says_where(line: str, tmp_path: Path) -> None:
         read_pairs(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_pairs(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize("row", ["3", "null", "[1]", '"x"', '{"messages": ["x"]}', '{"messages": null}'])
+@pytest.mark.parametrize("read", [read_conversations, read_pairs])
+def test_rows_that_are_none_are_told_without_the_words_of_the_interpreter(
+    row: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / "rows.jsonl")
+    said = str(caught.value)
+    assert "rows.jsonl, line 1" in said
+    assert not re.search(r"Error|object|subscript|indices|iterable|attribute", said), said

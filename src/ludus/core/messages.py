@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,13 +76,17 @@ class Message:
         """A message as files hold it: `role` and `content`, or ShareGPT's `from` and `value`."""
         if isinstance(raw, Message):
             return raw
+        if not isinstance(raw, Mapping):
+            raise ValueError(f'a message is {{"role": "user", "content": "..."}}, not {raw!r:.80}')
         if "from" in raw and "role" not in raw:
             raw = _from_sharegpt(raw)
         role, content = raw.get("role"), _text(raw.get("content"), bool(raw.get("tool_calls")))
         if role not in ("system", "user", "assistant", "tool"):
             raise ValueError(f"a message's role must be system, user, assistant or tool, not {role!r}")
         if not isinstance(content, str):
-            raise ValueError(f"a message's content must be a string, not {type(content).__name__}")
+            raise ValueError(
+                f"a message's content must be a string, or a list of parts of type text, not {content!r:.80}"
+            )
         known = {"role", "content", "name", "tool_calls", "tool_call_id"}
         # clients list fields that are empty; a 0 or a false would say something
         unknown = sorted(str(one) for one in raw.keys() - known if raw[one] not in (None, "", [], {}))
@@ -98,6 +102,13 @@ class Message:
         if calls and role != "assistant":
             raise ValueError(f"the assistant calls tools, not {role!r}")
         return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))
+
+
+def parse_messages(given: Any) -> list[Message]:
+    """The messages of a conversation as files hold them: a list, in which each has a role and a content."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f'messages are a list of {{"role": ..., "content": ...}}, not {given!r:.80}')
+    return [Message.parse(message) for message in given]
 
 
 def _from_sharegpt(raw: Mapping[str, Any]) -> Json:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.user_code import located
 
 
 class Registry(Mapping[str, str]):
@@ -103,7 +104,11 @@ def _load_module(name: str, reference: str) -> ModuleType:
             raise ConfigError(
                 f"there is no module {error.name!r} (asked for by {reference!r})"
             ) from None
+        raise _broken(name, error) from error
+    except LudusError:
         raise
+    except Exception as error:
+        raise _broken(name, error) from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -121,7 +126,13 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, Exception) and not isinstance(error, LudusError):
+            raise _broken(str(path), error) from error
         raise
     return module
+
+
+def _broken(where: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{where} cannot be imported: {located(error)}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludus.core.messages import Json, Message
+from ludus.core.messages import Json, Message, parse_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Task:
         if isinstance(prompt, str):
             messages: tuple[Message, ...] = (Message("user", prompt),)
         else:
-            if not hasattr(prompt, "__iter__"):
-                raise ValueError(
-                    f"a prompt is a text or a list of messages, not {type(prompt).__name__}"
-                )
-            messages = tuple(Message.parse(message) for message in prompt)
+            if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+                raise ValueError(f"a prompt is a text or a list of messages, not {prompt!r:.80}")
+            messages = tuple(parse_messages(prompt))
+        if not isinstance(system, str | None):
+            raise ValueError(f"a task's system message is text, not {system!r:.80}")
         if system is not None:
             messages = (Message("system", system), *messages)
-        return cls(id, messages, target, dict(envs or {}), {**(metadata or {}), **more})
+        return cls(id, messages, target, _environments(envs), {**(metadata or {}), **more})
 
     @classmethod
     def parse(cls, raw: Task | Mapping[str, Any]) -> Task:
@@ -59,9 +59,21 @@ class Task:
         if ("prompt" in fields) == ("messages" in fields):
             raise ValueError("a task needs exactly one of 'prompt' and 'messages'")
         prompt = fields.pop("prompt") if "prompt" in fields else fields.pop("messages")
-        fields["id"] = str(fields.get("id", ""))
-        fields.update(fields.pop("metadata", None) or {})
-        return cls.of(prompt, **fields)
+        own = {name: fields.pop(name, None) for name in ("target", "envs", "system")}
+        metadata = fields.pop("metadata", None) or {}
+        name = fields.pop("id", "")
+        made = cls.of(prompt, own["target"], envs=own["envs"], system=own["system"], metadata=metadata)
+        if both := sorted(str(key) for key in fields.keys() & metadata.keys()):
+            raise ValueError(f"a task has the metadata {both[0]!r} twice: beside metadata, and in it")
+        return replace(made, id=str(name), metadata={**metadata, **fields})
+
+
+def _environments(given: Any) -> dict[str, Json]:
+    table = given if given is not None else {}
+    if not isinstance(table, Mapping) or not all(isinstance(one, Mapping) for one in table.values()):
+        form = 'envs name environments and what their reset gets, such as {"safe": {}}'
+        raise ValueError(f"a task's {form}, not {given!r:.80}")
+    return {str(name): dict(arguments) for name, arguments in table.items()}
 
 
 def numbered(tasks: Iterable[Task]) -> list[Task]:

@@ -7,7 +7,6 @@ it is counted: a line at the tenth time, the hundredth, and so on.
 
 from __future__ import annotations
 
-import asyncio
 import dis
 import logging
 import sysconfig
@@ -202,6 +201,8 @@ def forget_shown() -> None:
 
 def waiting_places() -> list[str]:
     """Where in user code the coroutines of this event loop are waiting: file:line in function."""
+    import asyncio  # not above: this file is read by processes that do without
+
     found: list[str] = []
     for task in asyncio.all_tasks():
         coroutine: Any = task.get_coro()

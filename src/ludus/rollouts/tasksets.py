@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
+from ludus.core.user_code import located
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
@@ -41,7 +42,12 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
         rows = _counted(source, _parquet_rows(Path(source)))
     elif ":" in source:
         made = load_reference(source)
-        found = made() if callable(made) else made
+        try:
+            found = made() if callable(made) else made
+        except LudusError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{source} raised {located(error)}") from error
         if not isinstance(found, Iterable) or isinstance(found, Mapping):
             raise ConfigError(f"{source} gives {type(found).__name__}, not a list")
         rows = _counted(source, found)
@@ -66,7 +72,7 @@ def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[T
     for number, row in enumerate(rows, start=1):
         try:
             tasks.append(Task.parse(row))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except ValueError as error:
             hint = _hint(row)
             raise ConfigError(f"task {number} of {source} is not a task: {error}{hint}") from None
     if not tasks:

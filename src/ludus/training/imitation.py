@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
-from ludus.core.messages import Message
+from ludus.core.messages import Message, parse_messages
 from ludus.core.task import Task
 from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
@@ -57,10 +57,9 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
         try:
             row = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
             conversations.append(_conversation(row))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise ConfigError(
-                f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: '
-                f"{type(error).__name__}: {error}"
+                f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: {error}'
             ) from None
     return conversations
 
@@ -70,11 +69,13 @@ def _read(
 ) -> Iterator[T]:
     for where, row in read_rows(str(source), columns):
         try:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"a row is a table of fields, not {row!r:.80}")
             yield parse(row)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{where}, is not {what}: {type(error).__name__}: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"{where}, is not {what}: {error}") from None
 
 
 def _checked_conversation(row: Any) -> Conversation:
@@ -86,17 +87,24 @@ def _checked_conversation(row: Any) -> Conversation:
 def _conversation(row: Mapping[str, Any]) -> list[Message]:
     if "prompt" in row and "completion" in row:
         return _after(row["prompt"], row["completion"])
-    messages = _messages(row["conversations"] if "conversations" in row else row["messages"])
+    messages = _messages(row["conversations"] if "conversations" in row else _field(row, "messages"))
     system = row.get("system")  # some files of ShareGPT's kind have it in a column of its own
     has_own = isinstance(system, str) and system and messages[:1] and messages[0].role != "system"
     return [Message("system", str(system)), *messages] if has_own else messages
+
+
+def _field(row: Mapping[str, Any], name: str) -> Any:
+    if name not in row:
+        there = ", ".join(map(str, row)) or "nothing"
+        raise ValueError(f"there is no {name!r}; it has: {there} (columns = {{ ... }} renames them)")
+    return row[name]
 
 
 def _messages(given: Any) -> list[Message]:
     """An answer's messages: a text is one of the assistant's."""
     if isinstance(given, str):
         return [Message("assistant", given)]
-    return [Message.parse(message) for message in ([given] if isinstance(given, Mapping) else given)]
+    return parse_messages([given] if isinstance(given, Mapping) else given)
 
 
 def _after(prompt: Any, answer: Any) -> list[Message]:
@@ -105,12 +113,12 @@ def _after(prompt: Any, answer: Any) -> list[Message]:
     if isinstance(prompt, str):
         asked = [Message("user", prompt)] if said and said[0].role == "assistant" else []
     else:
-        asked = [Message.parse(message) for message in prompt or ()]
+        asked = parse_messages(prompt or ())
     return said if said[: len(asked)] == asked else [*asked, *said]
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
-    chosen, rejected = (_after(row.get("prompt"), row[side]) for side in ("chosen", "rejected"))
+    chosen, rejected = (_after(row.get("prompt"), _field(row, side)) for side in ("chosen", "rejected"))
     check_conversation(chosen)
     check_conversation(rejected)
     if _asked(chosen) != _asked(rejected):

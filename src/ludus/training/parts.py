@@ -82,11 +82,12 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
         build_toolset(value, sandbox=recipe.agent.sandbox)  # what is wrong with it is found out here
         return list(value)
     if name == "envs":
-        return {key: ENVS.load(env) if isinstance(env, str) else env for key, env in value.items()}
-    if name == "rewards":
-        return [build_reward(spec) if isinstance(spec, str | Mapping) else spec for spec in value]
-    if name == "group_rewards":
-        return [build_group_reward(s) if isinstance(s, str | Mapping) else s for s in value]
+        return {key: _environment(key, env) for key, env in value.items()}
+    if name in ("rewards", "group_rewards"):
+        build = build_reward if name == "rewards" else build_group_reward
+        built = [build(spec) for spec in value]  # what is wrong with one is found out here
+        named = [isinstance(spec, str | Mapping) for spec in value]
+        return [new if is_name else old for new, old, is_name in zip(built, value, named, strict=True)]
     if name == "agent":
         return _agent(load_reference(value) if isinstance(value, str) else value)
     if callable(value):
@@ -117,6 +118,15 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
         else replace(task, messages=(system, *task.messages))
         for task in tasks
     ]
+
+
+def _environment(name: str, given: Any) -> Callable[[], Env]:
+    made: Callable[[], Env] = ENVS.load(given) if isinstance(given, str) else given
+    if not callable(made):
+        raise ConfigError(
+            f"the environment {name!r} is {made!r:.80}: give a class, or a function that makes one"
+        )
+    return made
 
 
 def _agent(found: Any) -> Agent:
