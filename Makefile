@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.11: `make quickstart` and `make test`.
+# Two commands on a fresh machine with Python 3.11, 3.12 or 3.13: `make quickstart` and `make test`.
 # VENV can point elsewhere; PYTHON names the interpreter the environment is made with.
 PYTHON ?= python3
 VENV ?= .venv

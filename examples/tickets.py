@@ -1,7 +1,7 @@
 """Support tickets, each of which belongs to one of four teams: the agent assigns them with a tool.
 
-Demonstrations show how the tool is called, with any team. Which team is right is left for reinforcement
-learning to find out, and is measured on tickets that it has not seen.
+Demonstrations show how the tool is called, and are right on half of the tickets. The rest is left for
+reinforcement learning to find out, and is measured on tickets that it has not seen.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import ludus
 
 TEAMS = {
     "Charged twice": "billing",
-    "Cannot log in": "accounts",
+    "No login": "access",
     "No signal": "network",
-    "Parcel lost": "shipping",
+    "Lost parcel": "mail",
 }
-WHO = "baker school pilot farmer nurse museum singer bank lawyer clown painter judge".split()  # noqa: SIM905
+WHO = ("baker", "school", "pilot", "farmer", "nurse", "museum")
+WHO += ("singer", "bank", "lawyer", "clown", "painter", "judge")
 HELD_OUT = 8
 
 
 @ludus.tool
-async def assign(team: str) -> ludus.ToolResult:
+async def assign(to: str) -> ludus.ToolResult:
     """Assign the ticket to a team.
 
     Args:
-        team: billing, accounts, network or shipping.
+        to: billing, access, network or mail.
     """
     return ludus.ToolResult("assigned", terminated=True)
 
@@ -34,7 +35,7 @@ async def assign(team: str) -> ludus.ToolResult:
 @ludus.reward(name="success")
 async def right(trajectory: ludus.Trajectory, target: str) -> float:
     """1 when the ticket was assigned to the right team."""
-    return float(any(call.arguments.get("team") == target for call in trajectory.calls))
+    return float(any(call.arguments.get("to") == target for call in trajectory.calls))
 
 
 def training_tasks() -> list[ludus.Task]:
@@ -48,8 +49,9 @@ def held_out_tasks() -> list[ludus.Task]:
 
 
 def expert(task: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
-    """Calls the tool as it should be called, with any team."""
-    yield ludus.ToolCall("assign", {"team": random.Random(task.id).choice([*TEAMS.values()])})
+    """Calls the tool as it should be, with the right team on half of the tickets."""
+    teams = [task.target, task.target, *TEAMS.values()]
+    yield ludus.ToolCall("assign", {"to": random.Random(task.id).choice(teams)})
 
 
 def _tickets() -> list[tuple[str, str]]:

@@ -152,7 +152,7 @@ def test_hostile_episodes_are_bounded_and_harmless():
 
 
 def test_printable():
-    assert printable("a\tb\nc\x1b\r\x9b\ud800é\u2028") == "a\tb\nc\\x1b\\r\\x9b\\ud800é\u2028"
+    assert printable("a\tb\nc\x1b\r\x9b\ud800é\u2028") == "a\tb\nc\\x1b\\r\\x9b\\ud800é\\u2028"
 
 
 def test_logging_goes_to_the_file_and_warnings_to_the_console(tmp_path, capsys):

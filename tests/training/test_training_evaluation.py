@@ -242,7 +242,7 @@ async def test_all_failing_is_an_error_that_says_why(recipe: Recipe, parts: Part
             raise RuntimeError("no luck")
 
     parts.agent = Broken()
-    with pytest.raises(LudusError, match=r"4 of 4 failed .* 'agent': no luck"):
+    with pytest.raises(LudusError, match=r"4 of 4 failed .* 'agent': RuntimeError: no luck"):
         await run_study(recipe, parts, plan_of(parts, [await player_of(None, recipe)], (1,)), QUICK)
 
 
