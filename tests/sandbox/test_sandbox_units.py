@@ -20,6 +20,7 @@ from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Sa
 from ludus.sandbox.capture import Capture
 from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.endings import execution_of, unfinished
+from ludus.sandbox.errors import SandboxError
 from ludus.sandbox.inside import branching, frames, kernel, seccomp
 from ludus.sandbox.link import Link
 from ludus.sandbox.worker import Ending
@@ -370,6 +371,23 @@ async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pyte
     async with Sandbox(SandboxConfig(workers=1, accept_risk=True)) as box:
         assert box.layers is not None and "files" in box.layers.open_doors
         assert (await box.python("1 + 1")).value == "2"
+
+
+async def test_weaker_isolation_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = layers._tried
+
+    async def refuse_namespaces(worker: Any, order: dict[str, Any], *rest: Any) -> Any:
+        if order["namespaces"]:
+            raise SandboxError("refused for this test")
+        return await real(worker, order, *rest)
+
+    monkeypatch.setattr(layers, "_tried", refuse_namespaces)
+    async with Sandbox(SandboxConfig(workers=1, accept_risk=True)) as box:
+        assert (await box.python("1 + 1")).value == "2"
+    assert "without namespaces" in caplog.text
+    assert "refused for this test" in caplog.text
 
 
 async def test_a_preload_that_does_not_exist_is_named() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import resource
 import secrets
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from ludus.sandbox.inside import kernel, landlock
 from ludus.sandbox.inside.filesystem import is_covered, remove_folder
 from ludus.sandbox.session import Session
 from ludus.sandbox.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _FIRST_USER = 1_954_300_000
@@ -120,7 +124,10 @@ async def prepare(config: SandboxConfig, on_death: Callable[[Worker], None]) -> 
     for order in _orders(config, reasons):
         worker = Worker(order, group, on_death)
         try:
-            return await _tried(worker, order, config, reasons), worker
+            layers = await _tried(worker, order, config, reasons)
+            if not order["namespaces"]:
+                _tell_of_fallback(reasons.get("namespaces", "not tried"))
+            return layers, worker
         except BaseException as error:  # whoever is cancelled here must not leave anything behind either
             await worker.close()
             _remove(order)
@@ -129,6 +136,15 @@ async def prepare(config: SandboxConfig, on_death: Callable[[Worker], None]) -> 
                 raise
             reasons["namespaces"] = str(error)
     raise SandboxUnavailable("no arrangement was tried")
+
+
+@cache
+def _tell_of_fallback(reason: str) -> None:
+    _log.warning(
+        "the sandbox runs without namespaces here, behind Landlock and seccomp alone, which is weaker "
+        "(`ludus check sandbox` shows what holds): %s",
+        reason,
+    )
 
 
 async def _tried(
