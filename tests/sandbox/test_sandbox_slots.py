@@ -13,7 +13,7 @@ _ONE = SandboxConfig(workers=1, max_starting=1)
 
 # Everything of its surroundings that a program can see and that an earlier one could have changed.
 _SEEN = """
-import builtins, json, os, resource, sys
+import builtins, fcntl, json, os, resource, sys
 places = (".", "/tmp", "/dev/shm", "/home/.box/state", "/home/.box")
 limits = [resource.prlimit(who, kind) for who in (0, 1) for kind in range(16) if kind != resource.RLIMIT_CPU]
 print(json.dumps({
@@ -29,7 +29,7 @@ print(json.dumps({
     "policy": [os.sched_getscheduler(who) for who in (0, 1)],
     "folder": os.getcwd(), "mask": os.umask(0), "environment": dict(os.environ),
     "builtins": len(dir(builtins)), "leak": "leak" in sys.modules, "path": sys.path,
-    "open": sorted(os.listdir("/proc/self/fd")),
+    "open": sorted(os.listdir("/proc/self/fd")), "input": [fcntl.fcntl(0, 11), fcntl.fcntl(0, fcntl.F_GETFL)],
 }))
 """
 
@@ -54,6 +54,10 @@ _CHANGES = {
     "a processor of the slot": "import os; os.sched_setaffinity(1, {max(os.sched_getaffinity(0))})",
     "memory": "import builtins, sys; builtins.leak = 1; sys.modules['leak'] = sys; sys.path.append('leak')",
     "a folder and a mask": "import os; os.chdir('/tmp'); os.umask(0o777); os.environ['LEAK'] = 'x'",
+    "no folder for shared memory": "import os; os.rmdir('/home/.box/shm')",
+    "another name for a folder": "import os; os.rename('/home/.box/tmp', '/home/.box/x')",
+    "no way into the folder": "import os; os.chmod('/home/.box', 0)",
+    "its standard input": "import fcntl; fcntl.fcntl(0, 10, 42); fcntl.flock(0, fcntl.LOCK_EX)",
     "closed descriptors": "import os; os.closerange(0, 100)",
     "an end of its own": "import os; os._exit(3)",
     "a crash": "import ctypes; ctypes.string_at(0)",
@@ -114,3 +118,57 @@ async def test_free_slots_give_their_places_to_sessions() -> None:
             async with await sandbox.session() as one, await sandbox.session() as two:
                 assert (await one.python("1")).ok and (await two.python("2")).ok
             assert (await sandbox.python("3")).value == "3"
+
+
+_SEARCH = """
+import os, sys
+marked, frame = bytes.fromhex({marker!r}), sys._getframe()
+found = 0
+while frame is not None:
+    found += sum(marked.decode() in repr(value) for name, value in frame.f_locals.items() if name != "marked")
+    frame = frame.f_back
+memory = os.open("/proc/self/mem", os.O_RDONLY)
+own = 0
+for line in open("/proc/self/maps").read().splitlines():
+    span, mode = line.split()[:2]
+    first, last = (int(number, 16) for number in span.split("-"))
+    if mode.startswith("rw"):
+        try:
+            own += os.pread(memory, last - first, first).count(marked)
+        except OSError:
+            pass
+print(found, own)
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "# {secret}\n" * 500,
+        "print('{secret}' * 100)",
+        "'{secret}' * 100",
+        "raise ValueError('{secret}' * 10)",
+        "import sys; print(input())",
+    ],
+    ids=["source", "output", "value", "error", "input"],
+)
+async def test_a_program_finds_nothing_of_the_one_before_in_its_memory(program: str) -> None:
+    secret = "the-gold-answer-is-" + "7301"
+    search = _SEARCH.format(marker=secret.encode().hex())
+    async with Sandbox(_ONE) as box:
+        alone = (await box.python(search)).stdout
+        await box.python(program.replace("{secret}", secret), stdin=secret)
+        after = await box.python(search + "\nprint(os.getpid())")
+    found, pid = after.stdout.splitlines()
+    assert found + "\n" == alone
+    assert int(pid) > 3, "it ran in the slot of the program before it"
+
+
+async def test_a_slot_whose_program_was_stopped_is_not_used_again() -> None:
+    limits = Limits(wall_seconds=0.2)
+    async with Sandbox(_ONE) as box:
+        for _ in range(3):
+            stopped = await box.python("import time\nwhile True: time.sleep(1)", limits=limits)
+            assert stopped.outcome is Outcome.TIMEOUT
+            after = await box.python("import os; os.getpid()", limits=limits)
+            assert (after.outcome, after.value) == (Outcome.OK, "2"), "the first program in a fresh slot"

@@ -230,8 +230,9 @@ class Sandbox(ClosedAtExit):
         for idle in reversed(self._idle):
             if idle.worker is worker and idle.session.limits == limits:
                 self._idle.remove(idle)
-                if idle.session.alive:
+                if idle.session.is_reusable:
                     return idle.session
+                self._later(idle.session.close())
         return None
 
     async def _put_back(self, worker: Worker, session: Session, place: _Place) -> None:

@@ -43,6 +43,8 @@ class _Running:
     request: Request | None = None
     stopped: Outcome | None = None
     """Why we stopped it."""
+    report: Capture | None = None
+    """What a slot's program says of itself."""
 
 
 class Session(ClosedAtExit):
@@ -86,7 +88,8 @@ class Session(ClosedAtExit):
     @property
     def is_reusable(self) -> bool:
         """Whether it is a slot that the last program has left as it was."""
-        return self.alive and self._usage is not None and self._usage.is_clean
+        is_clean = self._usage is not None and self._usage.is_clean
+        return self.alive and is_clean and not self._body.process.was_killed
 
     @property
     def was_ended_inside(self) -> bool:
@@ -241,12 +244,14 @@ class Session(ClosedAtExit):
             outputs = [
                 Capture(self.limits.output_bytes, lambda: self._overflowed(running)) for _ in range(2)
             ]
+            if self._usage is not None:
+                running.report = Capture(MOST_REPORT, lambda: self._overflowed(running))
+                outputs.insert(0, running.report)
             fds = [output.writer for output in outputs]
             running.request = self._body.ask(
                 {**header, "wall": wall},
                 body,
                 tuple(fds if standard_input is None else [*fds, standard_input]),
-                most_body=0 if self._usage is None else MOST_REPORT,
             )
             for output in outputs:
                 output.close_writer()
@@ -263,9 +268,9 @@ class Session(ClosedAtExit):
                 texts = [output.finish() for output in outputs]
             return replace(
                 said,
-                stdout=texts[0],
-                stderr=texts[1],
-                truncated=any(output.truncated for output in outputs),
+                stdout=texts[-2],
+                stderr=texts[-1],
+                truncated=any(output.truncated for output in outputs[-2:]),
                 seconds=time.monotonic() - started,
                 lost=not self._body.alive,
             )
@@ -301,10 +306,11 @@ class Session(ClosedAtExit):
             if self._body.alive:
                 process.unwatch()
         if request.answered.done() and running.stopped is not Outcome.OUTPUT:
-            header, report = request.answered.result()
-            if self._usage is None:
+            header, _ = request.answered.result()
+            if running.report is None or self._usage is None:
                 said = execution_of(header, running.stopped)
             else:
+                report = running.report.finish()
                 said = self._usage.execution(header, report, running.stopped, self.limits)
             if not looks_killed(said) or not self._blame.is_group_full(process):
                 return said

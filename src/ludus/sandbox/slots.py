@@ -7,7 +7,7 @@ from typing import Any
 
 from ludus.sandbox.config import Limits
 from ludus.sandbox.endings import execution_of, unfinished
-from ludus.sandbox.errors import SandboxError
+from ludus.sandbox.errors import SandboxError, SessionLost
 from ludus.sandbox.execution import Execution, Outcome
 from ludus.sandbox.inside import frames
 from ludus.sandbox.worker import Ending
@@ -25,11 +25,15 @@ class SlotUsage:
     is_clean: bool = True
 
     def execution(
-        self, header: dict[str, Any], report: bytes, stopped: Outcome | None, limits: Limits
+        self, header: dict[str, Any], report: str, stopped: Outcome | None, limits: Limits
     ) -> Execution:
         """What came of a program; `SandboxError` when it never began, which is nobody's doing but ours."""
+        self.is_clean = False
+        if "status" not in header:
+            raise SessionLost(f"a slot's first process broke: {header!r:.500}")
         ending = Ending(header["status"], header["cpu"], header["peak_kb"] / 1024)
-        self.is_clean = header["clean"]
+        # the signal or the kill that stopped a program may still be on its way, and would meet the next one
+        self.is_clean = bool(header["clean"]) and stopped is None
         self.cpu_seconds = header["total_cpu"]
         self.peak_mb = max(self.peak_mb, ending.peak_mb)
         if not header["began"]:

@@ -37,7 +37,7 @@ def sizes(prefix: bytes) -> tuple[int, int]:
     return header, body
 
 
-def parsed(text: bytes) -> Header:
+def parsed(text: bytes | str) -> Header:
     """A header, which is a JSON object or nothing we accept."""
     try:
         header = json.loads(text)

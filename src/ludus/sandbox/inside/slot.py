@@ -6,6 +6,10 @@ Landlock domain, a session, a processor limit) and runs the program. When it has
 behind is killed, and the slot is compared with what it was before: files, limits, priorities. Any difference
 ends the slot, and the host makes another; only a slot that is proven unchanged is used again.
 
+The first process is what every program is forked from, so whatever it holds in memory the next program can
+read. It therefore never sees a program's bytes: the forked process reads the request from the host's socket,
+and reports through a pipe of its own that the host sent along.
+
 What keeps a program from the slot's first process: it is pid 1 of the pid namespace (no signal from inside
 reaches it), it is not dumpable (its memory and descriptors under /proc are closed), it lies outside the
 program's Landlock domain, and what can be done to it by number alone (limits, priorities) is compared.
@@ -13,14 +17,12 @@ program's Landlock domain, and what can be done to it by number alone (limits, p
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 import json
 import mmap
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -32,8 +34,6 @@ CONTROL, RULESET = 3, 4
 """Where the socket to the host lies, and the Landlock ruleset that programs enforce on themselves."""
 MOST_REPORT = 1 << 20
 """Bytes that a program's report may have; anything longer was not written by our own code."""
-_CHUNK = 1 << 16
-_ROOM = socket.CMSG_LEN(3 * array.array("i").itemsize)
 _ANSWER = b'{"status":%d,"cpu":%f,"peak_kb":%d,"total_cpu":%f,"began":%d,"clean":%d}'
 _LIMITS = tuple({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 State = tuple[object, ...]
@@ -61,46 +61,34 @@ def serve(link: socket.socket, has_ruleset: bool, cpu_seconds: float) -> None:
     frames.send(link, {"state": "ready"})
     while True:
         # After a fork every page that we write faults once more: so this loop does as little as it can.
-        source, fds = _request(link)
-        said, says = os.pipe()
+        if not link.recv(1, socket.MSG_PEEK):
+            raise EOFError
         began[0] = 0
         child = os.fork()
         if not child:
-            _execute(interpreter, source, fds, says, began, has_ruleset, cpu_seconds)
-        os.close(says)
-        for fd in fds:
-            os.close(fd)
-        report = _report(said, child)
-        _, status, usage = os.wait4(child, 0)
+            _execute(interpreter, link, began, has_ruleset, cpu_seconds)
+        ended = os.wait4(child, 0)
         child = 0
-        is_clean = _all_ended() and _state() == before
-        cpu, total = usage.ru_utime + usage.ru_stime, sum(os.times()[:4])
-        text = _ANSWER % (status, cpu, usage.ru_maxrss, total, began[0], is_clean)
-        link.sendall(len(text).to_bytes(4, "little") + len(report).to_bytes(4, "little") + text + report)
+        # one that never began may have left a part of its request in the socket
+        is_clean = bool(began[0]) and _all_ended() and _is_unchanged(before)
+        _answer(link, ended, began[0], is_clean)
+        del ended  # the next program can look at these variables
         if not is_clean:
             return
 
 
-def _request(link: socket.socket) -> tuple[bytes, list[int]]:
-    """The next program, and the descriptors of its standard streams. Its header says nothing that we need."""
-    data, ancillary, _, _ = link.recvmsg(_CHUNK, _ROOM, socket.MSG_CMSG_CLOEXEC)
-    if not data:
-        raise EOFError
-    fds = array.array("i")
-    for _, _, raw in ancillary:
-        fds.frombytes(raw)
-    header, body = frames.sizes(data[: frames.PREFIX])
-    start = frames.PREFIX + header
-    while len(data) < start + body:
-        data += link.recv(_CHUNK)
-    return data[start:], fds.tolist()
+def _answer(
+    link: socket.socket, ended: tuple[int, int, resource.struct_rusage], began: int, is_clean: bool
+) -> None:
+    _, status, usage = ended
+    cpu, total = usage.ru_utime + usage.ru_stime, sum(os.times()[:4])
+    text = _ANSWER % (status, cpu, usage.ru_maxrss, total, began, is_clean)
+    link.sendall(len(text).to_bytes(4, "little") + bytes(4) + text)
 
 
 def _execute(
     interpreter: Interpreter,
-    source: bytes,
-    fds: list[int],
-    says: int,
+    link: socket.socket,
     began: mmap.mmap,
     has_ruleset: bool,
     cpu_seconds: float,
@@ -108,9 +96,13 @@ def _execute(
     """The life of one program; does not return."""
     code = 1
     try:
-        os.dup2(says, CONTROL, inheritable=False)  # in place of the socket to the host
-        for target, fd in enumerate(fds):
-            os.dup2(fd, (1, 2, 0)[target])
+        _, source, fds = frames.receive(link)
+        has_input = len(fds) > 3
+        if not has_input:
+            # not the slot's own: locks and flags on an open file would stay for the next program
+            fds.append(os.open("/dev/null", os.O_RDONLY))
+        for target, fd in zip((CONTROL, 1, 2, 0), fds, strict=True):
+            os.dup2(fd, target, inheritable=target != CONTROL)  # the pipe takes the socket's place
         if has_ruleset:
             landlock.enforce(RULESET)
         os.closerange(CONTROL + 1, 1 << 20)
@@ -118,7 +110,7 @@ def _execute(
         os.setsid()
         most = int(cpu_seconds + 2)
         resource.setrlimit(resource.RLIMIT_CPU, (most, most))
-        if len(fds) > 2:
+        if has_input:
             interpreter.fresh_input()
         new_dice()
         gc.enable()
@@ -141,38 +133,6 @@ def _say(report: frames.Header) -> None:
         data = data[os.write(CONTROL, data) :]
 
 
-def _report(said: int, child: int) -> bytes:
-    """What the program's process writes until it ends, whoever else holds the pipe by then."""
-    report = b""
-    ended = os.pidfd_open(child)
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
-    waiting.register(said, select.POLLIN)
-    os.set_blocking(said, False)
-    try:
-        while True:
-            ready = waiting.poll()
-            while data := _read(said):
-                report += data
-                if len(report) > MOST_REPORT:
-                    os.kill(child, signal.SIGKILL)
-                    return b""
-            if ready[0][0] == ended:  # the first that was registered is told first
-                return report
-            if data is not None:
-                waiting.unregister(said)  # it has closed its end, and lives on
-    finally:
-        os.close(said)
-        os.close(ended)
-
-
-def _read(fd: int) -> bytes | None:
-    try:
-        return os.read(fd, _CHUNK)
-    except BlockingIOError:
-        return None
-
-
 def _all_ended() -> bool:
     """Kill and collect everything else in the pid namespace; whether nothing is left."""
     while True:
@@ -185,6 +145,14 @@ def _all_ended() -> bool:
                 os.waitpid(-1, 0)
         except ChildProcessError:
             pass
+
+
+def _is_unchanged(before: State) -> bool:
+    """Whether the slot is as it was. Where that cannot even be looked at, a program has seen to it."""
+    try:
+        return _state() == before
+    except Exception:  # noqa: BLE001 - a folder that is gone, a limit that leaves us no descriptor
+        return False
 
 
 def _state() -> State:
