@@ -324,6 +324,9 @@ def test_the_adaptive_coefficient() -> None:
     assert adapted(50.0, 100) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
     assert adapted(-1.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
     assert adapted(2.0, 500) == 0.1
+    for episodes in (1000, 5000, 10**9):  # more than a horizon in one step: a fifth, and never below 0
+        assert adapted(0.0, episodes) == pytest.approx(0.08)
+        assert adapted(50.0, episodes) == pytest.approx(0.12)
 
 
 def test_the_adaptive_coefficient_brings_a_divergence_to_its_target() -> None:

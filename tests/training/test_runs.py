@@ -156,6 +156,7 @@ def test_a_reference_follows_the_policy(tmp_path: Path) -> None:
         ({"reference_sync": {}}, r"reference_sync would have no effect: kl = 0"),
         ({"kl_control": {"target": 0.1}}, r"kl_control would have no effect: kl = 0"),
         ({"target_kl": 0.1}, r"target_kl would have no effect"),
+        ({"epochs": 10**23}, r"rl\.epochs.*1000"),
     ],
 )
 def test_settings_of_the_divergence_without_effect_are_refused(

@@ -60,10 +60,13 @@ def adapted_coefficient(
 ) -> float:
     """The KL coefficient of the next step, so that the divergence comes to a target.
 
-        e = clip(KL / target - 1, -0.2, 0.2),   beta <- beta * (1 + e * episodes / horizon)
+        e = clip(KL / target - 1, -0.2, 0.2),   beta <- beta * (1 + e * min(1, episodes / horizon))
+
+    So a step changes it by a fifth at most, and it stays positive: without the bound, a step of more than five
+    horizons would make it negative, which rewards divergence.
 
     Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv:1909.08593; as verl's
     AdaptiveKLController has it, KL is the mean over tokens.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * episodes / horizon)
+    return coefficient * (1 + error * min(1.0, episodes / horizon))

@@ -47,7 +47,7 @@ class ImitationConfig(Config):
     """Conversations to measure the loss on: a share of the demonstrations, or their own file or dataset."""
     steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
     """Demonstrations in a step."""
@@ -135,7 +135,7 @@ class KLControlConfig(Config):
     target: float = Field(gt=0)
     """The divergence from the reference to come to, in nats per token."""
     horizon: int = Field(default=10000, ge=1)
-    """Over how many episodes the coefficient changes by at most a fifth."""
+    """Episodes over which it changes by a fifth at most; nor does it change by more in a single step."""
 
 
 class ReferenceSyncConfig(Config):
@@ -176,7 +176,7 @@ class RLConfig(Config):
     """Episodes for each task: the group."""
     updates: int = Field(default=1, ge=1)
     """Optimizer updates in an epoch; the step's groups are split among them."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=1000)
     """Passes over a step's episodes, of so many updates each (verl's `ppo_epochs`, TRL's `num_iterations`)."""
     target_kl: float | None = Field(default=None, gt=0)
     """Leave out a step's further updates once the policy has moved so far in it (`kl_old_k3`)."""

@@ -123,7 +123,7 @@ def reinforce_groups(
         return metrics
     metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
     measured: list[dict[str, float]] = []
-    for part in step.parts * config.epochs:
+    for part in (part for _ in range(config.epochs) for part in step.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
         measured.append(_update(learner, step, estimate, part, algorithm, config, reference, limit))
