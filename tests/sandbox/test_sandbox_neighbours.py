@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -18,12 +21,15 @@ from attacks.cases_kernel import CASES
 from ludus.sandbox import (
     CannotFork,
     Limits,
+    Outcome,
     Sandbox,
     SandboxConfig,
     SandboxError,
     SandboxUnavailable,
     network,
 )
+from ludus.sandbox.inside import watch, zygote
+from ludus.sandbox.inside.life import Bounds, Plan
 from ludus.sandbox.worker import Worker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -65,6 +71,23 @@ except RuntimeError:
     pass
 done.set()
 print("threads", started)
+"""
+NAMES = (b"\xff\xfe", b") R 1 (", b"a\nNSpid:\t1", b")))", b" ")
+RENAMED = "import ctypes\nctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\n"
+CROWD = """
+import os, time
+block = bytearray(@MB@ << 20)
+for place in range(0, len(block), 4096):
+    block[place] = 1
+for _ in range(@FORKS@):
+    if not os.fork():
+        if @COPIES@:
+            for place in range(0, len(block), 4096):
+                block[place] = 2
+        time.sleep(@SECONDS@)
+        os._exit(0)
+time.sleep(@SECONDS@)
+print("within its limits")
 """
 
 
@@ -293,3 +316,67 @@ async def test_threads_count_as_processes(box: Sandbox) -> None:
         for one in (session, twin):
             said = await one.python(THREADS)
             assert "threads" in said.stdout and int(said.stdout.split()[1]) < 32, said.text()
+
+
+@on_sandbox
+async def test_processes_of_any_name_are_looked_after(box: Sandbox) -> None:
+    """A process's name is in what /proc says of it, as the bytes that its code has chosen."""
+    replaced = box.replaced
+    async with AsyncExitStack() as stack:
+        neighbour, *hostile = [
+            await stack.enter_async_context(await box.session()) for _ in range(len(NAMES) + 1)
+        ]
+        await neighbour.python("x = 41")
+        for session, name in zip(hostile, NAMES, strict=True):
+            assert (await session.python(RENAMED.format(name=name) + "x = 1")).ok
+        await asyncio.sleep(1.2)  # until idle sessions have been looked after
+        assert (await neighbour.python("x + 1")).value == "42"
+        for session in hostile:
+            async with await session.fork() as twin:
+                assert (await twin.python("x")).value == "1"
+            await session.python("import os, time\nif not os.fork(): time.sleep(30)")
+            with pytest.raises(CannotFork, match="child process"):
+                await session.fork()
+        assert (await neighbour.python("x + 1")).value == "42"
+    assert box.replaced == replaced
+
+
+def crowd(mb: int, forks: int, seconds: float, *, copies: bool) -> str:
+    values = {"MB": mb, "FORKS": forks, "SECONDS": seconds, "COPIES": copies}
+    code = CROWD
+    for key, value in values.items():
+        code = code.replace(f"@{key}@", str(value))
+    return code
+
+
+@on_sandbox
+async def test_forks_share_their_memory_and_pay_for_copies(box: Sandbox) -> None:
+    limits = Limits(memory_mb=200, wall_seconds=20.0)
+    shared, copied = await asyncio.gather(
+        box.python(crowd(60, 8, 1.0, copies=False), limits=limits),
+        box.python(crowd(60, 8, 15.0, copies=True), limits=limits),
+    )
+    assert shared.stdout == "within its limits\n", shared.text()
+    assert copied.outcome is Outcome.MEMORY, copied.text()
+
+
+def test_a_long_count_of_memory_holds_up_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each count takes longer than this test may: whoever waited for one would never be served."""
+    monkeypatch.setattr(watch, "_proportional", lambda _: time.sleep(600))
+    host, link = socket.socketpair()
+    with host, link:
+        plan = Plan(True, 0, False, False, (), "", None, 0)
+        worker = zygote.Zygote(link, plan)
+        worker._sessions[1], worker._bounds[1] = os.getpid(), Bounds(1.0, 1, 1000, 1, 1, 1)
+        held = subprocess.Popen(["sleep", "600"])
+        try:
+            for _ in range(3):
+                worker._look_after({1})
+            (helper,) = worker._counts
+        finally:
+            held.kill()
+            held.wait()
+        os.kill(helper, 9)
+        _, status = os.waitpid(helper, 0)
+        worker._counted(*worker._counts.pop(helper), status)
+        assert worker._next_counts and 1 in worker._sessions, "a helper that was killed says nothing"

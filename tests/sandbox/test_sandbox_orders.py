@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.sandbox import Limits, Sandbox, SandboxConfig
+from ludus.sandbox import Limits, Outcome, Sandbox, SandboxConfig
+from ludus.sandbox.endings import unfinished
 from ludus.sandbox.inside import frames, watch, zygote
 from ludus.sandbox.inside.life import Bounds, Plan
-from ludus.sandbox.worker import Worker
+from ludus.sandbox.worker import Ending, Worker
 
 FLOOD = """
 import os
@@ -58,7 +59,7 @@ def test_few_looks_are_taken_while_orders_wait(monkeypatch: pytest.MonkeyPatch) 
     """Where every look takes longer than the time between two, orders must not wait for one each."""
     orders, seen = 200, list[str]()
     monkeypatch.setattr(zygote, "_OFTEN_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "excess", lambda *_: seen.append("look"))
+    monkeypatch.setattr(watch, "suspected", lambda *_: seen.append("look"))
     monkeypatch.setattr(zygote.Zygote, "_signal", lambda *_: seen.append("order"))
     monkeypatch.setattr(zygote.Zygote, "_collect", lambda _: None)  # this process has other children
     host, link = socket.socketpair()
@@ -76,6 +77,31 @@ def test_few_looks_are_taken_while_orders_wait(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < seen.count("look") < orders / 10, "sessions are looked after, and orders come first"
 
 
+def test_a_session_that_cannot_be_looked_after_is_ended_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its code has made of itself: it ends, for what it did, and the worker goes on."""
+
+    def look(pid: int, *_: object) -> float | None:
+        if pid == 11:
+            raise RuntimeError("no such look was foreseen")
+        return None
+
+    killed: list[int] = []
+    monkeypatch.setattr(watch, "suspected", look)
+    monkeypatch.setattr(watch, "cpu_seconds", look)
+    monkeypatch.setattr(zygote.Zygote, "_kill", lambda _, number: killed.append(number))
+    host, link = socket.socketpair()
+    with host, link:
+        worker = zygote.Zygote(link, Plan(True, 0, False, False, (), "", None, 0))
+        for number, pid in ((1, 11), (2, 12)):
+            worker._sessions[number], worker._bounds[number] = pid, Bounds(1.0, 1, 1, 1, 1, 1)
+        worker._look_after({1, 2})
+        worker._look_for_restless(1.0)
+        told = [frames.receive(host)[0] for _ in range(2)]
+    assert told == [{"event": "excess", "id": 1, "what": "unreadable"}] * 2
+    assert killed == [1, 1]
+    assert unfinished(Ending(9, excess="unreadable"), None, Limits()).outcome is Outcome.KILLED
+
+
 PAGES = st.tuples(st.integers(0, 100), st.integers(0, 100))
 
 
@@ -90,8 +116,12 @@ def test_a_family_is_held_to_its_share_of_pages(family: list[tuple[int, int]], m
         patch.setattr(watch, "_socket_bytes", lambda _: 0)
         patch.setattr(watch, "_resident", resident.__getitem__)
         patch.setattr(watch, "_proportional", proportional.__getitem__)
-        said = watch.excess(0, set(), most, most_processes=20)
-    assert said == ("memory" if sum(proportional) > most else None)
+        patch.setattr(watch, "_descriptors", lambda _: 0)
+        suspected = watch.suspected(0, set(), most, most_processes=20)
+        exceeded = watch.uses_more(0, set(), most)
+    assert exceeded == (sum(proportional) > most)
+    assert suspected == ("memory" if sum(resident) > most else None)
+    assert suspected or not exceeded, "nobody who exceeds a limit is above suspicion"
 
 
 def test_few_are_counted_slowly_where_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,5 +132,5 @@ def test_few_are_counted_slowly_where_that_is_enough(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(watch, "_socket_bytes", lambda _: 0)
     monkeypatch.setattr(watch, "_resident", lambda _: 17)
     monkeypatch.setattr(watch, "_proportional", lambda pid: asked.append(pid) or 1)
-    assert watch.excess(0, set(), 33 * 17 - 20, most_processes=32) is None
+    assert not watch.uses_more(0, set(), 33 * 17 - 20)
     assert asked == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -166,6 +167,15 @@ def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
     assert _verdict(code, 41, 2) == ALLOW
     assert _verdict(code, 62, 77) == ALLOW and _verdict(code, 62, 78) == EPERM
     assert _verdict(code, 62, -1) == EPERM and _verdict(code, 424, 5) == EPERM
+
+
+@needs_x86
+def test_files_are_not_leased() -> None:
+    code = seccomp.program(network=False, branching=0, own_pid=None)
+    leases = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETOWN, fcntl.F_SETSIG)
+    assert {_verdict(code, 72, 3, command) for command in leases} == {EPERM}
+    usual = (fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_SETLK, fcntl.F_GETOWN, 1031)
+    assert {_verdict(code, 72, 3, command) for command in usual} == {ALLOW}
 
 
 @needs_x86

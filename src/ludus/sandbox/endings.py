@@ -47,6 +47,8 @@ def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
 
 def unfinished(ending: Ending, stopped: Outcome | None, limits: Limits) -> Execution:
     """The process ended without a word: why, from the kernel's account of it."""
+    if ending.excess == "unreadable":
+        return Execution(Outcome.KILLED, error="its processes could not be looked after, and were ended")
     if ending.excess is not None:
         return Execution(_EXCESS.get(ending.excess, Outcome.MEMORY))
     if stopped is not None:

@@ -416,6 +416,25 @@ print("done")
         "input that nobody reads", 20, "print('done')", every(FINE, says("done")), stdin="x" * 5_000_000
     ),
     Case(
+        "leases and signals about descriptors",
+        20,
+        TRIES
+        + """
+import fcntl
+with open("leased", "w") as file:
+    file.write("x")
+fd = os.open("leased", os.O_RDONLY)
+for name, kind in (("write", fcntl.F_WRLCK), ("read", fcntl.F_RDLCK)):
+    attempt(f"lease to {name}", lambda: fcntl.fcntl(fd, fcntl.F_SETLEASE, kind))
+attempt("notify", lambda: fcntl.fcntl(os.open(".", os.O_RDONLY), fcntl.F_NOTIFY, 0x80000002))
+attempt("owner", lambda: fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid()))
+attempt("signal", lambda: fcntl.fcntl(fd, fcntl.F_SETSIG, 10))
+fcntl.lockf(os.open("leased", os.O_RDWR), fcntl.LOCK_EX)
+fcntl.flock(fd, fcntl.LOCK_EX)
+""",
+        every(FINE, says("refused"), lacks("BREACH")),
+    ),
+    Case(
         "a terminal",
         20,
         TRIES

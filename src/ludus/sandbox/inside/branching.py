@@ -7,12 +7,11 @@ inside its parent's; the host sees to it that a process which has forks runs no 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import stat
 
-from ludus.sandbox.inside import kernel
+from ludus.sandbox.inside import kernel, watch
 
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
 AGENT = 1000
@@ -64,28 +63,12 @@ def collect(forks: set[int]) -> None:
 
 def living_children() -> set[int]:
     """The pids of this process's children that have not ended."""
-    return {pid for pid in _children() if _lives(pid)}
+    return {pid for pid in watch.children("self") if not watch.is_dead(pid)}
 
 
 def ended_children() -> set[int]:
     """The pids of this process's children that have ended and that nobody has collected."""
-    return {pid for pid in _children() if not _lives(pid)}
-
-
-def _children() -> set[int]:
-    pids: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
-            pids.update(int(pid) for pid in file.read().split())
-    return pids
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return {pid for pid in watch.children("self") if watch.is_dead(pid)}
 
 
 def fork_session(namespaces: bool) -> int:

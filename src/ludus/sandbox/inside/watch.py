@@ -1,4 +1,8 @@
-"""Looking after a session's processes from outside it: how many there are, what they take, ending them."""
+"""Looking after a session's processes from outside it: how many there are, what they take, ending them.
+
+Everything under /proc is read as bytes: code gives its processes any name it likes (`prctl(PR_SET_NAME)`), with
+bytes that are no UTF-8, spaces, line breaks and parentheses.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +27,42 @@ def tree(pid: int, without: set[int] | None = None) -> list[int]:
     return found
 
 
-def excess(pid: int, others: set[int], most_bytes: int, most_processes: int) -> str | None:
-    """Which limit on the whole of a session is exceeded: "memory", "processes", or None.
+def suspected(pid: int, others: set[int], most_bytes: int, most_processes: int) -> str | None:
+    """Which limit on the whole of a session may be exceeded: "memory", "processes", or None.
 
-    `others` are the first processes of sessions, which count for themselves.
+    Cheap, as it is asked often of everybody: too many processes are certain, but pages and sockets that several
+    processes share are counted for each of them; `uses_more` divides them. `others` are the first processes of
+    sessions, which count for themselves.
     """
     family = tree(pid, others)
     if sum(map(_threads, family)) > most_processes + 1:
         return "processes"
-    buffers = _socket_bytes(family)
+    descriptors = sum(map(_descriptors, family))
+    buffers = descriptors * _SOCKET_BYTES if descriptors > _FEW_DESCRIPTORS else 0
     if len(family) == 1 and not buffers:
         return None  # one process is held by the kernel itself
+    return "memory" if sum(map(_resident, family)) + buffers > most_bytes else None
+
+
+def uses_more(pid: int, others: set[int], most_bytes: int) -> bool:
+    """Whether a session uses more memory than it may. Slow: dozens of large forks take seconds."""
+    family = tree(pid, others)
+    buffers = _socket_bytes(family)
+    if len(family) == 1 and not buffers:
+        return False
     resident = [_resident(one) for one in family]
     total = sum(resident) + buffers
-    # Pages that a fork shares are counted in each process; a count that is far slower divides them, and is made
-    # of as few processes as it takes.
-    for one, counted in zip(family, resident, strict=True):
+    for one, counted in zip(family, resident, strict=True):  # of as few processes as it takes
         if total <= most_bytes:
-            return None
+            return False
         total += _proportional(one) - counted
-    return "memory" if total > most_bytes else None
+    return total > most_bytes
 
 
 def cpu_seconds(pid: int, others: set[int]) -> float:
     """Processor time that a session's processes have used, those that have ended and were collected too."""
-    ticks = 0
-    for one in tree(pid, others):
-        with contextlib.suppress(OSError), open(f"/proc/{one}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            ticks += sum(int(fields[place]) for place in (11, 12, 13, 14))
-    return ticks / _TICKS
+    fields = [_stat(one) for one in tree(pid, others)]
+    return sum(int(ticks) for one in fields for ticks in one[11:15]) / _TICKS
 
 
 def kill_below(pid: int, keep: set[int]) -> None:
@@ -61,7 +71,7 @@ def kill_below(pid: int, keep: set[int]) -> None:
     In rounds, because what dies leaves its children to `pid`, and a process may fork while others die.
     """
     for _ in range(_ROUNDS):
-        below = [one for one in tree(pid, keep)[1:] if not _is_dead(one)]
+        below = [one for one in tree(pid, keep)[1:] if not is_dead(one)]
         if not below:
             return
         for one in below:
@@ -73,13 +83,12 @@ def _send(pid: int, which: signal.Signals) -> None:
         os.kill(pid, which)
 
 
-def children(pid: int) -> list[int]:
+def children(pid: int | str) -> list[int]:
     """The processes that `pid` or one of its threads has started, or adopted."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
-                found += [int(child) for child in file.read().split()]
+            found += [int(child) for child in _read(f"/proc/{pid}/task/{task}/children").split()]
     return found
 
 
@@ -121,32 +130,38 @@ def _threads(pid: int) -> int:
     return 1
 
 
-def _is_dead(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+def is_dead(pid: int) -> bool:
+    """Whether a process has ended, collected or not."""
+    return not (fields := _stat(pid)) or fields[0] in b"ZX"
 
 
 def namespace_pids(pid: int) -> list[int]:
     """The numbers of a process in the pid namespaces around it, ours first, its own last."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("NSpid:"):
-                return [int(number) for number in line.split()[1:]]
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"NSpid:"):
+            return [int(number) for number in line.split()[1:]]
     return []
 
 
+def _read(path: str) -> bytes:
+    """A file under /proc; nothing of a process that has ended."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, from the state on; none where there is no such process."""
+    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+
+
 def _resident(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * _PAGE
-    return 0
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * _PAGE if fields else 0
 
 
 def _proportional(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) * 1024
     return _resident(pid)  # it has closed itself to us: then it is charged for all of it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import os
@@ -17,11 +18,14 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ludus.sandbox.inside import branching, filesystem, frames, kernel, landlock, watch
 from ludus.sandbox.inside.life import FAMILY, Bounds, Plan, call_filter, file_rules, live
+
+T = TypeVar("T")
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _HIGH = 64
@@ -29,8 +33,15 @@ _OFTEN_SECONDS = 0.1
 _SELDOM_SECONDS = 1.0
 _MOST_ORDERS = 64
 """Orders that are obeyed before sessions are looked after again."""
+_REST = 9.0
+"""After a look at sessions, none for so many times as long as it took: the rest of the time is the host's."""
+_COUNT_REST = 2.0
+"""The same for a count of a session's memory, which a process of its own makes."""
 _QUIET = 0.05
 """The share of a processor that a session may use while nothing was asked to run."""
+_EXCEEDED, _UNREADABLE = 3, 4
+_VERDICTS = {_EXCEEDED: "memory", _UNREADABLE: "unreadable"}
+"""What a helper's exit status says about a session; one that was killed says nothing."""
 
 
 def main(link_fd: int) -> None:
@@ -174,6 +185,10 @@ class Zygote:
         """Number of the session that a helper process completes, and what the helper says, by its pid."""
         self._removals: set[int] = set()
         """Helper processes that remove folders."""
+        self._counts: dict[int, tuple[int, float]] = {}
+        """Helper processes that count a session's memory: its number, and since when."""
+        self._next_counts: dict[int, float] = {}
+        """When the memory of a session may be counted again, by number."""
         self._forks: dict[int, int] = {}
         """Number by pidfd of the sessions that another session forked: they are not our children."""
         self._pidfds: dict[int, int] = {}
@@ -204,6 +219,7 @@ class Zygote:
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
         soon = later = time.monotonic()
+        rested = 0.0
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if woken.fileno() in ready:
@@ -215,13 +231,17 @@ class Zygote:
             if self._link.fileno() in ready:
                 self._obey_waiting()
             now = time.monotonic()
+            if now < rested or now - soon <= _OFTEN_SECONDS:
+                continue
+            soon = now
             if now - later > _SELDOM_SECONDS:
                 self._look_after(set(self._sessions))
                 self._look_for_restless(now - later)
-                soon = later = now
-            elif now - soon > _OFTEN_SECONDS:
-                soon = now
+                later = now
+            else:
                 self._look_after(self._watched)
+            done = time.monotonic()
+            rested = done + _REST * (done - now)
 
     def _patience(self) -> float | None:
         """Milliseconds until somebody must be looked after; for ever where there is nobody."""
@@ -332,8 +352,11 @@ class Zygote:
 
         Its pid comes from the session, which may be hostile: it must be that of its child.
         """
-        parent = self._sessions.get(header["parent"])
-        found = None if parent is None else self._fork_of(parent, header["pid"])
+        parent, claimed = self._sessions.get(header["parent"]), header["pid"]
+        found = None
+        if parent is not None:
+            stem = parent
+            found = self._seen(header["parent"], lambda: self._fork_of(stem, claimed))
         if parent is None or found is None:
             self._tell({"event": "failed", "id": number, "error": "what it forked is not its child"})
             return
@@ -420,6 +443,8 @@ class Zygote:
                 self._tell({"event": "adopted", "id": number, "good": good, **told})
             elif pid in self._removals:
                 self._removals.discard(pid)
+            elif pid in self._counts:
+                self._counted(*self._counts.pop(pid), status)
             elif pid in self._numbers:
                 self._ended(pid, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 
@@ -429,9 +454,10 @@ class Zygote:
         self._taken.discard(self._users.pop(number, 0))
         self._watched.discard(number)
         self._slots.discard(number)
+        self._next_counts.pop(number, None)
         if not self._plan.namespaces:
             # what it had started and left is ours now, as we adopt orphans
-            watch.kill_below(os.getpid(), keep={*self._numbers, *self._grafts, *self._removals})
+            watch.kill_below(os.getpid(), keep={*self._numbers, *self._helpers()})
             self._remove(f"{self._plan.folder}/{number}-{pid}")
         self._tell({"event": "exit", "id": number, "status": status, "cpu": cpu, "peak_kb": peak_kb})
 
@@ -448,29 +474,77 @@ class Zygote:
         finally:
             os._exit(0)
 
+    def _helpers(self) -> set[int]:
+        return {*self._grafts, *self._removals, *self._counts}
+
+    def _seen(self, number: int, look: Callable[[], T]) -> T | None:
+        """What a look at a session shows. One that its code has made impossible ends the session, not us."""
+        try:
+            return look()
+        except Exception:  # noqa: BLE001 - whatever it is, it comes from what is looked at
+            self._end(number, "unreadable")
+            return None
+
+    def _end(self, number: int, what: str) -> None:
+        """End a session for what it does."""
+        self._tell({"event": "excess", "id": number, "what": what})
+        self._kill(number)
+
     def _look_after(self, numbers: set[int]) -> None:
         """Hold all processes of a session together to its limits; a stem's branches count for themselves."""
         others = set(self._numbers)
         for number in numbers & self._sessions.keys():
             pid, bounds = self._sessions[number], self._bounds[number]
             most = (bounds.memory_mb << 20) + self._plan.base_bytes
-            excess = watch.excess(pid, others, most, bounds.processes)
-            if excess is not None:
-                self._tell({"event": "excess", "id": number, "what": excess})
-                self._kill(number)
+            look = functools.partial(watch.suspected, pid, others, most, bounds.processes)
+            match self._seen(number, look):
+                case "memory":
+                    self._count(number, pid, others, most)
+                case str(excess):
+                    self._end(number, excess)
+
+    def _count(self, number: int, pid: int, others: set[int], most: int) -> None:
+        """Count a session's memory in a process of its own: dozens of large forks are long work."""
+        now = time.monotonic()
+        is_counted = any(number == one for one, _ in self._counts.values())
+        if is_counted or now < self._next_counts.get(number, 0.0):
+            return
+        try:
+            helper = os.fork()
+        except OSError:
+            return  # the next look tries again
+        if helper:
+            self._counts[helper] = number, now
+            return
+        code = _UNREADABLE
+        try:
+            code = _EXCEEDED if watch.uses_more(pid, others, most) else 0
+        finally:
+            os._exit(code)
+
+    def _counted(self, number: int, since: float, status: int) -> None:
+        if number not in self._sessions:
+            return
+        now = time.monotonic()
+        self._next_counts[number] = now + _COUNT_REST * (now - since)
+        code = os.waitstatus_to_exitcode(status)
+        if code in _VERDICTS:
+            self._end(number, _VERDICTS[code])
 
     def _look_for_restless(self, seconds: float) -> None:
         """End sessions in which nothing was asked to run, and which keep a processor busy all the same."""
         others = set(self._numbers)
         for number in self._sessions.keys() - self._watched - self._slots:
-            used = watch.cpu_seconds(self._sessions[number], others)
+            look = functools.partial(watch.cpu_seconds, self._sessions[number], others)
+            used = self._seen(number, look)
+            if used is None:
+                continue
             before, undue = self._idle_use.get(number, (used, 0.0))
             # Not how much of a processor it keeps busy: among many that spin, each gets a small part of one.
             undue = max(0.0, undue + used - before - _QUIET * seconds)
             self._idle_use[number] = (used, undue)
             if undue > self._bounds[number].cpu_seconds:
-                self._tell({"event": "excess", "id": number, "what": "cpu"})
-                self._kill(number)
+                self._end(number, "cpu")
         for number in self._idle_use.keys() - (self._sessions.keys() - self._watched):
             del self._idle_use[number]
 
@@ -499,8 +573,9 @@ def _graft(
             filesystem.graft(copy_mb, shown)
             code = 0
     except filesystem.CannotCopy as error:  # what the session's code has made is not to be copied
-        os.write(says, f"refused:{error}".encode()[:500])
+        # a file's name may be any bytes
+        os.write(says, f"refused:{error}".encode(errors="backslashreplace")[:500])
     except BaseException as error:  # noqa: BLE001 - told to whoever asked for the fork
-        os.write(says, f"ours:{type(error).__name__}: {error}".encode()[:500])
+        os.write(says, f"ours:{type(error).__name__}: {error}".encode(errors="backslashreplace")[:500])
     finally:
         os._exit(code)
