@@ -9,9 +9,9 @@ Left out on purpose, beside what needs privileges:
 - memory that no limit counts: `memfd_create`, `vmsplice`, System V and POSIX queues and shared memory.
 Allowed with conditions: `clone` without namespaces, but for the exact flags of `Session.fork`, in sessions only
 (it gives capabilities in a namespace in which nobody is mapped, and the calls that could use them are refused);
-`socketpair` of Unix sockets; `setsockopt` without larger send buffers; `setrlimit` but for the processes; `fcntl`
-without leases, with which a reader makes whoever else opens a file wait for it, and without signals about
-descriptors.
+`socketpair` of Unix sockets; `setsockopt` without larger send buffers; `setrlimit` but for the processes;
+`fcntl` without leases, with which a reader makes whoever else opens a file wait for it, and without
+signals about descriptors.
 
 Calls that are newer than this list are refused as unknown, so that C libraries fall back to older ones.
 """
@@ -114,7 +114,8 @@ _PRIORITIES_OTHERWISE = ("setpriority", "ioprio_set")
 _CLONE3 = 435
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _RLIMIT_NPROC, _AF_UNIX, _SOL_SOCKET, _SEND_BUFFERS = 6, 1, 1, (7, 32)  # SO_SNDBUF, SO_SNDBUFFORCE
-_GUARDED_FCNTL = (1024, 1026, 1040, 8, 10, 15)  # F_SETLEASE, F_NOTIFY, F_SETDELEG, F_SETOWN, F_SETSIG, F_SETOWN_EX
+# F_SETLEASE, F_NOTIFY, F_SETDELEG, F_SETOWN, F_SETSIG, F_SETOWN_EX
+_GUARDED_FCNTL = (1024, 1026, 1040, 8, 10, 15)
 _NEWEST_KNOWN = 456
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020080
@@ -163,7 +164,10 @@ def program(
     rules: dict[str, list[Instruction]] = {
         "clone": _clone_rule(branching),
         "prctl": [r for option in _GUARDED_PRCTL for r in _when(_EQUAL, option, _REFUSED)],
-        "fcntl": [*_load(1), *(r for command in _GUARDED_FCNTL for r in _when(_EQUAL, command, _REFUSED))],
+        "fcntl": [
+            *_load(1),
+            *(r for command in _GUARDED_FCNTL for r in _when(_EQUAL, command, _REFUSED)),
+        ],
         "socketpair": _only(_AF_UNIX),
         **({"socket": _any_of(_FAMILIES)} if network else {}),
         # Each socket holds as much of the kernel's memory as it may send: no more than usual.
