@@ -192,6 +192,11 @@ class Angry(ludus.Agent):
 
 def expert(task):
     yield task.no_such_attribute
+
+@ludus.tool
+def partly(name: str) -> int:
+    """Knows one of the names that a check tries."""
+    return {"alpha": {"price": 2}}.get(name)["price"]
 '''
 
 
@@ -202,6 +207,7 @@ def expert(task):
         ("always", "raises KeyError: 'missing' (broken.py:14 in always), whatever it is given"),
         ("lookup", None),
         ("strict", None),
+        ("partly", None),
     ],
 )  # fmt: skip
 def test_check_finds_a_tool_that_always_raises(project: Path, tool: str, said: str | None) -> None:
@@ -210,7 +216,7 @@ def test_check_finds_a_tool_that_always_raises(project: Path, tool: str, said: s
     done = CliRunner().invoke(app, [*asked, 'rewards=["broken.py:right"]'])
     if said is None:
         assert done.exit_code == 0 and "recipe.toml: ok" in done.output, done.output
-        assert f"the tool '{tool}' took none of 3 generated calls" in done.output
+        assert ("took none of 3 generated calls" in done.output) == (tool != "partly")
         return
     assert done.exit_code == 1 and said in done.output, done.output
     done = CliRunner().invoke(app, [*asked, 'rewards=["broken.py:right"]', "--no-call-tools"])

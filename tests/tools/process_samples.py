@@ -71,6 +71,8 @@ def misbehave(how: str) -> object:
         return "x" * 100_000_000
     if how == "bytes":
         return b"ok \xff\xfe"
+    if how == "next":
+        return next(iter(()))
     return lambda: "cannot be pickled"
 
 
@@ -90,4 +92,4 @@ class Shout(Tool):
 @tool(process=True, timeout=30)
 def broken(text: str) -> int:
     """A mistake of its author's."""
-    return text.no_such_method()
+    return undefined_name[text]  # type: ignore[name-defined]  # noqa: F821

@@ -8,27 +8,31 @@ it is counted: a line at the tenth time, the hundredth, and so on.
 from __future__ import annotations
 
 import dis
+import functools
+import inspect
 import logging
+import os
+import re
+import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-BUGS = (AttributeError, NameError, ImportError, TypeError, NotImplementedError)
-"""Errors that speak of the code that raised them, and not of what it was given.
-
-Not among them: KeyError, IndexError, ValueError, arithmetic. A tool that looks up what the model asked for
-raises them rightly.
-"""
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_ALWAYS = (NameError, ImportError, NotImplementedError)
+_SIGNATURE = re.compile(
+    r"missing \d+ required (positional|keyword-only) argument|got an unexpected keyword argument|"
+    r"takes .*positional arguments? but|got multiple values for argument"
+)
+"""What Python says of a call that does not fit the signature of what is called."""
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(
     {
-        str(Path(path).resolve())
+        str(Path(path).resolve()) + os.sep
         for name in ("stdlib", "platstdlib", "purelib", "platlib")
         if (path := sysconfig.get_paths().get(name))
     }
@@ -55,6 +59,8 @@ class UserError:
     """Whether nobody wrote `raise` for it: it came out of an expression in the innermost frame of user code."""
     is_bug: bool
     """Whether it is a programming error of the code that raised it, rather than of what that was given."""
+    about: str
+    """Where it may quote what the code was given: an attribute's or a module's name, else all of its text."""
 
     @classmethod
     def of(cls, error: BaseException) -> UserError:
@@ -65,6 +71,7 @@ class UserError:
             traceback_text(error),
             is_accident(error),
             is_bug(error),
+            _about(error),
         )
 
     def __str__(self) -> str:
@@ -89,8 +96,12 @@ def located(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str | None:
     """The innermost frame of user code; of a library, where there is none; else None."""
-    frames = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if not _is_ours(f)]
-    own = [(frame, line) for frame, line in frames if _is_own(frame)]
+    frames = [
+        (f, line)
+        for f, line in traceback.walk_tb(error.__traceback__)
+        if not _is_ours(f.f_code.co_filename)
+    ]
+    own = [(frame, line) for frame, line in frames if _is_own(frame.f_code.co_filename)]
     if not frames:
         return None
     frame, line = (own or frames)[-1]
@@ -103,25 +114,59 @@ def is_accident(error: BaseException) -> bool:
     What a library raises is not one, nor is what ran as text (eval, exec): the model may have caused that.
     """
     last = _last(error.__traceback__)
-    if last is None or not _is_own(last.tb_frame) or isinstance(error, SyntaxError):
+    if last is None or not _is_own(last.tb_frame.f_code.co_filename) or isinstance(error, SyntaxError):
         return False
     return last.tb_frame.f_code.co_code[last.tb_lasti] != _RAISE
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether an error is a programming error of user code, or of ours."""
+    """Whether an error is a programming error of user code, or of ours, by its kind alone.
+
+    It is one if a name or a module does not exist, if a module, a class or an object of user code lacks an
+    attribute, or if a call does not fit the signature of what it calls. Every other AttributeError and
+    TypeError may come of what the code was given: `CATALOGUE.get(item)["price"]`,
+    `re.search(...).group(1)`, `json.loads(payload)["query"]`. So may KeyError, ValueError and arithmetic.
+    """
     last = _last(error.__traceback__)
-    ours = last is not None and _is_ours(last.tb_frame)
-    return isinstance(error, BUGS) and (ours or is_accident(error))
+    ours = last is not None and _is_ours(last.tb_frame.f_code.co_filename)
+    return _is_of_code(error) and (ours or is_accident(error))
+
+
+def _is_of_code(error: BaseException) -> bool:
+    if isinstance(error, AttributeError):
+        holder = error.obj
+        if isinstance(holder, ModuleType | type):
+            return True
+        return holder is not None and _is_of_user(type(holder))
+    if isinstance(error, TypeError):
+        return _SIGNATURE.search(said(error)) is not None
+    return isinstance(error, _ALWAYS)
+
+
+def _is_of_user(kind: type) -> bool:
+    """Whether a class is user code, or ours: values that a model gives are of neither."""
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and (_is_own(file) or _is_ours(file))
+
+
+def _about(error: BaseException) -> str:
+    if isinstance(error, NameError):
+        return ""  # a name in the code, whatever it was given
+    named = error.name if isinstance(error, AttributeError | ImportError) else None
+    return named or said(error)
 
 
 def mentions(text: str, values: Iterable[Any]) -> bool:
     """Whether a message quotes one of the texts that were given, at any depth: it depends on them then."""
-    pending, looked_at = list(values), 0
+    pending, looked_at, text = list(values), 0, text.casefold()
     while pending and looked_at < 1_000:
         value, looked_at = pending.pop(), looked_at + 1
-        if isinstance(value, str) and len(value) > 1 and value[:_MOST_CHARS] in text:
-            return True
+        if isinstance(value, str):
+            word = value.strip()[:_MOST_CHARS].casefold()  # as in `getattr(Colour, name.upper())`
+            if len(word) > 1 and word in text:
+                return True
         if isinstance(value, dict):
             pending += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set):
@@ -129,10 +174,29 @@ def mentions(text: str, values: Iterable[Any]) -> bool:
     return False
 
 
+_installed: set[str] = set()
+"""Files and folders among the libraries that are user code all the same: packages with tools."""
+
+
+def register_user_code(function: Callable[..., Any]) -> None:
+    """The package of this function is user code, even where it is installed among libraries."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not {"site-packages", "dist-packages"} & set(Path(code.co_filename).parts):
+        return
+    if _is_ours(code.co_filename):
+        return
+    root = Path(code.co_filename)
+    while (root.parent / "__init__.py").is_file():
+        root = root.parent
+    _installed.add(str(root) if root.suffix == ".py" else str(root) + os.sep)
+
+
 def traceback_text(error: BaseException) -> str:
     """The traceback from the first frame of user code on; ours above it say nothing to its author."""
     first = error.__traceback__
-    while first is not None and _is_ours(first.tb_frame):
+    while first is not None and _is_ours(first.tb_frame.f_code.co_filename):
         first = first.tb_next
     lines = traceback.format_exception(type(error), error, first or error.__traceback__)
     return "".join(lines)[-_MOST_TRACEBACK_CHARS:].rstrip()
@@ -209,7 +273,7 @@ def waiting_places() -> list[str]:
         own: FrameType | None = None
         while coroutine is not None:
             frame = getattr(coroutine, "cr_frame", None)
-            own = frame if frame is not None and _is_own(frame) else own
+            own = frame if frame is not None and _is_own(frame.f_code.co_filename) else own
             coroutine = getattr(coroutine, "cr_await", None)
         if own is not None:
             found.append(f"{_short(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}")
@@ -222,14 +286,15 @@ def _last(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE)
 
 
-def _is_own(frame: FrameType) -> bool:
-    """Whether a frame is user code: in a file that is neither ours nor a library's."""
-    file = frame.f_code.co_filename
-    if file.startswith("<") or _is_ours(frame) or file.startswith(_LIBRARIES):
+def _is_own(file: str) -> bool:
+    """Whether a file is user code: neither ours nor a library's, or of an installed package with tools."""
+    if file.startswith(tuple(_installed)):
+        return True
+    if file.startswith("<") or _is_ours(file) or file.startswith(_LIBRARIES):
         return False
     return "site-packages" not in file and "dist-packages" not in file
 

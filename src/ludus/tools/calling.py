@@ -6,11 +6,11 @@ fault. A function that is past its deadline, or whose caller is cancelled, is st
 coroutine is cancelled, a process is killed, a thread is abandoned.
 
 Whose an exception is, unless the tool says so itself (`on_error`): the model's, which is told of it, except for
-programming errors of the tool (`core.user_code.BUGS`: AttributeError, TypeError, NameError, ...). These came
-out of an expression in the tool's own code, nobody raised them on purpose, they do not quote what the model
-gave, and they are no question of types that the tool's signature leaves open. They are failures of ours: the
-model could not have done better. What a library raises, or text that was run, may be the model's doing, and
-stays its fault.
+programming errors of the tool (`core.user_code.is_bug`): a name, a module, or an attribute of a module or of an
+object of the tool's own that does not exist, and calls that do not fit a signature. These came out of an
+expression in the tool's own code, nobody raised them on purpose, and they do not quote what the model gave.
+They are failures of ours: the model could not have done better. Other errors may be the model's doing, and
+stay its fault: a None that a lookup gave, what a library raises, text that was run.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         raise
     except ToolFault as fault:
         return ToolResult(invocation.limits.apply(str(fault)), fault=fault.fault)
-    except Exception as error:  # noqa: BLE001 - what user code raises is told to the model, unless it is a bug
-        return _raised(invocation, UserError.of(error), _message(error))
+    except Exception as raised:  # noqa: BLE001 - what user code raises is told to the model, unless it is a bug
+        own = _unwrapped(raised)
+        return _raised(invocation, UserError.of(own), _message(own))
     if result.fault is None:
         note_call(_log, invocation.tool, None)
     if result.reward is not None and not math.isfinite(result.reward):
@@ -108,13 +109,13 @@ async def _outcome(invocation: Invocation) -> ToolResult:
 def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResult:
     """The observation that an exception of the tool becomes; or an `InfraError`, where it is our fault."""
     given = (*invocation.args, *invocation.kwargs.values())
-    quotes = mentions(error.text, given)
-    is_open = invocation.is_loose and error.kind in ("TypeError", "AttributeError")
-    is_bug = error.is_bug and not quotes and not is_open
+    # a table that the signature leaves open may be given on as keyword arguments
+    is_open = invocation.is_loose and error.kind == "TypeError"
+    is_bug = error.is_bug and not is_open and not mentions(error.about, given)
     if invocation.on_error == "failure" or (invocation.on_error == "auto" and is_bug):
         show_once(_log, f"the tool {invocation.tool!r}", error)
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
-    if invocation.on_error == "auto" and error.is_accident and not quotes:
+    if invocation.on_error == "auto" and error.is_accident and not mentions(error.text, given):
         show_once(_log, f"the tool {invocation.tool!r}", error)
         note_call(_log, invocation.tool, error)
     return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)
@@ -162,9 +163,10 @@ def run_in_worker(
         return None, (Boundary.TOOL.value, _message(error), True)
     except ToolFault as fault:
         return ToolResult(limits.apply(str(fault)), fault=fault.fault), None
-    except BaseException as error:  # noqa: BLE001 - the caller decides whose it is
-        told = ToolResult(limits.apply(_message(error)), fault=Fault.TOOL_RAISED)
-        return told, UserError.of(error)
+    except BaseException as raised:  # noqa: BLE001 - the caller decides whose it is
+        own = _unwrapped(raised)
+        told = ToolResult(limits.apply(_message(own)), fault=Fault.TOOL_RAISED)
+        return told, UserError.of(own)
 
 
 async def _in_thread(
@@ -230,9 +232,18 @@ def _rendered(value: Any, limits: OutputLimits) -> ToolResult:
     return replace(result, content=limits.apply(result.content))
 
 
+def _unwrapped(error: BaseException) -> BaseException:
+    """`StopIteration` as the tool raised it: Python makes a RuntimeError of one that leaves a coroutine."""
+    cause = error.__cause__
+    is_made = isinstance(error, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration)
+    return cause if is_made and cause is not None else error
+
+
 def _message(error: BaseException) -> str:
     if isinstance(error, FunctionExited):
         text = str(error)
+    elif isinstance(error, StopIteration | StopAsyncIteration) and not str(error):
+        text = f"{type(error).__name__}: there is no such item (next() found none)"
     else:
         try:
             text = str(error)

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.core.user_code import register_user_code
 from ludus.tools.arguments import fit
 from ludus.tools.calling import Invocation, invoke
 from ludus.tools.limiter import Limiter
@@ -257,6 +258,7 @@ def _read(function: Any, label: str, documentation: str | None = None) -> Signat
         raise ConfigError(f"a tool is made of a function, not of {function!r}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"tool {label!r} is a generator; return one value instead of yielding several")
+    register_user_code(function)
     return signature_of(function, label, is_method=_is_method(function), documentation=documentation)
 
 
