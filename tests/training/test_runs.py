@@ -16,6 +16,7 @@ from training_helpers import TINY, add, even, expert, tasks
 from transformers import AutoTokenizer
 
 import ludus
+from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Message
@@ -29,12 +30,13 @@ from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.training import Parts, Recipe, load_parts
 from ludus.training.api import resolve
-from ludus.training.checkpoint import save_learner, save_model
+from ludus.training.checkpoint import Progress, save_learner, save_model
 from ludus.training.imitation import trajectory_of
 from ludus.training.learner import Learner
 from ludus.training.models import fit_tokenizer
 from ludus.training.parts import demonstrations_of, resolve_part
 from ludus.training.settings import OptimizerConfig
+from ludus.training.steps import best_of, check_extension, finished_text, idle_patience, is_exhausted
 from ludus.training.workshop import build_rollout
 
 
@@ -800,6 +802,79 @@ def test_a_stage_ends_early_and_a_killed_run_knows_it(tmp_path: Path) -> None:
         assert torch.equal(value, weights(cut.checkpoints()[-1].path)[name]), name
     with pytest.raises(ConfigError, match=r"set evaluation\.every"):
         Recipe.parse({**TINY, "evaluation": {"patience": 2}})
+
+
+def test_a_run_that_stopped_early_trains_on_when_it_is_extended(tmp_path: Path) -> None:
+    """Patience counts from the extension, in a run that is killed after it too."""
+    tables = settings(
+        tmp_path / "whole", rl={"steps": 8}, max_in_flight=1,
+        run={"checkpoint_every": 1, "keep_checkpoints": 50}, evaluation={"every": 1, "patience": 2},
+    )  # fmt: skip
+    ludus.train(**tables, **measured_code([0.0, 1.0, 0.5, 0.5]))
+    whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
+    assert whole.recipe()["rl"]["steps"] == 3
+    ludus.train(resume=whole.path, rl={"steps": 8}, **measured_code([0.5]))
+    assert max(row["step"] for row in whole.metrics()) == 5, "two more evaluations without a new best"
+    shutil.copytree(whole.path, cut.path)
+    recipe = {**whole.recipe(), "rl": {**whole.recipe()["rl"], "steps": 8}}
+    (cut.path / "recipe.json").write_text(json.dumps(recipe))
+    for step in (4, 5):
+        shutil.rmtree(cut.path / "checkpoints" / f"step-{step:06d}")
+    ludus.train(resume=cut.path, **measured_code([0.5]))
+    assert max(row["step"] for row in cut.metrics()) == 5
+    for name, value in weights(whole.checkpoints()[-1].path).items():
+        assert torch.equal(value, weights(cut.checkpoints()[-1].path)[name]), name
+
+
+def test_a_rising_reward_is_progress_while_nothing_succeeds() -> None:
+    recipe = Recipe.parse({**TINY, "rl": {"steps": 9}, "evaluation": {"every": 1, "patience": 2}})
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.3]
+    rows = [{"step": n, "eval/success": 0.0, "eval/reward": r} for n, r in enumerate(rewards)]
+    best = best_of(rows, recipe)
+    assert best is not None and best.step == 3, "the highest reward, and the first of equal ones"
+    assert not is_exhausted(rows, recipe, 0, 0)
+    assert is_exhausted([*rows, {"step": 5, "eval/success": 0.0, "eval/reward": 0.2}], recipe, 0, 0)
+    assert best_of([*rows, {"step": 5, "eval/success": 0.1, "eval/reward": 0.0}], recipe).step == 5  # type: ignore[union-attr]
+
+
+def test_a_patience_that_cannot_act_is_told(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 2}, evaluation={"every": 1, "patience": 2})
+    ludus.train(**tables, **code())
+    told = RunFolder(tmp_path / "run").log_path.read_text()
+    assert "evaluation.patience = 2 can never end a stage early" in told
+    recipe = Recipe.parse({**TINY, "rl": {"steps": 3}, "evaluation": {"every": 1, "patience": 2}})
+    assert idle_patience(recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "wrong"),
+    [
+        ({"kind": "sft", "epochs": 1.5}, "stage.0.epochs=3.0", "stage.0.epochs=1"),
+        ({"kind": "sft", "steps": 4}, "stage.0.steps=8", "stage.0.batch=3"),
+        ({"kind": "rejection", "rounds": 2, "steps": 3}, "stage.0.rounds=4", "stage.0.steps=6"),
+        ({"kind": "eval"}, None, "stage.0.attempts=2"),
+    ],
+)
+def test_what_a_finished_run_is_extended_by(stage: dict[str, Any], key: str | None, wrong: str) -> None:
+    """The command that is suggested is one that is accepted."""
+    raw = {**{name: table for name, table in TINY.items() if name != "rl"}, "stage": [stage]}
+    recipe, done = Recipe.parse(raw), Progress(step=150, stage=0, done=150)
+    counted = recipe
+    if "epochs" in stage:  # 150 steps, as the data has it
+        longer = recipe.stage[0].model_copy(update={"steps": 150, "epochs": None})
+        counted = recipe.model_copy(update={"stage": (longer,)})
+    text = finished_text(recipe, counted, done, "RUN")
+    assert text is not None
+    if key is None:
+        assert "cannot be extended" in text and "begin a new run" in text
+    else:
+        assert text.endswith(f"ludus train --resume RUN {key}")
+        extended = Recipe.parse(apply_overrides(raw, [key]))
+        check_extension(extended, [key.partition("=")[0]], Progress(step=4, done=4), recipe)
+    with pytest.raises(ConfigError, match=r"cannot be changed|can only be raised"):
+        check_extension(
+            Recipe.parse(apply_overrides(raw, [wrong])), [wrong.partition("=")[0]], done, recipe
+        )
 
 
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:

@@ -526,6 +526,24 @@ def test_a_policy_that_has_moved_too_far_is_left_there(noise: float, taken: int)
         assert torch.equal(value, models[1][name])
 
 
+def test_the_refused_update_and_further_epochs_leave_the_means_alone() -> None:
+    """`action_tokens` is the batch's; what `target_kl` refused shows in `kl_old_*` alone."""
+    found = []
+    for limits in ({"epochs": 2}, {"epochs": 9, "target_kl": 0.07}):
+        model = tiny_model()
+        given = played(model, seed=3, noise=0.0)
+        learner = tiny_learner(model, learning_rate=0.003)
+        found.append(
+            reinforce_groups(learner, given, settings("grpo", **limits), reference=None, critic=None)
+        )
+    taken, refused = found
+    assert taken["action_tokens"] == sum(sum(trajectory.action_mask) for trajectory in scored(given))
+    assert taken["updates"] == refused["updates"] == 2
+    assert taken["kl_old_k3"] < refused["kl_old_k3"]
+    for name in taken.keys() - {"kl_old_k1", "kl_old_k3"}:
+        assert taken[name] == refused[name], name
+
+
 def test_what_is_needed_is_asked_for() -> None:
     model = tiny_model()
     learner, given = tiny_learner(model), played(model)

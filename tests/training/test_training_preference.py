@@ -153,6 +153,15 @@ def test_the_gradients_of_the_other_losses_are_their_papers(name: str, budget: i
     assert (metrics.get("reference_point", 0.0) > 0) == (name == "kto")
 
 
+def test_kto_has_no_reference_point_from_one_task_alone() -> None:
+    """z0 pairs prompts with answers to others; of a single pair there are none."""
+    model, reference = tiny_model(), frozen(tiny_model(seed=1))
+    config = PreferenceConfig.parse({"loss": "kto"})
+    for pair in pairs_of(played(model, seed=1).groups):
+        metrics = prefer(tiny_learner(model), labelled_of([pair]), reference, config)
+        assert metrics["reference_point"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

@@ -54,9 +54,12 @@ def recipe_findings(
     # torch and transformers are imported from here on: mistakes in the recipe itself are told before
     from ludus.training.beginning import check_parts
     from ludus.training.models import check_source
+    from ludus.training.steps import idle_patience
 
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
+    if text := idle_patience(recipe):
+        findings.append(("warning", text))
     plans = plans_of(recipe, parts)
 
     async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it

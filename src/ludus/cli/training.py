@@ -70,7 +70,7 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
             return run, recipe, load_parts(recipe)
         latest = run.latest_checkpoint()
         done = load_progress(latest.path) if latest is not None and run.report_path.exists() else None
-        text = finished_text(with_steps(recipe, parts), done, str(folder))
+        text = finished_text(recipe, with_steps(recipe, parts), done, str(folder))
     except BaseException:
         run.close()
         raise

@@ -102,6 +102,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "share: (sum w)² / (n · sum w²).", "share"),
     Metric("ess_sequence", "The same over sequences, a sequence's weight being the product of its tokens'.",
            "share"),
+    Metric("extended", "1 after the last step of a run that was then made longer; `evaluation.patience` counts "
+           "from there.", "1", "last"),
     Metric("updates", "Optimizer updates that the step took; `target_kl` may leave some out.", "updates",
            "sum"),
     Metric("clip_fraction", "Share of action tokens whose importance ratio was clipped.", "share"),
@@ -157,8 +159,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "nats"),
     Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
            "an estimate of KL(student ‖ teacher).", "nats"),
-    Metric("action_tokens", "Tokens that the loss applies to, those without advantage included.", "tokens",
-           "sum"),
+    Metric("action_tokens", "Tokens of the batch that the loss applies to, counted once whatever `epochs`; "
+           "those without advantage included.", "tokens", "sum"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
     Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "

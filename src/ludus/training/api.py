@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,15 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.core.user_code import forget_shown
 from ludus.envs import Env
-from ludus.observe import Checkpoint, RunFolder, RunWriter, TensorBoardSink, WandbSink, setup_logging
+from ludus.observe import (
+    Checkpoint,
+    JsonLinesSink,
+    RunFolder,
+    RunWriter,
+    TensorBoardSink,
+    WandbSink,
+    setup_logging,
+)
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored, beside
@@ -40,7 +48,7 @@ from ludus.training.recipe_checks import refuse_empty
 from ludus.training.report import Report, write_report
 from ludus.training.set_building import plans_of
 from ludus.training.settings import ImitationConfig
-from ludus.training.steps import check_extension
+from ludus.training.steps import EXTENDED, check_extension
 from ludus.training.workshop import assemble
 
 log = logging.getLogger(__name__)
@@ -157,7 +165,8 @@ def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
     rebuilt = {
         KEYS.get(name, name) for name in objects.keys() - missing.keys()
     }  # named by reference now
-    check_extension(recipe, [key for key in keys if key not in rebuilt], done)
+    before = Recipe.parse(raw, where)
+    check_extension(recipe, [key for key in keys if key not in rebuilt], done, before)
     optimizer = getattr(recipe.stages[-1], "optimizer", None)
     if optimizer is not None and optimizer.schedule != "constant":
         log.warning(
@@ -165,6 +174,9 @@ def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
             "one from here on",
             optimizer.schedule,
         )
+    if done is not None and recipe.stages[-1] != before.stages[-1]:  # which differ in length alone
+        with closing(JsonLinesSink(run.metrics_path)) as rows:
+            rows.write(done.step, {EXTENDED: 1.0})
     run.replace_recipe(anchored(changed))
     if rebuilt:
         run.note_objects(missing)

@@ -40,7 +40,7 @@ from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import check_given
 from ludus.training.stages.imitating import Imitation
 from ludus.training.stages.reference import check_sync
-from ludus.training.steps import best_of, is_exhausted, stage_ends, steps_of
+from ludus.training.steps import best_of, idle_patience, is_exhausted, stage_ends, steps_of
 from ludus.training.workshop import Workshop
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class Trainer:
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
         if checkpoint is None:
+            if text := idle_patience(self.recipe):
+                log.warning("%s", text)
             for stage in self.recipe.stages:
                 await check_given(self.workshop, stage)
                 check_sync(self.workshop, stage)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from ludus.core.tooling import ToolSpec
-from ludus.core.trajectory import Group, SegmentKind, TokenSequence, Trajectory
+from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine.backbone import context_limit
 from ludus.rollouts.renderers import Renderer
 from ludus.training.imitation import Conversation, trajectory_of
@@ -132,7 +132,7 @@ def pairs_of(groups: Sequence[Group], margin: float = 0.0) -> list[Pair]:
 
 
 def labelled_of(pairs: Sequence[Pair]) -> list[Labelled]:
-    """Pairs taken apart: all chosen episodes, then all rejected ones, so that neighbours differ in task."""
+    """Pairs taken apart: all chosen episodes, then all rejected ones; neighbours of several differ in task."""
     return [one for side in zip(*map(_apart, pairs), strict=True) for one in side]
 
 
@@ -202,9 +202,18 @@ def _scored(
 
 
 def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Trajectory]) -> float:
-    """KTO's z0, from each episode's prompt with the next one's answer, as far as the model can read them."""
+    """KTO's z0, from each episode's prompt with the next answer to another, as far as the model can read them.
+
+    Where all prompts are the same there is no such answer, and z0 is 0, as where policy and reference agree.
+    """
     limit = context_limit(learner.model)
-    crossed = [mismatched(one, episodes[(i + 1) % len(episodes)]) for i, one in enumerate(episodes)]
+    prompts = [[token for segment in _prompt(one) for token in segment.tokens] for one in episodes]
+    crossed = []
+    for place, one in enumerate(episodes):
+        following = [*range(place + 1, len(episodes)), *range(place)]
+        other = next((i for i in following if prompts[i] != prompts[place]), None)
+        if other is not None:
+            crossed.append(mismatched(one, episodes[other]))
     fitting = [one for one in crossed if limit is None or len(one.tokens) <= limit]
     if not fitting:
         return 0.0
@@ -212,12 +221,22 @@ def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Tr
     return max(0.0, float((policy_N - reference_N).mean()))
 
 
+def _prompt(episode: Trajectory) -> list[Segment]:
+    """What is read before anything is said."""
+    return list(takewhile(lambda s: s.kind is not SegmentKind.ACTION, episode.sequences[0].segments))
+
+
 def mismatched(asked: Trajectory, answered: Trajectory) -> Trajectory:
-    """The first episode's prompt, with what followed the second one's."""
-    prompt = takewhile(lambda s: s.kind is not SegmentKind.ACTION, asked.sequences[0].segments)
-    theirs = answered.sequences[0].segments
+    """The first episode's prompt, with what followed the second one's.
+
+    Of an episode in several sequences, that is the first in which something is said. Later ones begin with a
+    context that the episode made for itself, which has no counterpart after another prompt.
+    """
+    said = (one.segments for one in answered.sequences)
+    theirs = next(one for one in said if any(s.kind is SegmentKind.ACTION for s in one))
     first = next(i for i, segment in enumerate(theirs) if segment.kind is SegmentKind.ACTION)
-    return Trajectory(answered.task, [TokenSequence([*prompt, *theirs[first:]])], stop=answered.stop)
+    sequence = TokenSequence([*_prompt(asked), *theirs[first:]])
+    return Trajectory(answered.task, [sequence], stop=answered.stop)
 
 
 def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dict[str, float]:

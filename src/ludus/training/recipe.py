@@ -167,9 +167,9 @@ class EvaluationConfig(Config):
     every: int = Field(default=0, ge=0)
     """Evaluate after so many steps of a stage that learns; 0 is only at the start and after each of them."""
     best_by: Literal["success", "reward"] = "success"
-    """The held-out number whose highest value marks the best checkpoint, which is kept."""
+    """The held-out number whose highest value marks the best checkpoint, which is kept; then the reward."""
     patience: int | None = Field(default=None, ge=1)
-    """End a stage (rl, dpo, distill) after so many evaluations in a row without a new best; needs every."""
+    """End a stage (rl, dpo, distill) after so many evaluations in a row without a new best (by best_by)."""
     tasks: int | None = Field(default=None, ge=1)
     """How many of the held-out tasks; all when left out."""
     attempts: int = Field(default=1, ge=1)

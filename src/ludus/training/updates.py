@@ -128,14 +128,19 @@ def reinforce_groups(
         limit = config.target_kl if any(map(_is_taken, measured)) else None
         measured.append(_update(learner, step, estimate, part, algorithm, config, reference, limit))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
+            measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
     found = _merged([one for one in measured if one])
     found["updates"] = float(sum(map(_is_taken, measured)))
+    if any(measured):
+        found[TOKENS] = float(step.trained_T.sum())  # of the batch, however often it was gone over
     return metrics | found if any(measured) or critic is not None else {}
 
 
 OLD_KL = "kl_old_k3"
 """What `target_kl` is about."""
+_OF_REFUSED = ("kl_old_k1", OLD_KL, TOKENS)
+"""What an update that `target_kl` refused is told of: why, and the weight of that in the mean."""
 
 
 def _is_taken(update: dict[str, float]) -> bool:
@@ -278,8 +283,6 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         counts = [1.0 if name in _OF_A_STEP else update[TOKENS] for update in having]
         if name.startswith("logprob_difference"):
             merged[name] = values[0]
-        elif name == TOKENS:
-            merged[name] = sum(values)
         else:
             mean = sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
             merged[name] = max(values) if name.endswith("_max") else mean
