@@ -115,6 +115,12 @@ def test_a_dataset_that_cannot_be_loaded_is_told(sums: str, end: str) -> None:
         load_tasks(sums + end)
 
 
+@pytest.mark.parametrize("source", ["dataset:", "dataset:@train", "dataset::a@b", "dataset: "])
+def test_a_dataset_without_a_name_is_told(source: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{source} names no dataset: .*dataset:NAME:CONFIG@SPLIT"):
+        load_tasks(source)
+
+
 def test_a_dataset_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"ludus\[datasets\]"):

@@ -41,7 +41,15 @@ def test_imitation_without_demonstrations(tmp_path: Path) -> None:
     said = refused(tmp_path, RL, SFT)
     assert re.match(r"stage\.1 has no demonstrations to imitate: set stage\.1\.demonstrations", said)
     (tmp_path / "none.jsonl").write_text("")
-    assert "stage.0" in refused(tmp_path, {**SFT, "demonstrations": str(tmp_path / "none.jsonl")})
+    none = str(tmp_path / "none.jsonl")
+    empty, measured = {**SFT, "demonstrations": none}, {**SFT, "held_out": none}
+    for stages, key in (
+        ([empty], "stage.0.demonstrations"),
+        ([SFT, empty], "stage.1.demonstrations"),
+        ([measured], "stage.0.held_out"),
+    ):
+        shown = {} if stages == [empty] else {"demonstrations": expert}
+        assert refused(tmp_path, *stages, **shown).startswith(f"{key}: {none} is empty")
     tables = {name: table for name, table in TINY.items() if name != "rl"}
     with pytest.raises(ConfigError, match="warm_start has no demonstrations"):
         ludus.train(**tables, warm_start={"steps": 1}, tasks=tasks(2), rewards=[even])

@@ -333,6 +333,8 @@ def test_conversations_in_the_forms_that_people_have(
         ({"conversations": [{"from": "robot", "value": "?"}]}, "role must be .* not 'robot'"),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "function_call is not JSON"),
         ({"prompt": "2+3?", "completion": 5}, "line 1, is not a conversation"),
+        ({"prompt": "2+3?", "completion": ""}, "line 1, is not a conversation .* the answer is empty"),
+        ({"prompt": "2+3?", "completion": [{"role": "assistant", "content": " "}]}, "line 1.* is empty"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(
@@ -353,6 +355,11 @@ def test_answers_with_a_label(tmp_path: Path) -> None:
     assert read_labelled(source) == [(GOOD, True), (BAD, False)]
     source.write_text(json.dumps({**rows[0], "label": "good"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"line 1, is not an answer .* true or false, not 'good'"):
+        read_labelled(source)
+    source.write_text(json.dumps({**rows[0], "completion": "", "label": False}), encoding="utf-8")
+    assert read_labelled(source)[0][0][-1].content == "", "to say nothing may be the bad answer"
+    source.write_text(json.dumps({**rows[0], "completion": ""}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 1, is not an answer .* the answer is empty"):
         read_labelled(source)
 
 

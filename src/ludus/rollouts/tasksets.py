@@ -162,12 +162,17 @@ def _without_gaps(value: Any) -> Any:
 
 def _dataset_rows(name: str) -> Iterable[Any]:
     """The rows of a dataset on the hub, in a folder of data files, or saved by `save_to_disk`."""
+    source, _, split = name.partition("@")
+    where, _, config = source.partition(":")
+    if not where.strip():
+        raise ConfigError(
+            f"{DATASET}{name} names no dataset: it is written dataset:NAME:CONFIG@SPLIT, where NAME is on the "
+            "hub or a folder; CONFIG and SPLIT may be left out"
+        )
     try:
         import datasets
     except ImportError:
         raise MissingExtraError("datasets", "datasets", f"the source dataset:{name}") from None
-    source, _, split = name.partition("@")
-    where, _, config = source.partition(":")
     try:
         if any((Path(where) / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(where)

@@ -30,10 +30,15 @@ T = TypeVar("T")
 
 def read_conversations(source: str | Path, columns: Columns | None = None) -> list[Conversation]:
     """The conversations of a file or dataset of rows, or of a Parquet file of episodes as Ludus writes them."""
+    found: list[Conversation]
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        return [trajectory.messages for trajectory in read_trajectories(source)]
-    what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
-    return list(_read(source, columns, what, _checked_conversation))
+        found = [trajectory.messages for trajectory in read_trajectories(source)]
+    else:
+        what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
+        found = list(_read(source, columns, what, _checked_conversation))
+    if not found:
+        raise ConfigError(f"{source} is empty: it holds no conversations to imitate")
+    return found
 
 
 def read_pairs(
@@ -56,7 +61,7 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
     for number, conversation in enumerate(given, start=1):
         try:
             row = conversation if isinstance(conversation, Mapping) else {"messages": conversation}
-            conversations.append(_conversation(row))
+            conversations.append(_said(_conversation(row)))
         except ValueError as error:
             raise ConfigError(
                 f'demonstration {number} is not a list of messages, or {{"messages": [...]}}: {error}'
@@ -81,6 +86,14 @@ def _read(
 def _checked_conversation(row: Any) -> Conversation:
     conversation = _conversation(row)
     check_conversation(conversation)
+    return _said(conversation)
+
+
+def _said(conversation: Conversation) -> Conversation:
+    """Refuse an answer that is empty: to imitate it is to learn to say nothing."""
+    answers = [message for message in conversation if message.role == "assistant"]
+    if answers and not any(one.content.strip() or one.tool_calls or one.media for one in answers):
+        raise ValueError("the assistant says nothing in it: the answer is empty; leave the row out")
     return conversation
 
 
@@ -135,7 +148,11 @@ def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
         return [(chosen, True), (rejected, False)]
     if row["label"] not in (True, False):
         raise ValueError(f"a label is true or false, not {row['label']!r:.40}")
-    return [(_checked_conversation(row), bool(row["label"]))]
+    if row["label"]:
+        return [(_checked_conversation(row), True)]
+    bad = _conversation(row)  # which may be to say nothing
+    check_conversation(bad)
+    return [(bad, False)]
 
 
 def _asked(conversation: Conversation) -> list[Message]:

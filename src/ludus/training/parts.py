@@ -41,6 +41,8 @@ class Parts:
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
+    imitating = (where for where, stage in recipe.named_stages if isinstance(stage, ImitationConfig))
+    first = next(imitating, "warm_start")
     named = {
         "tasks": ("tasks.train", recipe.tasks.train),
         "held_out": ("tasks.evaluation", recipe.tasks.evaluation),
@@ -49,7 +51,7 @@ def load_parts(recipe: Recipe) -> Parts:
         "rewards": ("rewards", recipe.rewards),
         "group_rewards": ("group_rewards", recipe.group_rewards),
         "agent": ("agent.loop", recipe.agent.loop),
-        "demonstrations": ("demonstrations", recipe.first_imitation.demonstrations),
+        "demonstrations": (f"{first}.demonstrations", recipe.first_imitation.demonstrations),
     }
     return Parts(
         **{
