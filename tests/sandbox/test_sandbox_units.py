@@ -169,6 +169,18 @@ def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
     assert _verdict(code, 62, -1) == EPERM and _verdict(code, 424, 5) == EPERM
 
 
+@pytest.mark.parametrize("number", [10**4000, -1, 0, 65, 9.0, "9", None, [9]], ids=range(8))
+def test_a_signal_that_is_none_is_not_told(number: Any) -> None:
+    said = execution_of({"done": "signal", "signal": number}, None)
+    assert (said.outcome, said.signal) == (Outcome.KILLED, None)
+    assert execution_of({"done": "signal", "signal": 11}, None).signal == "SIGSEGV"
+
+
+def test_what_the_inside_says_can_be_written() -> None:
+    said = execution_of({"done": "raised", "error": "a\udcffb", "value": "\ud800 \U0001f600"}, None)
+    assert said.text().encode() == "\\ud800 \U0001f600\na\\udcffb".encode()
+
+
 @needs_x86
 def test_files_are_not_leased() -> None:
     code = seccomp.program(network=False, branching=0, own_pid=None)

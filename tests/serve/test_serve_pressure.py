@@ -365,3 +365,39 @@ async def test_large_requests_are_read_as_there_is_room_and_small_ones_pass_them
         status = await asyncio.to_thread(Path(f"/proc/{server.process.pid}/status").read_text)
         peak_mb = int(status.partition("VmHWM:")[2].split()[0]) / 1024
         assert peak_mb < 480, f"30 requests of 3.9 MB took {peak_mb:.0f} MB"
+
+
+async def _trickle(server: ServerProcess, head: bytes) -> asyncio.StreamWriter:
+    """A request of which little arrives, and no more for as long as it is held open."""
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    common = b"POST /v1/calls HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    writer.write(common + head)
+    await writer.drain()
+    return writer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"Content-Length: 7999999\r\n\r\n{"],
+    ids=["chunked", "announced"],
+)
+async def test_who_sends_little_holds_little(http: aiohttp.ClientSession, head: bytes) -> None:
+    """Bodies that announce all the room there is, and do not come, keep nobody from being read."""
+    with serving("swallow") as server:
+        slow = [await _trickle(server, head) for _ in range(8)]
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(15):  # a slow body may take 30 seconds
+            said = await call_alone(http, server, "swallow", text="x" * 1_000_000, seconds=0)
+            assert said[1]["content"] == "1000000"
+        for writer in slow:
+            writer.close()
+
+
+async def test_bodies_that_fill_the_room_in_part_do_not_wait_for_each_other() -> None:
+    text = "x" * 900_000
+    with serving("swallow", options=("--held-bytes", "1000000")) as server:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            calls = [call_alone(http, server, "swallow", text=text, seconds=0.05) for _ in range(8)]
+            async with asyncio.timeout(20):
+                said = await asyncio.gather(*calls)
+    assert [body["content"] for _, body, _ in said] == [str(len(text))] * 8

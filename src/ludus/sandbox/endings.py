@@ -33,7 +33,7 @@ def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
         outcome = Outcome.RAISED  # a KeyboardInterrupt of its own making
     if stopped is Outcome.TIMEOUT:
         outcome = Outcome.TIMEOUT
-    number = said.get("signal")
+    number = _signal(said.get("signal"))
     if outcome is Outcome.KILLED and number == signal.SIGXCPU:
         outcome = Outcome.CPU
     return Execution(
@@ -41,7 +41,7 @@ def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
         value=_text(said.get("value")),
         error=error,
         exit_code=_whole(said.get("code")),
-        signal=signal_name(number) if isinstance(number, int) else None,
+        signal=None if number is None else signal_name(number),
     )
 
 
@@ -93,7 +93,15 @@ def signal_name(number: int) -> str:
 
 
 def _text(value: Any) -> str | None:
-    return value[:_MOST_TEXT] if isinstance(value, str) else None
+    """A text as the inside said it, without lone surrogates, which cannot be written as UTF-8."""
+    if not isinstance(value, str):
+        return None
+    return value[:_MOST_TEXT].encode("utf-8", "backslashreplace").decode()
+
+
+def _signal(value: Any) -> int | None:
+    """The number of a signal, if what a stranger said is one."""
+    return value if isinstance(value, int) and 0 < value < signal.NSIG else None
 
 
 def _whole(value: Any) -> int | None:

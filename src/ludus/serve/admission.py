@@ -14,6 +14,7 @@ those that would let them go on could not run. It counts as waiting.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import math
 from collections import deque
@@ -189,62 +190,76 @@ class Admission:
 
 
 class Bytes:
-    """How much of requests is held in memory at once. Whoever comes first is served first.
+    """How much of requests is held in memory at once, counted as it arrives.
 
-    A body takes several times its length while it is parsed and run, so it is not read before there is room.
-    Small ones do not count, and wait for nobody: the queue bounds them.
+    A body takes several times its length while it is parsed and run, so no more of it is read than there is
+    room for. Who announces much and sends little holds little. Small bodies do not count, and wait for
+    nobody: the queue bounds them. Room goes to the oldest request that waits for it. One request at
+    a time may go beyond: otherwise several, all read in part, could wait for each other.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, Share, int, asyncio.Future[None]]] = []
+        self._beyond: Share | None = None
 
-    async def take(self, size: int, seconds: float) -> Share:
-        """Room for `size` bytes; a `Problem` of kind overloaded when there is none within `seconds`."""
-        if size <= _SMALL:
-            size = 0
-        elif self._waiting or not self._has_room(size):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((size, turn))
-            try:
-                async with asyncio.timeout(seconds):
-                    await turn
-            except BaseException as error:
-                if turn.done() and not turn.cancelled():
-                    self._give(size)  # it was granted, and nobody will use it
-                else:
-                    self._waiting.remove((size, turn))
-                    self._serve()
-                if isinstance(error, TimeoutError):
-                    message = (
-                        f"{self.held:,} bytes of other requests are held already; this one was not read"
-                    )
-                    raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0) from None
-                raise
-        else:
-            self.held += size
-        return Share(self, size)
+    def share(self) -> Share:
+        """For a new request, of which nothing has arrived."""
+        return Share(self, next(self._numbers))
 
-    def _has_room(self, size: int) -> bool:
-        return not self.held or self.held + size <= self._most
-
-    def _give(self, size: int) -> None:
-        self.held -= size
-        self._serve()
+    def _fits(self, share: Share, size: int) -> bool:
+        if self.held + size <= self._most:
+            return True
+        if self._beyond is None:
+            self._beyond = share
+        return self._beyond is share
 
     def _serve(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0][0]):
-            size, turn = self._waiting.popleft()
-            self.held += size
+        while self._waiting:
+            _, share, size, turn = self._waiting[0]
+            if not self._fits(share, size):
+                return
+            heapq.heappop(self._waiting)
+            self._take(share, size)
             turn.set_result(None)
+
+    def _take(self, share: Share, size: int) -> None:
+        share.size += size
+        self.held += size
 
 
 class Share:
     """One request's bytes, given back when nobody needs its body any more."""
 
-    def __init__(self, bytes: Bytes, size: int) -> None:
-        self._bytes, self._size, self._users = bytes, size, 1
+    def __init__(self, bytes: Bytes, number: int) -> None:
+        self._bytes, self._number, self._users = bytes, number, 1
+        self.size = 0
+
+    async def grow(self, size: int, seconds: float) -> None:
+        """Room for `size` bytes in all; a `Problem` of kind overloaded when there is none within `seconds`."""
+        more, held = size - self.size, self._bytes
+        if size <= _SMALL or more <= 0:
+            return
+        if self is held._beyond or (not held._waiting and held._fits(self, more)):
+            held._take(self, more)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (self._number, self, more, turn)
+        heapq.heappush(held._waiting, entry)
+        held._serve()
+        try:
+            async with asyncio.timeout(seconds):
+                await turn
+        except TimeoutError:
+            message = f"{held.held:,} bytes of other requests are held already; this one was not read"
+            raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0) from None
+        finally:
+            if entry in held._waiting:
+                held._waiting.remove(entry)
+                heapq.heapify(held._waiting)
+                held._serve()
 
     def hold(self) -> None:
         """One more needs them: the call, which may outlive its request."""
@@ -253,7 +268,11 @@ class Share:
     def release(self) -> None:
         self._users -= 1
         if not self._users:
-            self._bytes._give(self._size)
+            held = self._bytes
+            held.held -= self.size
+            if held._beyond is self:
+                held._beyond = None
+            held._serve()
 
 
 def _expired() -> Problem:

@@ -191,11 +191,10 @@ class ToolApi:
         config, size = self._config, request.content_length
         if size is not None and size > config.max_body_bytes:
             raise _too_large(config.max_body_bytes)
-        claimed = config.max_body_bytes if size is None else size
-        _share.set(await self._bytes.take(claimed, config.client_seconds))
+        share = self._bytes.share()
+        _share.set(share)
         try:
-            async with asyncio.timeout(config.client_seconds):
-                data = await _read(request, config.max_body_bytes)
+            data = await _read(request, share, config.max_body_bytes, config.client_seconds)
         except TimeoutError:
             request.protocol.keep_alive(False)
             raise Problem(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
@@ -255,14 +254,24 @@ def _held() -> Share:
     return share
 
 
-async def _read(request: web.Request, most: int) -> bytearray:
-    """The body. Not by `request.read`, which keeps a copy for as long as the request lasts."""
-    data = bytearray()
-    async for chunk in request.content.iter_any():
+async def _read(request: web.Request, share: Share, most: int, seconds: float) -> bytearray:
+    """The body; `TimeoutError` where the client takes longer, not counting the time until there is room for it.
+
+    Not by `request.read`, which keeps a copy for as long as the request lasts.
+    """
+    loop = asyncio.get_running_loop()
+    data, left = bytearray(), seconds
+    while True:
+        started = loop.time()
+        async with asyncio.timeout(left):
+            chunk = await request.content.readany()
+        left -= loop.time() - started
+        if not chunk:
+            return data
         data += chunk
         if len(data) > most:
             raise _too_large(most)
-    return data
+        await share.grow(len(data), seconds)
 
 
 def _too_large(most: int) -> Problem:

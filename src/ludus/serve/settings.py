@@ -33,7 +33,7 @@ class ServerConfig(Config):
     max_body_bytes: int = Field(default=8_000_000, ge=1024)
     """The largest request."""
     held_bytes: int = Field(default=32_000_000, ge=1024)
-    """Large requests that are read or run at once, in bytes of their bodies; further ones are read later."""
+    """Bytes of large requests that are held at once, as they arrive; one request may go beyond."""
     client_seconds: float = Field(default=30.0, gt=0)
     """How long a client may take to send a request, or to take a piece of an answer."""
     keepalive_seconds: float = Field(default=75.0, gt=0)
