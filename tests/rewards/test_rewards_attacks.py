@@ -392,6 +392,30 @@ async def test_what_breaks_over_every_answer_is_ours(error: Exception) -> None:
         await judged("a", judge, "bad", "harmless")
 
 
+class _Reward:
+    """Whose judging it is."""
+
+
+@on_sandbox
+async def test_a_group_that_breaks_judging_costs_one_repetition_each() -> None:
+    reward, task, other = _Reward(), Task.of("?", 1, id="t"), Task.of("?", 2, id="t")
+    judge, boxes = _judge(lambda answer, _: RuntimeError("broken") if answer == "bad" else None)
+    zero = {"a": 0.0, "a_passed": 0.0, "a_total": 3.0}
+    assert await judged("a", judge, "bad", "harmless", about=(reward, task)) == zero
+    assert len(boxes) == 4
+    for _ in range(2):
+        assert (
+            await judged("a", judge, "bad", "harmless", about=(reward, Task.of("?", 1, id="t"))) == zero
+        )
+    assert len(boxes) == 4 + 2 * 2, "shared, and again in a sandbox of its own"
+    assert boxes[5] is not boxes[7]
+    await judged("a", judge, "bad", "harmless", about=(reward, other))
+    assert len(boxes) == 8 + 4, "another task may break over a harmless answer too"
+    judge, _ = _judge(lambda answer, _: RuntimeError("broken"))
+    with pytest.raises(InfraError):
+        await judged("a", judge, "bad", "harmless", about=(_Reward(), task))
+
+
 @on_sandbox
 async def test_what_breaks_once_is_repeated() -> None:
     judge, boxes = _judge(lambda answer, times: RuntimeError("lost") if times == 1 else None)

@@ -22,7 +22,7 @@ from ludus.core.task import Task
 from ludus.rewards import build_reward, check_rewards, synthetic_episode
 from ludus.rewards.judging.tables import ResultTable, TableRules, is_ordered, same_tables
 from ludus.rewards.sql_match import SqlMatch
-from ludus.sandbox import SandboxConfig, SandboxError, shared_sandbox
+from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, SandboxError, shared_sandbox
 from ludus.sandbox.sql import Blob
 
 CONFIG = SandboxConfig(workers=1)
@@ -293,3 +293,25 @@ def test_many_rows_and_columns_take_no_time() -> None:
 )
 def test_order_by_at_the_top(query: str, ordered: bool) -> None:
     assert is_ordered(query) is ordered
+
+
+@on_sandbox
+async def test_a_gold_query_that_fails_in_a_disturbed_sandbox_is_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else in the shared sandbox may crash or slow it; a broken task fails alone as well."""
+    shared = shared_sandbox(CONFIG.model_copy(update={"readable": (str(folder),)}))
+    real = Sandbox.python
+
+    async def disturbed(self: Sandbox, *arguments: Any, **options: Any) -> Execution:
+        if self is shared and not disturbances:
+            disturbances.append(True)
+            return Execution(Outcome.KILLED, signal="SIGKILL")
+        return await real(self, *arguments, **options)
+
+    disturbances: list[bool] = []
+    monkeypatch.setattr(Sandbox, "python", disturbed)
+    assert await match(folder, "select id from t", "select id from t")
+    assert disturbances
+    with pytest.raises(InfraError, match="gold query cannot be used"):
+        await match(folder, "select nothing from nowhere", "select id from t")

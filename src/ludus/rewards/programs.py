@@ -85,7 +85,8 @@ class Programs(SelfGuarded):
             parts = credited(self.name, self.credit, passed, len(cases))
             return {**parts, f"{self.name}_built": float(outcome is not None)}
 
-        return await judged(self.name, judge, trajectory.answer or "", harmless="")
+        answer = trajectory.answer or ""
+        return await judged(self.name, judge, answer, harmless="", about=(self, task))
 
     def _cases(self, task: Task) -> list[StdinCase]:
         raw = task.metadata.get(self.key, task.target)

@@ -18,7 +18,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.rewards.function import checked_name, checked_weight
 from ludus.rewards.guard import SelfGuarded
 from ludus.rewards.judging.answers import code_of
-from ludus.rewards.judging.place import Boxes, BrokenTask, Place, judged
+from ludus.rewards.judging.place import Boxes, BrokenTask, Place, few_at_a_time, judged
 from ludus.rewards.judging.tables import ResultTable, TableRules, is_ordered, same_tables
 from ludus.rewards.values import Parts
 from ludus.sandbox import Sandbox, SandboxConfig
@@ -85,21 +85,31 @@ class SqlMatch(SelfGuarded):
             for database in self._databases(task.metadata.get("database", self.database)):
                 config = self._place.reading(self._readable(database))
                 sandbox = await self._place.start(boxes, config)
-                found = await self._compare(sandbox, database, gold, predicted)
+                wanted = await self._gold(sandbox, database, gold)
+                found = await self._compare(sandbox, database, gold, wanted, predicted)
                 if not found:
                     return {self.name: 0.0, f"{self.name}_ran": float(found is not None)}
             return {self.name: 1.0, f"{self.name}_ran": 1.0}
 
-        return await judged(self.name, judge, trajectory.answer or "", harmless="select 1")
+        answer = trajectory.answer or ""
+        return await judged(self.name, judge, answer, harmless="select 1", about=(self, task))
 
-    async def _compare(
-        self, sandbox: Sandbox, database: Database, gold: str, predicted: str
-    ) -> bool | None:
-        """Whether the results agree; None when the predicted query has none."""
+    async def _gold(self, sandbox: Sandbox, database: Database, gold: str) -> QueryResult:
+        """What the gold query gives. Where it fails, it is asked again where nobody else can disturb it."""
         wanted = await run_query(sandbox, database, gold, self.limits)
-        if not wanted.ok or wanted.columns is None or not wanted.complete:
+        if not _is_usable(wanted):
+            alone = sandbox.config.model_copy(update={"workers": 1})
+            async with few_at_a_time(), Sandbox(alone) as fresh:
+                wanted = await run_query(fresh, database, gold, self.limits)
+        if not _is_usable(wanted):
             why = wanted.message or "it gives no rows, or too many"
             raise BrokenTask(f"the gold query cannot be used on {database.path.name}: {why}")
+        return wanted
+
+    async def _compare(
+        self, sandbox: Sandbox, database: Database, gold: str, wanted: QueryResult, predicted: str
+    ) -> bool | None:
+        """Whether the results agree; None when the predicted query has none."""
         found = await run_query(sandbox, database, predicted, self.limits)
         if not found.ok or found.columns is None:
             _log.debug("the query does not run on %s: %s", database.path.name, found.message)
@@ -134,6 +144,10 @@ class SqlMatch(SelfGuarded):
                 "own; give the folder that they are all in as 'folder'"
             )
         return database.readable
+
+
+def _is_usable(result: QueryResult) -> bool:
+    return result.ok and result.columns is not None and result.complete
 
 
 def _table(result: QueryResult) -> ResultTable:

@@ -92,7 +92,8 @@ class UnitTests(SelfGuarded):
                     _log.debug("task %s, %s: %s", task.id, verdict.name, verdict.problem)
             return credited(self.name, self.credit, passed, len(verdicts))
 
-        return await judged(self.name, judge, trajectory.answer or "", harmless="")
+        answer = trajectory.answer or ""
+        return await judged(self.name, judge, answer, harmless="", about=(self, task))
 
     async def judge(self, sandbox: Sandbox, code: str, task: Task) -> list[Verdict]:
         """A verdict for each of the task's tests."""
