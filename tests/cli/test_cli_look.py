@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ludus.cli.checking import _judged
 from ludus.cli.main import app
+from ludus.core.failures import Fault
+from ludus.core.tooling import ToolResult
 from ludus.observe import RunFolder
 from ludus.training import Recipe, train
+from ludus.training.report import no_signal_text
 from ludus.training.steps import best_of
 
 MODULE = '''
@@ -270,3 +274,31 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     ):
         done = CliRunner().invoke(app, ["show", *words])
         assert done.exit_code and problem in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"reward_std": 0.0, "reward": 0.0, "success": 0.0}, "too hard"),
+        ({"reward_std": 0.0, "reward": 1.0, "success": 1.0}, "too easy"),
+        ({"reward_std": 0.0, "reward": 0.5, "success": 0.0}, "pays every episode the same"),
+        ({"reward_std": 0.4, "reward": 0.5, "success": 0.5}, "almost deterministic"),
+    ],
+)
+def test_why_there_is_no_signal(row: dict[str, float], expected: str) -> None:
+    assert expected in no_signal_text(row, "in 3 steps")
+
+
+@pytest.mark.parametrize("setting", ["seed=99999999999999999999999", "seed=-1", "threads=100000"])
+def test_numbers_beyond_reason_are_refused(setting: str) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "safe.toml"
+    answer = CliRunner().invoke(app, ["check", "recipe", str(recipe), setting])
+    assert answer.exit_code != 0
+    assert setting.split("=")[0] in str(answer.output) + str(answer.exception)
+
+
+def test_a_tool_that_never_returns_is_warned_of() -> None:
+    timed_out = ToolResult("took too long", fault=Fault.TOOL_TIMEOUT)
+    [(kind, text)] = _judged("buy", [(timed_out, None)] * 3)
+    assert kind == "warning"
+    assert "does it ever return" in text

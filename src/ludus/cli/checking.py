@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import ConfigError, Failure, LudusError
+from ludus.core.failures import ConfigError, Failure, Fault, LudusError
 from ludus.core.messages import Json, ToolCall
 from ludus.core.success import is_success
 from ludus.core.task import Task
@@ -234,6 +234,8 @@ def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]
         return [("error", f"the tool {tool!r} raises {accidents[0]}, whatever it is given: {fix}")]
     refusal = f"{results[0].fault}: {results[0].content}" if results else "no result"
     told = f"the tool {tool!r} took none of {len(results)} generated calls ({refusal:.200})"
+    if results and all(result.fault is Fault.TOOL_TIMEOUT for result in results):
+        return [("warning", f"{told}: does it ever return? Its `timeout` says how long a call may take")]
     return [("info", f"{told}: try it yourself with ludus check tool")]
 
 

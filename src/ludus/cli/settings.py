@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -189,6 +190,8 @@ def _words(hint: Any) -> str:
         return f"table ({_words(arguments[1])} by name)"
     if origin is dict or (isinstance(hint, type) and issubclass(hint, BaseModel)):
         return "table"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(f'"{one.value}"' for one in hint)
     return _WORDS.get(hint, str(hint))
 
 

@@ -209,9 +209,9 @@ class Recipe(Config):
 
     name: str = "run"
     """Names the run's folder."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides every random choice of the run."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; all cores when left out."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()

@@ -155,11 +155,16 @@ def _failed_text(row: Mapping[str, float]) -> str:
 def no_signal_text(row: Mapping[str, float], steps: str) -> str:
     """Why nothing was learned in `steps`, as far as the last one of them tells, and what to do."""
     success = row.get("success")
-    likely = "the rewards do not tell attempts at one task apart"
-    if row.get("reward_std") == 0 and success == 0:
-        likely = "the tasks are too hard, or no answer has the form that the reward looks for"
-    elif row.get("reward_std") == 0 and success == 1:
-        likely = "the tasks are too easy"
+    likely = (
+        "the attempts at each task do the same (the policy is almost deterministic, look at entropy), or the "
+        "rewards do not tell them apart"
+    )
+    if row.get("reward_std") == 0:
+        likely = "the reward pays every episode the same"
+        if success == 0 and not row.get("reward"):
+            likely = "the tasks are too hard, or no answer has the form that the reward looks for"
+        elif success == 1:
+            likely = "the tasks are too easy"
     return (
         f"no signal {steps}: the rewards of each group were all equal (mean {row.get('reward', 0.0):.2f}), so "
         f"every advantage was 0 and nothing was learned. Most likely {likely}. Read some episodes "
@@ -225,7 +230,7 @@ def _passes(run: RunFolder) -> list[str]:
 
 
 def _cells(row: dict[str, float], names: tuple[str, ...]) -> list[Cell]:
-    return [round(float(row[name]), 2) if row.get(name) is not None else None for name in names]
+    return [float(row[name]) if row.get(name) is not None else None for name in names]
 
 
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
