@@ -28,6 +28,7 @@ from ludus.sandbox import (
     SandboxUnavailable,
     network,
 )
+from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.inside import watch, zygote
 from ludus.sandbox.inside.life import Bounds, Plan
 from ludus.sandbox.worker import Worker
@@ -380,3 +381,41 @@ def test_a_long_count_of_memory_holds_up_no_orders(monkeypatch: pytest.MonkeyPat
         _, status = os.waitpid(helper, 0)
         worker._counted(*worker._counts.pop(helper), status)
         assert worker._next_counts and 1 in worker._sessions, "a helper that was killed says nothing"
+
+
+def _fake_slirp(folder: Path, help_text: str) -> Path:
+    path = folder / "slirp4netns"
+    path.write_text(
+        "#!/bin/bash\n"
+        f'if [ "$1" = --help ]; then echo "{help_text}"; exit; fi\n'
+        f'echo "$@" > {folder}/arguments\n'
+        'while [ "$1" != --ready-fd ]; do shift; done\n'
+        'ready=$2; ending=$4; eval "echo 1 >&$ready"; eval "read line <&$ending"; sleep 0.5\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("help_text", "confined"),
+    [("--enable-sandbox --enable-seccomp", ["--enable-sandbox", "--enable-seccomp"]), ("-c", [])],
+    ids=["new", "old"],
+)
+async def test_slirp4netns_is_confined_as_far_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_text: str, confined: list[str]
+) -> None:
+    monkeypatch.setattr(network, "program", lambda: str(_fake_slirp(tmp_path, help_text)))
+    ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    slirp = network.Slirp(os.getpid(), ready.set_result)
+    assert await ready is None
+    given = (tmp_path / "arguments").read_text().split()
+    assert [option for option in given if option.startswith("--enable")] == confined
+    beats = 0
+    worker = Worker({"uid": None}, ControlGroup([], 0), lambda _: None)
+    worker._slirp = slirp
+    closing = asyncio.create_task(worker.close())
+    while not closing.done():
+        beats += 1
+        await asyncio.sleep(0.01)
+    assert beats > 2, "others run while it ends"
+    assert slirp._popen.returncode == 0

@@ -8,6 +8,7 @@ addresses and its abstract Unix sockets, where databases, notebooks and servers 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import subprocess
@@ -18,12 +19,25 @@ RESOLVER = "nameserver 10.0.2.3\n"
 GATEWAY = "10.0.2.2"
 """What would be the machine's loopback if it were not switched off."""
 _OPTIONS = ("--configure", "--mtu=65520", "--disable-host-loopback")
+_HARDENING = ("--enable-sandbox", "--enable-seccomp")
+"""What confines slirp4netns itself, which parses what hostile code sends; older versions have not all of it."""
 _END_SECONDS = 5.0
 
 
 def program() -> str | None:
     """Where slirp4netns is; None where it is not installed."""
     return shutil.which("slirp4netns")
+
+
+@functools.cache
+def hardening(path: str) -> tuple[str, ...]:
+    """The options of `_HARDENING` that this slirp4netns knows."""
+    try:
+        told = subprocess.run([path, "--help"], capture_output=True, timeout=_END_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    said = (told.stdout + told.stderr).decode(errors="replace")
+    return tuple(option for option in _HARDENING if option in said)
 
 
 class Slirp:
@@ -34,9 +48,10 @@ class Slirp:
         self._on_ready = on_ready
         self._ready, ready = os.pipe2(os.O_CLOEXEC)
         ending, self._end = os.pipe2(os.O_CLOEXEC)
+        path = program() or "slirp4netns"
         fds = ("--ready-fd", str(ready), "--exit-fd", str(ending))
         self._popen = subprocess.Popen(
-            [program() or "slirp4netns", *_OPTIONS, *fds, str(pid), "tap0"],
+            [path, *_OPTIONS, *hardening(path), *fds, str(pid), "tap0"],
             pass_fds=(ready, ending),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -47,8 +62,12 @@ class Slirp:
             os.close(fd)
         asyncio.get_running_loop().add_reader(self._ready, self._on_word)
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def close(self) -> None:
-        """End it, and wait until it is gone."""
+        """End it, and wait until it is gone: up to seconds, so not on the event loop."""
         if self._end >= 0:
             os.close(self._end)
             self._end = -1

@@ -215,7 +215,7 @@ class Worker:
             self._popen.kill()
             self._popen.wait()
         if self._slirp is not None:
-            self._slirp.close()
+            await asyncio.to_thread(self._slirp.close)
 
     def abandon(self) -> None:
         """Tell it to end, where there is no event loop any more; `wait_for_end` waits for it."""
@@ -287,6 +287,7 @@ class Worker:
             return
         if self._order["slirp"]:
             self._slirp = Slirp(self._popen.pid, self._on_network)
+            self.group.add(self._slirp.pid)
         else:
             self._on_network(None)
 
