@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import InfraError
+from ludus.core.failures import Boundary, InfraError
 from ludus.core.task import Task
 from ludus.rewards import synthetic_episode
 from ludus.rewards.judging.answers import code_of
-from ludus.rewards.judging.place import Boxes, judged
+from ludus.rewards.judging.place import Boxes, NoRoom, judged
 from ludus.rewards.programs import Programs
 from ludus.rewards.sql_match import SqlMatch
 from ludus.rewards.unit_tests import UnitTests
@@ -373,9 +373,9 @@ ERRORS = [RuntimeError("the judge failed"), SessionLost("gone"), RecursionError(
 async def test_what_breaks_over_one_answer_alone_is_the_answers(error: Exception) -> None:
     judge, boxes = _judge(lambda answer, _: error if answer == "bad" else None)
     assert await judged("a", judge, "bad", "harmless") == {"a": 0.0, "a_passed": 0.0, "a_total": 3.0}
-    shared, control, again, after = boxes
-    assert shared is shared_sandbox(CONFIG) and control is again  # the repetition is alone in there
-    assert len({id(box) for box in (shared, control, after)}) == 3
+    shared, before, again, after = boxes
+    assert shared is shared_sandbox(CONFIG)
+    assert before is again is after is not shared, "one new sandbox, where the repetition is alone"
     assert await judged("a", judge, "good", "harmless") == {"a": 1.0, "a_passed": 3.0, "a_total": 3.0}
 
 
@@ -392,28 +392,31 @@ async def test_what_breaks_over_every_answer_is_ours(error: Exception) -> None:
         await judged("a", judge, "bad", "harmless")
 
 
-class _Reward:
-    """Whose judging it is."""
+@on_sandbox
+async def test_an_answer_that_ruins_its_sandbox_is_compared_in_another() -> None:
+    judge, boxes = _judge(
+        lambda answer, times: SessionLost("gone") if answer == "bad" or times == 4 else None
+    )
+    assert (await judged("a", judge, "bad", "harmless"))["a"] == 0.0
+    assert boxes[3] is boxes[2] and boxes[4] is not boxes[3]
 
 
 @on_sandbox
-async def test_a_group_that_breaks_judging_costs_one_repetition_each() -> None:
-    reward, task, other = _Reward(), Task.of("?", 1, id="t"), Task.of("?", 2, id="t")
-    judge, boxes = _judge(lambda answer, _: RuntimeError("broken") if answer == "bad" else None)
-    zero = {"a": 0.0, "a_passed": 0.0, "a_total": 3.0}
-    assert await judged("a", judge, "bad", "harmless", about=(reward, task)) == zero
-    assert len(boxes) == 4
-    for _ in range(2):
-        assert (
-            await judged("a", judge, "bad", "harmless", about=(reward, Task.of("?", 1, id="t"))) == zero
-        )
-    assert len(boxes) == 4 + 2 * 2, "shared, and again in a sandbox of its own"
-    assert boxes[5] is not boxes[7]
-    await judged("a", judge, "bad", "harmless", about=(reward, other))
-    assert len(boxes) == 8 + 4, "another task may break over a harmless answer too"
-    judge, _ = _judge(lambda answer, _: RuntimeError("broken"))
-    with pytest.raises(InfraError):
-        await judged("a", judge, "bad", "harmless", about=(_Reward(), task))
+async def test_a_machine_that_breaks_between_two_answers_is_ours() -> None:
+    broken = False
+    judge, _ = _judge(lambda answer, _: RuntimeError("broken") if broken or answer == "bad" else None)
+    assert (await judged("a", judge, "bad", "harmless"))["a"] == 0.0
+    broken = True
+    with pytest.raises(InfraError):  # although judging the harmless answer worked a moment ago
+        await judged("a", judge, "bad", "harmless")
+
+
+@on_sandbox
+async def test_no_room_for_the_repetition_is_ours() -> None:
+    errors = [RuntimeError("broken"), None, NoRoom(Boundary.SANDBOX, "no room")]
+    judge, _ = _judge(lambda _, times: errors[times - 1])
+    with pytest.raises(InfraError, match="no room"):
+        await judged("a", judge, "bad", "harmless")
 
 
 @on_sandbox

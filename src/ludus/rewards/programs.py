@@ -86,7 +86,7 @@ class Programs(SelfGuarded):
             return {**parts, f"{self.name}_built": float(outcome is not None)}
 
         answer = trajectory.answer or ""
-        return await judged(self.name, judge, answer, harmless="", about=(self, task))
+        return await judged(self.name, judge, answer, harmless="")
 
     def _cases(self, task: Task) -> list[StdinCase]:
         raw = task.metadata.get(self.key, task.target)

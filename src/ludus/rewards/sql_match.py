@@ -92,7 +92,7 @@ class SqlMatch(SelfGuarded):
             return {self.name: 1.0, f"{self.name}_ran": 1.0}
 
         answer = trajectory.answer or ""
-        return await judged(self.name, judge, answer, harmless="select 1", about=(self, task))
+        return await judged(self.name, judge, answer, harmless="select 1")
 
     async def _gold(self, sandbox: Sandbox, database: Database, gold: str) -> QueryResult:
         """What the gold query gives. Where it fails, it is asked again where nobody else can disturb it."""

@@ -93,7 +93,7 @@ class UnitTests(SelfGuarded):
             return credited(self.name, self.credit, passed, len(verdicts))
 
         answer = trajectory.answer or ""
-        return await judged(self.name, judge, answer, harmless="", about=(self, task))
+        return await judged(self.name, judge, answer, harmless="")
 
     async def judge(self, sandbox: Sandbox, code: str, task: Task) -> list[Verdict]:
         """A verdict for each of the task's tests."""

@@ -2,23 +2,21 @@
 
 Everything that an answer can bring about is the answer's doing and scores 0: otherwise a policy could learn
 to leave its wrong answers unscored. That judging broke is ours only where the host can prove it: an answer
-that does nothing, judged on the same task in a sandbox of its own, breaks it as well. That it does not is
-remembered for half a minute, so that a group of answers which all break judging costs one repetition each.
+that does nothing, judged on the same task right after it, breaks it as well. This control runs every time:
+a machine that was healthy a moment ago proves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.core.task import Task
 from ludus.rewards.guard import guarded
 from ludus.rewards.values import Parts
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
@@ -33,11 +31,6 @@ _MARGIN_SECONDS = 1.0
 """What ending an execution may take after its time: no reason to say that there was no room."""
 _MOST_REPEATED = 2
 """Judgings at one time that are repeated in sandboxes of their own, each of which starts an interpreter."""
-_HEALTHY_SECONDS = 30.0
-"""How long it is remembered that judging a task does not break over a harmless answer."""
-_MOST_HEALTHY = 256
-_healthy: WeakKeyDictionary[object, dict[str, tuple[float, Task, Parts]]] = WeakKeyDictionary()
-"""By reward and task: when a harmless answer was last judged, and what it got."""
 _pairs: WeakKeyDictionary[Sandbox, asyncio.Semaphore] = WeakKeyDictionary()
 _repeating: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _asking_again: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -60,13 +53,12 @@ async def judged(
     judge: Callable[[str, Boxes], Awaitable[Parts]],
     answer: str,
     harmless: str,
-    about: tuple[object, Task] | None = None,
 ) -> Parts:
     """What `judge` gives for the answer. Where it breaks, it is repeated, and compared with `harmless`.
 
     The repetition has sandboxes of its own, so that nobody else's doing can break it. It breaks again, and
     judging the harmless answer does not, before and after: then it is the answer's doing, and scores 0.
-    `about`, the reward and the task, lets a harmless answer that was judged lately stand for both times.
+    Starting a sandbox is what costs time: all three share one, unless the answer has ruined it.
     """
 
     async def call() -> Parts:
@@ -79,7 +71,7 @@ async def judged(
         except _OURS:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose it is
-            return await _repeated(name, judge, answer, harmless, error, about)
+            return await _repeated(name, judge, answer, harmless, error)
 
     return await guarded(name, call)
 
@@ -90,7 +82,6 @@ async def _repeated(
     answer: str,
     harmless: str,
     first: Exception,
-    about: tuple[object, Task] | None,
 ) -> Parts:
     async def control(boxes: Boxes) -> Parts:
         try:
@@ -101,20 +92,22 @@ async def _repeated(
                 raise InfraError(Boundary.SANDBOX, str(first)) from first
             raise first from error
 
+    parts: Parts = {}
     repeating = _repeating.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
     async with repeating:
         async with _boxes_of_its_own() as boxes:
-            parts = _lately(about)
-            if parts is None:
-                await control(boxes)
+            await control(boxes)
             try:
                 return await judge(answer, boxes)
+            except _OURS:
+                raise
             except Exception as error:  # noqa: BLE001 - as above
                 again = error
-        if parts is None:
+            with suppress(Exception):  # the answer may have ruined this sandbox, but no new one
+                parts = await control(boxes)
+        if not parts:
             async with _boxes_of_its_own() as boxes:
                 parts = await control(boxes)
-            _remember(about, parts)
     _log.warning(
         "the reward %r breaks over an answer, which scores 0, and not over another one: %s: %.500s",
         *(name, type(again).__name__, again),
@@ -125,26 +118,6 @@ async def _repeated(
 def few_at_a_time() -> asyncio.Semaphore:
     """For part of a judging that is repeated in a sandbox of its own, also while all of it is."""
     return _asking_again.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
-
-
-def _lately(about: tuple[object, Task] | None) -> Parts | None:
-    """What a harmless answer to this very task got a short while ago; None where that is not known."""
-    if about is None:
-        return None
-    reward, task = about
-    when, judged_task, parts = _healthy.get(reward, {}).get(task.id, (-math.inf, None, None))
-    return parts if time.monotonic() - when < _HEALTHY_SECONDS and judged_task == task else None
-
-
-def _remember(about: tuple[object, Task] | None, parts: Parts) -> None:
-    if about is None:
-        return
-    reward, task = about
-    known = _healthy.setdefault(reward, {})
-    known.pop(task.id, None)
-    known[task.id] = time.monotonic(), task, parts
-    while len(known) > _MOST_HEALTHY:
-        del known[next(iter(known))]
 
 
 @asynccontextmanager
