@@ -17,6 +17,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from ludus.core.config_problems import OTHER_WORDS
 from ludus.core.failures import ConfigError
 
 FROZEN = Path(__file__).with_name("surface.txt")
@@ -128,12 +129,29 @@ def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path) -> None:
         ("warm_start.optimizer.learning_rate", "learning_rate = 0.001"),
         ("budgets", "budgets.max_turns = 8"),
         ("rl.optimiser", "did you mean rl.optimizer"),
+        ("scale_rewards", "did you mean rl.algorithm = dr_grpo?"),
+        ("rl.learning_rate", "did you mean rl.optimizer.learning_rate or rl.critic."),
+        ("stage.dpo.beta", "did you mean stage.0.beta?"),
     ],
 )
 def test_settings_are_shown_by_name(key: str, expected: str, tmp_path: Path) -> None:
     said, loaded = loaded_by("from ludus.cli.main import run; run()", tmp_path, "settings", key)
     assert expected in said
     assert loaded == []
+
+
+@pytest.mark.parametrize("key", ["beta", "trainer.stage.dpo.beta", *sorted(OTHER_WORDS)])
+def test_every_hint_of_the_settings_is_a_setting(key: str) -> None:
+    """TRL's and verl's words too: what a hint names is shown when it is asked for."""
+    from ludus.cli.settings import described
+
+    try:
+        described(key)  # some of their words are tables here, or keys of the same name
+    except ConfigError as error:
+        _, _, hint = str(error).partition("; did you mean ")
+        assert hint, error
+        for one in hint.removesuffix("?").split(" or "):
+            assert described(one.partition(" = ")[0]), one
 
 
 def run_cli(folder: Path, *words: str) -> str:

@@ -31,7 +31,8 @@ RecipeArgument = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value.",
+        help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value (stages "
+        "count from 0).",
         show_default=False,
     ),
 ]
@@ -208,7 +209,7 @@ def init(
 @app.command()
 def settings(
     key: Annotated[
-        str | None, typer.Argument(help="A key or a table, such as rl.kl or rl.", show_default=False)
+        str | None, typer.Argument(help="A key or a table: rl.kl, rl, stage.0.", show_default=False)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="A JSON Schema, for editors.")] = False,

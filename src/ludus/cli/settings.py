@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ludus.core.config_problems import OTHER_WORDS
 from ludus.core.failures import ConfigError
 from ludus.training.recipe import Recipe, find_recipe
 
@@ -30,9 +31,12 @@ Every key of a recipe: what it takes, what it is when left out, and what it mean
 the recipe's own models by `ludus settings --markdown`; a test fails when it is not current.
 
 `ludus settings rl.kl` shows one key, or all keys of a table, in a terminal. Any key can be set on the command
-line: `ludus train recipe.toml rl.kl=0.01`. `ludus settings --schema > ludus.schema.json` writes a JSON Schema:
-with `#:schema ludus.schema.json` as the first line of a recipe, editors that know TOML schemas (Even Better
-TOML, taplo) complete and check keys while you type.
+line: `ludus train recipe.toml rl.kl=0.01`. Stages and other tables of a list count from 0: `stage.0.steps=50`
+is about the first `[[stage]]`. The words of TRL and verl (`ludus settings num_generations`) lead to the keys.
+
+`ludus settings --schema > ludus.schema.json` writes a JSON Schema: with `#:schema ludus.schema.json` as the
+first line of a recipe, editors that know TOML schemas (Even Better TOML, taplo) complete and check keys while
+you type.
 """
 
 
@@ -126,13 +130,25 @@ def described(key: str) -> list[tuple[str, Setting]]:
 
     visit(Table(Recipe), "", wanted)
     if not found:
-        every = [
-            f"{place}.{name}" for t in tables() for place in t.places for name in t.model.model_fields
-        ]
-        near = get_close_matches(key, [one.lstrip(".") for one in every], n=3)
+        near = _alike(key, wanted)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `ludus settings` lists all of them"
         raise ConfigError(f"there is no setting {key!r}{hint}")
     return list(found.items())
+
+
+def _alike(key: str, wanted: list[str]) -> list[str]:
+    """The keys that may have been meant, as `described` takes them: by name, by a peer's word, by spelling."""
+    places = [
+        (re.sub(r'\[\](?: of kind = "\w+")?', ".0", place), t) for t in tables() for place in t.places
+    ]
+    every = [f"{place}.{name}".lstrip(".") for place, t in places for name in t.model.model_fields]
+    *within, last = wanted or [key]
+    same = [one for one in every if one.split(".")[-1] == last]
+    ours = [OTHER_WORDS[last.lower()]] if last.lower() in OTHER_WORDS else []
+    # in a table that there is, its own key of that name comes before what others call so
+    own = sorted([one for one in same if within and one.startswith(f"{within[0]}.")], key=len)
+    near = own or [*ours, *same] or get_close_matches(key, every, n=3)
+    return list(dict.fromkeys(near))[:3]
 
 
 def schema() -> str:

@@ -67,9 +67,9 @@ OTHER_WORDS = {
     "entropy_coef": "rl.entropy",
     "adv_estimator": "rl.algorithm",
     "advantage_estimator": "rl.algorithm",
-    "loss_type": "rl.loss",
+    "loss_type": "rl.algorithm",
     "loss_agg_mode": "rl.aggregation",
-    "scale_rewards": "rl.options",
+    "scale_rewards": "rl.algorithm = dr_grpo",
     "epsilon": "rl.loss_options = { clip_low = 0.2 }",
     "clip_ratio": "rl.loss_options = { clip_low = 0.2, clip_high = 0.2 }",
     "clip_ratio_low": "rl.loss_options = { clip_low = 0.2 }",
@@ -210,7 +210,7 @@ def _explain(model: type[BaseModel], problem: Json) -> tuple[str, str, str]:
     given = f" (given: {problem['input']!r:.80})"
     if kind == "extra_forbidden":
         path, tables = _follow(model, location[:-1])
-        return _dotted([*path, location[-1]]), _unknown(str(location[-1]), tables, model), ""
+        return _dotted([*path, location[-1]]), _unknown(str(location[-1]), path, tables, model), ""
     path, _ = _follow(model, location)
     if kind == "value_error":  # one about the whole names its keys itself
         message = str(problem["msg"]).removeprefix("Value error, ")
@@ -242,16 +242,20 @@ def _wanted(kind: str, message: str) -> str:
     return f"{message[:1].lower()}{message[1:]}"
 
 
-def _unknown(key: str, tables: Sequence[type[BaseModel]], whole: type[BaseModel]) -> str:
+def _unknown(
+    key: str, place: Sequence[Any], tables: Sequence[type[BaseModel]], whole: type[BaseModel]
+) -> str:
+    """What to write instead of a key of the table at `place`: one of another table is named in full."""
     known = sorted({name for table in tables for name in table.model_fields})
     ours = OTHER_WORDS.get(key.lower())
     if ours is not None and reaches([whole], ours):
         path, _, value = ours.partition(" = ")
         parts = path.split(".")
-        # as it is written from here, where it is in this table or in one inside it
-        short = [".".join(parts[i:]) for i in range(len(parts)) if reaches(tables, ".".join(parts[i:]))]
-        written = f"{short[0] if short else path}{' = ' if value else ''}{value}"
-        return f"unknown key; did you mean {written!r}?"
+        # in this table or in one inside it, where that has it; then this table's key of that beginning
+        inner = [".".join(parts[i:]) for i in range(len(parts)) if reaches(tables, ".".join(parts[i:]))]
+        inner += [name for name in known if key.lower().startswith(f"{name}_")]
+        path = _dotted([*place, inner[0]]) if inner else path
+        return f"unknown key; did you mean {path + (f' = {value}' if value else '')!r}?"
     near = get_close_matches(key, known, n=1)
     if near:
         return f"unknown key; did you mean {near[0]!r}?"
