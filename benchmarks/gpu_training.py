@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.algos import Sampled, load_algorithm
+from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import packed, use_ludus_attention, varlen
 from ludus.engine.dense import Rule
 from ludus.engine.recompute import set_recompute
@@ -243,7 +243,7 @@ def ludus_step(model: Qwen2ForCausalLM, batch: Batch, case: Case) -> Callable[[]
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         old_A = logprobs_A.detach()  # random weights: the first update's ratios are 1
-        return algorithm.loss(Sampled(logprobs_A, old_A, pack.advantages_A, pack.row_A, old_A))
+        return algorithm.loss(LossInputs(logprobs_A, old_A, pack.advantages_A, pack.row_A, old_A))
 
     def step() -> None:
         columns = Columns.of(batch.rows, advantages_T, weights_T)

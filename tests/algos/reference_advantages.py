@@ -47,7 +47,7 @@ def spread_of(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def standardised(value: float, values: list[float], epsilon: float) -> float:
+def standardized(value: float, values: list[float], epsilon: float) -> float:
     if all(v == values[0] for v in values):
         return 0.0
     return (value - statistics.fmean(values)) / (spread_of(values) + epsilon)
@@ -57,7 +57,7 @@ def grpo(attempts: list[Any]) -> Tokens:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) over the group."""
     return everywhere(
         attempts,
-        lambda i: standardised(
+        lambda i: standardized(
             total(attempts[i]), [total(attempts[j]) for j in siblings(attempts, i)], 1e-6
         ),
     )
@@ -105,7 +105,7 @@ def whitened(attempts: list[Any], values: Tokens) -> Tokens:
             for place in said(other)
         ]
         for place in said(attempt):
-            result[i][place] = standardised(values[i][place], pool, 1e-8)
+            result[i][place] = standardized(values[i][place], pool, 1e-8)
     return result
 
 
@@ -240,7 +240,7 @@ def turn_grpo(attempts: list[Any], discount: float, normalise: bool) -> Tokens:
     def advantage(i: int, u: int) -> float:
         pool = [at(j, u) for j in siblings(attempts, i)]
         if normalise:
-            return standardised(returns[i][u], pool, 1e-6)
+            return standardized(returns[i][u], pool, 1e-6)
         return returns[i][u] - statistics.fmean(pool)
 
     return by_turn(attempts, advantage)
@@ -255,7 +255,7 @@ def gigpo(attempts: list[Any], discount: float, step_weight: float, normalise: b
     returns = [turn_returns(attempt, discount) for attempt in attempts]
 
     def compared(value: float, pool: list[float]) -> float:
-        return standardised(value, pool, 1e-6) if normalise else value - statistics.fmean(pool)
+        return standardized(value, pool, 1e-6) if normalise else value - statistics.fmean(pool)
 
     def advantage(i: int, u: int) -> float:
         group = siblings(attempts, i)

@@ -15,7 +15,16 @@ from ragged_batches import batches
 from torch import Tensor
 
 import ludus.algos as algos
-from ludus.algos import Attempt, Credit, Estimate, Need, Turn, credit_from, load_estimator, needs_of
+from ludus.algos import (
+    AdvantageInputs,
+    Advantages,
+    Attempt,
+    Need,
+    Turn,
+    inputs_from,
+    load_estimator,
+    needs_of,
+)
 
 Reference = Callable[[list[Attempt]], reference.Tokens]
 CASES: dict[str, tuple[str, dict[str, Any], Reference]] = {
@@ -36,13 +45,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Reference]] = {
         {"discount": 0.8},
         lambda b: reference.turn_grpo(b, 0.8, True),
     ),
-    "turn_grpo, centred": (
+    "turn_grpo, centered": (
         "turn_grpo",
         {"discount": 0.8, "normalise": False},
         lambda b: reference.turn_grpo(b, 0.8, False),
     ),
     "gigpo": ("gigpo", {}, lambda b: reference.gigpo(b, 0.95, 1.0, True)),
-    "gigpo, centred": (
+    "gigpo, centered": (
         "gigpo",
         {"discount": 0.7, "step_weight": 0.5, "normalise": False},
         lambda b: reference.gigpo(b, 0.7, 0.5, False),
@@ -69,7 +78,7 @@ def assert_equal(found: Tensor, expected: reference.Tokens) -> None:
 @given(batch=batches)
 def test_estimators_equal_their_formulas(case: str, batch: list[Attempt]) -> None:
     name, options, expected = CASES[case]
-    assert_equal(load_estimator(name, options)(credit_from(batch)).advantages_T, expected(batch))
+    assert_equal(load_estimator(name, options)(inputs_from(batch)).advantages_T, expected(batch))
 
 
 def test_every_estimator_has_a_case() -> None:
@@ -86,7 +95,7 @@ def test_every_estimator_has_a_case() -> None:
     skip_observations=st.booleans(),
 )
 def test_gae_with_every_switch(batch: list[Attempt], **options: Any) -> None:
-    found = algos.gae(credit_from(batch), normalise=False, **options)
+    found = algos.gae(inputs_from(batch), normalise=False, **options)
     advantages, targets = reference.gae(batch, **options)
     # where the recursion runs through observations, only the actions are trained on all the same
     said = [
@@ -94,8 +103,8 @@ def test_gae_with_every_switch(batch: list[Attempt], **options: Any) -> None:
         for b, row in zip(batch, advantages, strict=True)
     ]
     assert found.returns_T is not None
-    whole = credit_from(batch)
-    trained = replace(whole, trained_T=algos.speech_span(whole.trajectory_T, whole.action_T, len(batch)))
+    whole = inputs_from(batch)
+    trained = replace(whole, trained_T=algos.action_span(whole.trajectory_T, whole.action_T, len(batch)))
     if not options["skip_observations"]:
         assert_equal(algos.gae(trained, normalise=False, **options).advantages_T, advantages)
     assert_equal(found.advantages_T * whole.action_T, said)
@@ -105,11 +114,11 @@ def test_gae_with_every_switch(batch: list[Attempt], **options: Any) -> None:
 
 @given(batches)
 def test_a_critic_can_have_a_lambda_of_its_own(batch: list[Attempt]) -> None:
-    credit = credit_from(batch)
-    both = algos.gae(credit, lam=0.5, critic_lam=1.0)
-    assert torch.equal(both.advantages_T, algos.gae(credit, lam=0.5).advantages_T)
+    inputs = inputs_from(batch)
+    both = algos.gae(inputs, lam=0.5, critic_lam=1.0)
+    assert torch.equal(both.advantages_T, algos.gae(inputs, lam=0.5).advantages_T)
     assert both.returns_T is not None
-    torch.testing.assert_close(both.returns_T, algos.gae(credit, lam=1.0).returns_T)
+    torch.testing.assert_close(both.returns_T, algos.gae(inputs, lam=1.0).returns_T)
 
 
 def test_gae_by_hand() -> None:
@@ -117,7 +126,7 @@ def test_gae_by_hand() -> None:
     attempt = Attempt(
         reward=1.0, turns=[Turn(1, heard=3), Turn(2)], values=[9, 0.5, 9, 9, 9, 0.25, 0.125]
     )
-    found = algos.gae(credit_from([attempt]), discount=0.5, lam=1.0, normalise=False)
+    found = algos.gae(inputs_from([attempt]), discount=0.5, lam=1.0, normalise=False)
     last, middle = 1 - 0.125, 0.5 * 1 - 0.25
     expected = [0, 0.25 * 1 - 0.5, 0, 0, 0, middle, last]
     torch.testing.assert_close(found.advantages_T, torch.tensor(expected, dtype=torch.float64))
@@ -128,11 +137,11 @@ def test_truncation_is_not_termination() -> None:
     cut = Attempt(reward=1.0, turns=[Turn(2)], values=[0, 2.0, 3.0], truncated=True)
     ended = replace(cut, truncated=False)
     options: dict[str, Any] = {"discount": 0.5, "lam": 1.0, "normalise": False}
-    found = algos.gae(credit_from([cut, ended]), bootstrap=True, **options)
+    found = algos.gae(inputs_from([cut, ended]), bootstrap=True, **options)
     assert found.advantages_T.tolist() == [0, 0.5 * 3 - 2, 0, 0, 0.5 * 1 - 2, 1 - 3]
     assert found.returns_T is not None
     assert found.returns_T.tolist() == [0, 1.5, 3, 0, 0.5, 1]
-    over = algos.gae(credit_from([cut, ended]), **options)
+    over = algos.gae(inputs_from([cut, ended]), **options)
     assert over.advantages_T.tolist() == [0, 0.5 - 2, -2, 0, 0.5 - 2, -2]
 
 
@@ -150,7 +159,7 @@ def test_a_critic_of_cut_episodes_converges(cut: float, paid: float) -> None:
             )
             for n in range(10)
         ]
-        found = algos.gae(credit_from(batch), bootstrap=True, normalise=False).returns_T
+        found = algos.gae(inputs_from(batch), bootstrap=True, normalise=False).returns_T
         assert found is not None
         values = found.reshape(10, 3).mean(0).tolist()[1:]
     assert values == pytest.approx([1.0, 1.0], abs=1e-6)
@@ -161,7 +170,7 @@ def test_a_critic_of_nothing_but_cut_episodes_stays() -> None:
     values = [0.25, 0.5]
     for _ in range(50):
         cut = Attempt(1.0, [Turn(2)], values=[9.0, *values], truncated=True)
-        found = algos.gae(credit_from([cut]), bootstrap=True, normalise=False).returns_T
+        found = algos.gae(inputs_from([cut]), bootstrap=True, normalise=False).returns_T
         assert found is not None
         values = found.tolist()[1:]
     assert values == pytest.approx([0.5, 0.5])
@@ -169,30 +178,30 @@ def test_a_critic_of_nothing_but_cut_episodes_stays() -> None:
 
 def test_a_turns_pay_lands_on_its_last_token_and_the_rest_at_the_end() -> None:
     paid = Attempt(reward=1.0, prompt=2, turns=[Turn(2, 2, reward=0.25), Turn(3, 1)])
-    assert algos.token_rewards(credit_from([paid])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0]
+    assert algos.token_rewards(inputs_from([paid])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0]
 
 
 @given(batches)
 def test_token_rewards_add_up_to_the_total(batch: list[Attempt]) -> None:
-    credit = credit_from(batch)
+    inputs = inputs_from(batch)
     sums = torch.zeros(len(batch), dtype=torch.float64)
-    sums = sums.index_add(0, credit.trajectory_T, algos.token_rewards(credit))
+    sums = sums.index_add(0, inputs.trajectory_T, algos.token_rewards(inputs))
     spoke = torch.tensor([bool(reference.said(a)) for a in batch], dtype=torch.bool)
-    torch.testing.assert_close(sums[spoke], credit.totals[spoke])
+    torch.testing.assert_close(sums[spoke], inputs.totals[spoke])
 
 
 @given(batches)
 def test_turn_level_credit_without_turn_rewards_is_grpo(batch: list[Attempt]) -> None:
     plain = [replace(a, turns=[replace(t, reward=0.0) for t in a.turns], penalties=()) for a in batch]
-    credit = credit_from(plain)
-    torch.testing.assert_close(algos.turn_grpo(credit).advantages_T, algos.grpo(credit).advantages_T)
+    inputs = inputs_from(plain)
+    torch.testing.assert_close(algos.turn_grpo(inputs).advantages_T, algos.grpo(inputs).advantages_T)
 
 
 def test_ragged_turn_counts_do_not_bias_turn_level_credit() -> None:
     """Two alike fail in four turns, one succeeds in one: the long ones must not count four times."""
     long, short = Attempt(0.0, [Turn(1)] * 4), Attempt(1.0, [Turn(1)])
-    found = algos.turn_grpo(credit_from([long, long, short]), normalise=False)
-    advantages = found.advantages_T[credit_from([long, long, short]).action_T]
+    found = algos.turn_grpo(inputs_from([long, long, short]), normalise=False)
+    advantages = found.advantages_T[inputs_from([long, long, short]).action_T]
     torch.testing.assert_close(advantages, torch.tensor([-1 / 3] * 8 + [2 / 3], dtype=torch.float64))
 
 
@@ -201,7 +210,7 @@ def test_ragged_turn_counts_do_not_bias_turn_level_credit() -> None:
 def test_identical_siblings_teach_nothing_at_any_turn(said: list[int], size: int) -> None:
     twin = Attempt(1.0, [Turn(n, 1, reward=0.1, anchor=i) for i, n in enumerate(said)])
     for name, options in (("turn_grpo", {"discount": 0.5}), ("gigpo", {}), ("grpo", {}), ("rloo", {})):
-        found = load_estimator(name, options)(credit_from([twin] * size)).advantages_T
+        found = load_estimator(name, options)(inputs_from([twin] * size)).advantages_T
         assert not found.any(), name
 
 
@@ -210,9 +219,9 @@ def test_identical_siblings_teach_nothing_at_any_turn(said: list[int], size: int
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, 1e6 + 0.1])
 def test_equal_rewards_are_exactly_nothing(reward: float, size: int, dtype: torch.dtype) -> None:
     """Not nearly: a rounding of the mean, divided by a deviation of the same size, would be a signal."""
-    credit = credit_from([Attempt(reward, [Turn(2)])] * size, dtype)
+    inputs = inputs_from([Attempt(reward, [Turn(2)])] * size, dtype)
     for name in ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp_baseline", "turn_grpo", "gigpo"):
-        assert not load_estimator(name)(credit).advantages_T.any(), name
+        assert not load_estimator(name)(inputs).advantages_T.any(), name
 
 
 @each_estimator
@@ -221,10 +230,10 @@ def test_edges_are_defined(name: str) -> None:
     silent = Attempt(1.0, [], values=[0.5], penalties=[0.0])
     speaking = Attempt(0.0, [Turn(1)], values=[0.5, 0.25], penalties=[0.0, 0.0])
     for batch in ([], [silent], [silent, silent], [speaking], [silent, speaking]):
-        found = load_estimator(name)(credit_from(batch))
+        found = load_estimator(name)(inputs_from(batch))
         assert found.advantages_T.shape == (sum(map(reference.length, batch)),)
         assert found.advantages_T.isfinite().all()
-    assert not load_estimator(name)(credit_from([speaking])).advantages_T.any()
+    assert not load_estimator(name)(inputs_from([speaking])).advantages_T.any()
 
 
 def test_a_silent_attempt_is_in_the_baseline() -> None:
@@ -232,7 +241,7 @@ def test_a_silent_attempt_is_in_the_baseline() -> None:
     batch = [Attempt(1.0, []), Attempt(0.0, [Turn(1)])]
     for name in ("dr_grpo", "turn_grpo"):
         options = {"normalise": False} if name == "turn_grpo" else {}
-        assert load_estimator(name, options)(credit_from(batch)).advantages_T.tolist() == [0, 0, -0.5]
+        assert load_estimator(name, options)(inputs_from(batch)).advantages_T.tolist() == [0, 0, -0.5]
 
 
 def test_sets_are_normalised_apart() -> None:
@@ -240,9 +249,9 @@ def test_sets_are_normalised_apart() -> None:
     batch = [Attempt(r, [Turn(2)], group=g) for g in (0, 1) for r in (0.0, 1.0, 1.0)]
     batch += [replace(a, reward=100 * a.reward, group=a.group + 2, set=1) for a in batch]
     for name in ("reinforce_pp", "reinforce_pp_baseline"):
-        found = load_estimator(name)(credit_from(batch)).advantages_T
+        found = load_estimator(name)(inputs_from(batch)).advantages_T
         torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
-    found = algos.reinforce(credit_from(batch)).advantages_T
+    found = algos.reinforce(inputs_from(batch)).advantages_T
     torch.testing.assert_close(100 * found[: len(found) // 2], found[len(found) // 2 :])
 
 
@@ -251,15 +260,15 @@ class TestMasks:
 
     attempt = Attempt(1.0, [Turn(1, heard=2), Turn(1, heard=1)], values=[0, 0.5, 0.2, 0.3, 0.6, 0.1])
 
-    def credit(self, *, loss_mask: bool) -> Credit:
-        credit = credit_from([self.attempt])
-        span = algos.speech_span(credit.trajectory_T, credit.action_T, 1)
+    def inputs(self, *, loss_mask: bool) -> AdvantageInputs:
+        inputs = inputs_from([self.attempt])
+        span = algos.action_span(inputs.trajectory_T, inputs.action_T, 1)
         assert span.tolist() == [False, True, True, True, True, False]
-        return credit if loss_mask else replace(credit, trained_T=span)
+        return inputs if loss_mask else replace(inputs, trained_T=span)
 
     def gae(self, *, loss_mask: bool, advantage_mask: bool) -> list[float]:
         found = algos.gae(
-            self.credit(loss_mask=loss_mask), lam=0.0, skip_observations=advantage_mask, normalise=False
+            self.inputs(loss_mask=loss_mask), lam=0.0, skip_observations=advantage_mask, normalise=False
         )
         return [round(value, 6) for value in found.advantages_T.tolist()]
 
@@ -273,14 +282,14 @@ class TestMasks:
 
     def test_without_the_loss_mask_a_group_trains_observations_too(self) -> None:
         winner, loser = self.attempt, replace(self.attempt, reward=0.0)
-        credit = credit_from([winner, loser])
-        span = algos.speech_span(credit.trajectory_T, credit.action_T, 2)
-        found = algos.dr_grpo(replace(credit, trained_T=span)).advantages_T
+        inputs = inputs_from([winner, loser])
+        span = algos.action_span(inputs.trajectory_T, inputs.action_T, 2)
+        found = algos.dr_grpo(replace(inputs, trained_T=span)).advantages_T
         assert found.tolist() == [0, 0.5, 0.5, 0.5, 0.5, 0, 0, -0.5, -0.5, -0.5, -0.5, 0]
 
 
 def test_what_is_missing_is_named() -> None:
-    bare = Credit(
+    bare = AdvantageInputs(
         rewards_N=torch.tensor([1.0]),
         group_N=torch.tensor([0]),
         trajectory_T=torch.tensor([0, 0]),
@@ -303,16 +312,16 @@ def test_needs_are_written_down() -> None:
     assert needs_of(algos.gae) == {Need.CRITIC}
     assert needs_of(algos.gigpo) == {Need.SIBLINGS, Need.TURNS, Need.ANCHORS}
     assert needs_of(algos.reinforce) == frozenset()
-    assert isinstance(algos.grpo(credit_from([])), Estimate)
+    assert isinstance(algos.grpo(inputs_from([])), Advantages)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "gae"])
 def test_rounding_noise_in_a_penalty_is_no_signal(name: str) -> None:
     """A policy that has not left its reference yet has a divergence of some 1e-8: nothing to learn from."""
     attempts = [Attempt(0.0, [Turn(4)]) for _ in range(4)]
-    credit = credit_from(attempts)
-    size, dtype = len(credit.trajectory_T), credit.rewards_N.dtype
-    noise_T = torch.linspace(-3e-8, 3e-8, size, dtype=dtype) * credit.action_T
+    inputs = inputs_from(attempts)
+    size, dtype = len(inputs.trajectory_T), inputs.rewards_N.dtype
+    noise_T = torch.linspace(-3e-8, 3e-8, size, dtype=dtype) * inputs.action_T
     zeros_T = torch.zeros_like(noise_T)
-    noisy = replace(credit, penalty_T=noise_T, values_T=zeros_T)
+    noisy = replace(inputs, penalty_T=noise_T, values_T=zeros_T)
     assert not load_estimator(name)(noisy).advantages_T.any()

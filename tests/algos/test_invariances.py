@@ -15,10 +15,10 @@ from torch import Tensor
 
 import ludus.algos as algos
 from ludus.algos import (
+    AdvantageInputs,
     Attempt,
-    Credit,
-    Sampled,
-    credit_from,
+    LossInputs,
+    inputs_from,
     load_aggregation,
     load_estimator,
     load_loss,
@@ -33,7 +33,7 @@ def rows(values_T: Tensor, batch: list[Attempt]) -> list[Tensor]:
 
 
 def advantages(name: str, batch: list[Attempt]) -> list[Tensor]:
-    return rows(load_estimator(name)(credit_from(batch)).advantages_T, batch)
+    return rows(load_estimator(name)(inputs_from(batch)).advantages_T, batch)
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -57,21 +57,21 @@ def test_the_order_of_trajectories_does_not_matter(name: str, batch: list[Attemp
 @given(batch=batches, seed=st.integers(0, 1000))
 def test_the_way_tokens_are_packed_does_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
     """Tokens of different trajectories may lie interleaved, as long as each one's stay in order."""
-    credit = credit_from(batch)
-    places = list(credit.trajectory_T.tolist())
+    inputs = inputs_from(batch)
+    places = list(inputs.trajectory_T.tolist())
     random.Random(seed).shuffle(places)  # a random interleaving: whose token comes next
-    queues = {n: iter((credit.trajectory_T == n).nonzero().squeeze(1).tolist()) for n in set(places)}
+    queues = {n: iter((inputs.trajectory_T == n).nonzero().squeeze(1).tolist()) for n in set(places)}
     order = torch.tensor([next(queues[n]) for n in places], dtype=torch.long)
     mixed = replace(
-        credit,
+        inputs,
         **{
             field: value[order]
-            for field in Credit.__slots__
-            if field.endswith("_T") and (value := getattr(credit, field)) is not None
+            for field in AdvantageInputs.__slots__
+            if field.endswith("_T") and (value := getattr(inputs, field)) is not None
         },
     )
     estimate = load_estimator(name)
-    found, expected = estimate(mixed), estimate(credit)
+    found, expected = estimate(mixed), estimate(inputs)
     torch.testing.assert_close(found.advantages_T, expected.advantages_T[order])
     if expected.returns_T is not None:
         torch.testing.assert_close(found.returns_T, expected.returns_T[order])
@@ -101,7 +101,7 @@ def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) 
 
     stretched = [longer(attempt) for attempt in batch]
     estimate = load_estimator(name)
-    one, other = credit_from(batch), credit_from(stretched)
+    one, other = inputs_from(batch), inputs_from(stretched)
     torch.testing.assert_close(
         estimate(one).advantages_T[one.action_T], estimate(other).advantages_T[other.action_T]
     )
@@ -113,15 +113,15 @@ def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) 
 def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attempt]) -> None:
     """Beside its groups, a batch has the same ones again, as groups of their own."""
     again = [replace(attempt, group=attempt.group + 4) for attempt in batch]
-    credit, double = credit_from(batch), credit_from(batch + again)
+    inputs, double = inputs_from(batch), inputs_from(batch + again)
     estimate = load_estimator(name)
     found = estimate(double).advantages_T
     torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
-    expected = estimate(credit).advantages_T
+    expected = estimate(inputs).advantages_T
     if name in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
         # deviations over twice the tokens divide by 2n - 1, not by 2 (n - 1); the scale apart, nothing changes
-        for number in set(credit.sets.tolist()):
-            mine = credit.action_T & (credit.sets[credit.trajectory_T] == number)
+        for number in set(inputs.sets.tolist()):
+            mine = inputs.action_T & (inputs.sets[inputs.trajectory_T] == number)
             size = int(mine.sum())
             if size > 1:
                 scale = ((2 * size - 1) / (2 * (size - 1))) ** 0.5
@@ -141,8 +141,8 @@ def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attem
 @settings(max_examples=40)
 @given(batch=batches)
 def test_only_actions_are_credited(name: str, batch: list[Attempt]) -> None:
-    credit = credit_from(batch)
-    assert not load_estimator(name)(credit).advantages_T[~credit.action_T].any()
+    inputs = inputs_from(batch)
+    assert not load_estimator(name)(inputs).advantages_T[~inputs.action_T].any()
 
 
 @each_loss
@@ -157,20 +157,22 @@ def test_micro_batches_do_not_change_the_gradient(
 ) -> None:
     """The weighted losses of whole rows add up, in whatever portions and order they come."""
     batch = batch_from(count, seed)
-    credit = credit_from(batch)
-    size = int(credit.action_T.sum())
+    inputs = inputs_from(batch)
+    size = int(inputs.action_T.sum())
     weigh = load_aggregation(aggregation, {"length": 8} if aggregation == "length" else None)
-    weights = weigh(credit.trajectory_T, credit.action_T)[credit.action_T].double()
+    weights = weigh(inputs.trajectory_T, inputs.action_T)[inputs.action_T].double()
     source = torch.Generator().manual_seed(seed)
     logprobs, old, advantages = torch.randn(3, size, generator=source, dtype=torch.float64) * 0.3
-    row = credit.trajectory_T[credit.action_T]
+    row = inputs.trajectory_T[inputs.action_T]
 
     def gradient(portions: list[list[int]]) -> Tensor:
         leaf = logprobs.clone().requires_grad_()
         for portion in portions:
             chosen = torch.cat([(row == n).nonzero().squeeze(1) for n in portion])
             renumbered = torch.searchsorted(torch.tensor(sorted(portion)), row[chosen])
-            loss, _ = load_loss(name)(Sampled(leaf[chosen], old[chosen], advantages[chosen], renumbered))
+            loss, _ = load_loss(name)(
+                LossInputs(leaf[chosen], old[chosen], advantages[chosen], renumbered)
+            )
             (loss * weights[chosen]).sum().backward()
         assert leaf.grad is not None
         return leaf.grad

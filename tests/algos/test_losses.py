@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ludus.algos as algos
-from ludus.algos import Sampled, load_aggregation, load_correction, load_loss
+from ludus.algos import LossInputs, load_aggregation, load_correction, load_loss
 
 STEP = 1e-6
 
@@ -35,8 +35,8 @@ class Case:
         self.advantages = [source.choice([0.0, source.uniform(-2, 2)]) for _ in range(size)]
         self.sequence = [n for n, length in enumerate(self.lengths) for _ in range(length)]
 
-    def sampled(self, logprobs: Tensor, advantages: list[float] | None = None) -> Sampled:
-        return Sampled(
+    def sampled(self, logprobs: Tensor, advantages: list[float] | None = None) -> LossInputs:
+        return LossInputs(
             logprobs,
             real(self.old),
             real(self.advantages if advantages is None else advantages),
@@ -154,7 +154,7 @@ def test_on_policy_all_losses_agree(name: str, case: Case) -> None:
 def test_far_apart_is_still_finite(name: str) -> None:
     """A token that became e^200 times likelier, or less likely, or impossible under the old weights."""
     logprobs = torch.tensor([-0.1, -200.0, -0.5], requires_grad=True)
-    sampled = Sampled(
+    sampled = LossInputs(
         logprobs, torch.tensor([-200.0, -0.1, -1e4]), torch.tensor([-1.0, 1.0, 0.0]), torch.arange(3)
     )
     loss, _ = load_loss(name)(sampled)
@@ -165,7 +165,7 @@ def test_far_apart_is_still_finite(name: str) -> None:
 @each_loss
 def test_no_tokens_no_loss(name: str) -> None:
     empty = torch.zeros(0)
-    loss, _ = load_loss(name)(Sampled(empty, empty, empty, torch.zeros(0, dtype=torch.long), empty))
+    loss, _ = load_loss(name)(LossInputs(empty, empty, empty, torch.zeros(0, dtype=torch.long), empty))
     assert loss.shape == (0,)
 
 
@@ -190,7 +190,7 @@ def test_a_corrected_loss_is_weighted_token_by_token(case: Case) -> None:
     loss, metrics = algorithm.loss(sampled)
     plain, _ = algos.clipped_surrogate(sampled)
     torch.testing.assert_close(loss, plain * metrics["importance_weight"])
-    own = Sampled(sampled.logprobs_A, sampled.old_A, sampled.advantages_A, sampled.sequence_A)
+    own = LossInputs(sampled.logprobs_A, sampled.old_A, sampled.advantages_A, sampled.sequence_A)
     assert torch.equal(algos.truncated_importance(own), torch.ones_like(own.old_A))
 
 
@@ -319,7 +319,7 @@ def test_clip_fractions_are_told_apart(case: Case) -> None:
 
 def test_the_adaptive_coefficient() -> None:
     """Ziegler et al., equations of section 2.2: a proportional error within a fifth, scaled by n / horizon."""
-    adapted = partial(algos.adapted_coefficient, 0.1, target=2.0, horizon=1000)
+    adapted = partial(algos.adapted_kl_coefficient, 0.1, target=2.0, horizon=1000)
     assert adapted(2.2, 100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     assert adapted(50.0, 100) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
     assert adapted(-1.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
@@ -333,7 +333,7 @@ def test_the_adaptive_coefficient_brings_a_divergence_to_its_target() -> None:
     """A policy whose divergence falls as the coefficient grows, KL = 0.04 / beta, ends at the target."""
     beta = 0.01
     for _ in range(8000):
-        beta = algos.adapted_coefficient(beta, 0.04 / beta, 64, target=0.1, horizon=10000)
+        beta = algos.adapted_kl_coefficient(beta, 0.04 / beta, 64, target=0.1, horizon=10000)
     assert 0.04 / beta == pytest.approx(0.1, rel=1e-2)
 
 
@@ -341,13 +341,15 @@ def test_the_adaptive_coefficient_brings_a_divergence_to_its_target() -> None:
 def test_effective_sample_share(weights: list[float]) -> None:
     """verl's form: 1 / mean((w / mean w)^2)."""
     mean = sum(weights) / len(weights)
-    share = algos.effective_sample_share(mean, sum(w**2 for w in weights) / len(weights))
+    share = algos.effective_sample_size(mean, sum(w**2 for w in weights) / len(weights))
     assert share == pytest.approx(len(weights) / sum((w / mean) ** 2 for w in weights))
     assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
 
 
 def test_regularisers() -> None:
     loss, entropy, kl = (torch.tensor([value]) for value in (1.0, 0.5, 0.25))
-    found = algos.regularised(loss, entropy_A=entropy, entropy_weight=0.1, kl_A=kl, kl_weight=2.0)
+    found = algos.with_regularization(
+        loss, entropy_A=entropy, entropy_weight=0.1, kl_A=kl, kl_weight=2.0
+    )
     torch.testing.assert_close(found, torch.tensor([1 - 0.05 + 0.5]))
-    assert algos.regularised(loss) is loss
+    assert algos.with_regularization(loss) is loss

@@ -10,10 +10,10 @@ import torch
 import ludus.algos as algos
 from ludus.algos import (
     Attempt,
+    LossInputs,
     Need,
-    Sampled,
     Turn,
-    credit_from,
+    inputs_from,
     load_algorithm,
     load_estimator,
     load_loss,
@@ -28,11 +28,11 @@ def test_every_algorithm_can_be_loaded_and_run(name: str) -> None:
     needs_length = algos.ALGORITHMS[name].aggregation == "length"
     algorithm = load_algorithm(name, aggregation_options={"length": 4} if needs_length else None)
     batch = [Attempt(r, [Turn(2, 1, anchor=0), Turn(1)], values=[0.0] * 5) for r in (1.0, 0.0)]
-    credit = credit_from(batch)
-    advantages = algorithm.estimate(credit).advantages_T[credit.action_T]
+    inputs = inputs_from(batch)
+    advantages = algorithm.estimate(inputs).advantages_T[inputs.action_T]
     logprobs = torch.full_like(advantages, -1.0).requires_grad_()
-    sampled = Sampled(logprobs, logprobs.detach(), advantages, credit.trajectory_T[credit.action_T])
-    weights = algorithm.weigh(credit.trajectory_T, credit.action_T)[credit.action_T]
+    sampled = LossInputs(logprobs, logprobs.detach(), advantages, inputs.trajectory_T[inputs.action_T])
+    weights = algorithm.weigh(inputs.trajectory_T, inputs.action_T)[inputs.action_T]
     (algorithm.loss(sampled)[0] * weights).sum().backward()
     assert logprobs.grad is not None
     # what was said in the better attempt is pulled up, in the worse one pushed down
@@ -40,7 +40,9 @@ def test_every_algorithm_can_be_loaded_and_run(name: str) -> None:
 
 
 def test_an_algorithm_brings_its_own_defaults_and_takes_others() -> None:
-    sampled = Sampled(torch.tensor([0.0]), torch.tensor([-0.25]), torch.tensor([1.0]), torch.tensor([0]))
+    sampled = LossInputs(
+        torch.tensor([0.0]), torch.tensor([-0.25]), torch.tensor([1.0]), torch.tensor([0])
+    )
     ratio = torch.tensor(0.25).exp().item()
     assert load_algorithm("grpo").loss(sampled)[0].item() == pytest.approx(-1.2)
     assert load_algorithm("dapo").loss(sampled)[0].item() == pytest.approx(-1.28)
@@ -83,14 +85,14 @@ def test_an_algorithm_of_ones_own_is_one_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from __future__ import annotations\n"
-        "from ludus.algos import Credit, Estimate, Sampled\n"
-        "def best_only(credit: Credit, *, threshold: float = 0.5) -> Estimate:\n"
-        "    return credit.spread((credit.rewards_N > threshold).double())\n"
-        "def squared(sampled: Sampled, *, power: int = 2):\n"
+        "from ludus.algos import AdvantageInputs, Advantages, LossInputs\n"
+        "def best_only(inputs: AdvantageInputs, *, threshold: float = 0.5) -> Advantages:\n"
+        "    return inputs.broadcast((inputs.rewards_N > threshold).double())\n"
+        "def squared(sampled: LossInputs, *, power: int = 2):\n"
         "    return -sampled.advantages_A * sampled.logprobs_A**power, {}\n"
     )
     algorithm = load_algorithm(f"{file}:best_only", {"threshold": 0.9}, loss=f"{file}:squared")
-    assert algorithm.estimate(credit_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
+    assert algorithm.estimate(inputs_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
     assert algorithm.needs == frozenset()
     with pytest.raises(ConfigError, match="power"):
         load_loss(f"{file}:squared", {"power": "high"})
@@ -98,29 +100,29 @@ def test_an_algorithm_of_ones_own_is_one_file(tmp_path: Path) -> None:
 
 OWN = """
 import torch
-from ludus.algos import Estimate, Need, needs
+from ludus.algos import Advantages, Need, needs
 
-def by_trajectory(credit):
-    return Estimate(credit.rewards_N)
+def by_trajectory(inputs):
+    return Advantages(inputs.rewards_N)
 
-def bare(credit):
-    return credit.rewards_N[credit.trajectory_T]
+def bare(inputs):
+    return inputs.rewards_N[inputs.trajectory_T]
 
-def whole(credit):
-    return Estimate(credit.action_T)
+def whole(inputs):
+    return Advantages(inputs.action_T)
 
-def divided(credit):
-    return credit.spread(credit.rewards_N / 0)
+def divided(inputs):
+    return inputs.broadcast(inputs.rewards_N / 0)
 
 @needs(Need.CRITIC)
-def silent(credit):
-    return credit.spread(credit.rewards_N)
+def silent(inputs):
+    return inputs.broadcast(inputs.rewards_N)
 
-def placed(credit, power=2.0):
-    return credit.spread(credit.rewards_N**power)
+def placed(inputs, power=2.0):
+    return inputs.broadcast(inputs.rewards_N**power)
 
-def demanding(credit, power):
-    return credit.spread(credit.rewards_N**power)
+def demanding(inputs, power):
+    return inputs.broadcast(inputs.rewards_N**power)
 
 def mean_loss(sampled):
     return -(sampled.advantages_A * sampled.logprobs_A).mean(), {}
@@ -144,7 +146,7 @@ def own(tmp_path: Path) -> str:
     [
         ("by_trajectory", r"estimator '.*own.py:by_trajectory' returned advantages_T as a tensor of "
                           r"float\d+ and shape \(2,\); one for each token is wanted: .* \(5,\)"),
-        ("bare", r"returned a tensor of float\d+ and shape \(5,\); an Estimate is wanted: credit\.spread"),
+        ("bare", r"returned a tensor of float\d+ and shape \(5,\); an Advantages is wanted: inputs\.broadcast"),
         ("whole", r"as a tensor of bool .* floats"),
         ("divided", r"of which 5 of 5 are not finite"),
         ("silent", r"needs a critic and returned no returns_T"),
@@ -152,12 +154,12 @@ def own(tmp_path: Path) -> str:
 )  # fmt: skip
 def test_an_estimator_that_returns_something_else_is_named(own: str, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_algorithm(f"{own}:{name}").estimate(credit_from(PAIR))
+        load_algorithm(f"{own}:{name}").estimate(inputs_from(PAIR))
 
 
 def test_losses_and_aggregations_that_return_something_else_are_named(own: str) -> None:
     one = torch.tensor([-1.0, -2.0])
-    sampled = Sampled(one, one, one, torch.tensor([0, 0]))
+    sampled = LossInputs(one, one, one, torch.tensor([0, 0]))
     with pytest.raises(
         ConfigError, match=r"'.*mean_loss' returned a loss as .*shape \(\);.*not their mean"
     ):
@@ -170,11 +172,11 @@ def test_losses_and_aggregations_that_return_something_else_are_named(own: str) 
 
 
 def test_options_that_are_taken_by_position_are_refused(own: str) -> None:
-    assert load_estimator(f"{own}:placed")(credit_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
-    hint = r"options stand behind a '\*': def placed\(credit, \*, power=2.0\)"
+    assert load_estimator(f"{own}:placed")(inputs_from(PAIR)).advantages_T.tolist() == [0, 1, 0, 0, 0]
+    hint = r"options stand behind a '\*': def placed\(inputs, \*, power=2.0\)"
     with pytest.raises(ConfigError, match=hint):
         load_estimator(f"{own}:placed", {"power": 3})
-    with pytest.raises(ConfigError, match=r"def demanding\(credit, \*, power\)"):
+    with pytest.raises(ConfigError, match=r"def demanding\(inputs, \*, power\)"):
         load_estimator(f"{own}:demanding")
 
 
@@ -182,7 +184,7 @@ RAISING = """
 import torch
 from ludus.core.failures import ConfigError
 
-def estimator(credit):
+def estimator(inputs):
     return 1 / 0
 
 def correction(sampled):
@@ -200,9 +202,11 @@ def test_exceptions_are_told_by_the_lines_of_their_author(tmp_path: Path) -> Non
     """Not those of Ludus or torch. What was meant to be told stays, and so does a lack of memory."""
     (tmp_path / "raising.py").write_text(RAISING)
     own = str(tmp_path / "raising.py")
-    sampled = Sampled(torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    sampled = LossInputs(
+        torch.zeros(1), torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.long)
+    )
     with pytest.raises(ConfigError) as error:
-        load_estimator(f"{own}:estimator")(credit_from(PAIR))
+        load_estimator(f"{own}:estimator")(inputs_from(PAIR))
     said = "raised ZeroDivisionError: division by zero (raising.py:6 in estimator)"
     assert str(error.value) == f"the estimator '{own}:estimator' {said}"
     corrected = load_algorithm("grpo", correction=f"{own}:correction")

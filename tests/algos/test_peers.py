@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 import ludus.algos as algos
-from ludus.algos import Attempt, Sampled, Turn, credit_from, load_aggregation, load_estimator, load_loss
+from ludus.algos import (
+    Attempt,
+    LossInputs,
+    Turn,
+    inputs_from,
+    load_aggregation,
+    load_estimator,
+    load_loss,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DISCOUNT, LAM, BOUND, LENGTH = 0.97, 0.9, 1.5, 9
@@ -42,10 +50,10 @@ class Batch:
             values = [source.gauss(0, 1) for _ in range(length)]
             reward = round(source.uniform(-1, 2), 2)
             self.attempts.append(Attempt(reward, turns, group=number // 4, values=values))
-        self.credit = credit_from(self.attempts)
+        self.inputs = inputs_from(self.attempts)
         self.lengths = [len(attempt.turn_of_token) for attempt in self.attempts]
-        self.said = self.credit.action_T
-        self.row = self.credit.trajectory_T[self.said]
+        self.said = self.inputs.action_T
+        self.row = self.inputs.trajectory_T[self.said]
         generator = torch.Generator().manual_seed(seed)
         size = len(self.said)
         self.old = -torch.rand(size, generator=generator, dtype=torch.float64) * 3
@@ -54,7 +62,7 @@ class Batch:
             for _ in range(2)
         )
         shared = torch.randn(len(self.attempts), generator=generator, dtype=torch.float64)
-        self.advantages = shared[self.credit.trajectory_T]
+        self.advantages = shared[self.inputs.trajectory_T]
 
     def padded(self, values_T: Tensor) -> list[list[float]]:
         """One row for each attempt, its prompt (one token) left out."""
@@ -68,11 +76,11 @@ class Batch:
         return torch.tensor([v for row in rows for v in row], dtype=torch.float64)[self.said]
 
     def given(self) -> dict[str, Any]:
-        assert self.credit.values_T is not None
+        assert self.inputs.values_T is not None
         tensors = {
-            "mask": self.said, "values": self.credit.values_T, "old": self.old, "new": self.new,
+            "mask": self.said, "values": self.inputs.values_T, "old": self.old, "new": self.new,
             "reference": self.reference, "advantages": self.advantages,
-            "rewards": algos.token_rewards(self.credit),
+            "rewards": algos.token_rewards(self.inputs),
         }  # fmt: skip
         numbers = {"discount": DISCOUNT, "lam": LAM, "bound": BOUND, "length": LENGTH}
         groups = [attempt.group for attempt in self.attempts]
@@ -83,16 +91,16 @@ class Batch:
     ) -> tuple[float, Tensor]:
         """Ours: the total, and its gradient at the action tokens."""
         new = self.new[self.said].clone().requires_grad_()
-        sampled = Sampled(new, self.old[self.said], self.advantages[self.said], self.row)
+        sampled = LossInputs(new, self.old[self.said], self.advantages[self.said], self.row)
         loss, _ = load_loss(name, options)(sampled)
-        loss = algos.regularised(
+        loss = algos.with_regularization(
             loss, kl_A=algos.k3(new, self.reference[self.said]), kl_weight=kl_weight
         )
         return self.total(loss, aggregation, new)
 
     def total(self, loss: Tensor, aggregation: str, leaf: Tensor) -> tuple[float, Tensor]:
         weigh = load_aggregation(aggregation, {"length": LENGTH} if aggregation == "length" else None)
-        weights = weigh(self.credit.trajectory_T, self.said)[self.said]
+        weights = weigh(self.inputs.trajectory_T, self.said)[self.said]
         total = (loss * weights.double()).sum()
         return total.item(), torch.autograd.grad(total, leaf)[0]
 
@@ -137,7 +145,7 @@ def assert_same_loss(batch: Batch, ours: tuple[float, Tensor], theirs: list[Any]
 )
 def test_advantages_are_verls(name: str, options: dict[str, float], seed: int) -> None:
     theirs, batch = answers("verl", seed), Batch(seed)
-    found = load_estimator(name, options)(batch.credit)
+    found = load_estimator(name, options)(batch.inputs)
     expected = batch.flat(theirs[name])
     torch.testing.assert_close(found.advantages_T[batch.said], expected, atol=1e-5, rtol=1e-5)
     if name == "gae":
@@ -171,9 +179,9 @@ def test_losses_are_verls(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_value_loss_and_the_divergences_are_verls(seed: int) -> None:
     theirs, batch = answers("verl", seed), Batch(seed)
-    assert batch.credit.values_T is not None
+    assert batch.inputs.values_T is not None
     new = batch.new[batch.said].clone().requires_grad_()
-    old, returns = batch.credit.values_T[batch.said], batch.advantages[batch.said]
+    old, returns = batch.inputs.values_T[batch.said], batch.advantages[batch.said]
     loss, _ = algos.value_loss(new, old, returns, bound=0.3)
     assert_same_loss(batch, batch.total(loss, "token", new), theirs["value_loss"])
     for name in algos.DIVERGENCES:
@@ -209,9 +217,9 @@ def test_rloo_is_trls(seed: int) -> None:
     algorithm = algos.load_algorithm("rloo")
     new = batch.new[batch.said].clone().requires_grad_()
     loss, _ = algorithm.loss(
-        Sampled(new, batch.old[batch.said], batch.advantages[batch.said], batch.row)
+        LossInputs(new, batch.old[batch.said], batch.advantages[batch.said], batch.row)
     )
-    weights = algorithm.weigh(batch.credit.trajectory_T, batch.said)[batch.said]
+    weights = algorithm.weigh(batch.inputs.trajectory_T, batch.said)[batch.said]
     (gradient,) = torch.autograd.grad((loss * weights.double()).sum(), new)
     _, theirs = answers("trl", seed)["rloo, on policy"]
     torch.testing.assert_close(gradient, batch.flat(theirs), atol=1e-7, rtol=1e-5)

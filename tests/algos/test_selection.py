@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_advantages import overlong
 
-from ludus.algos import overlong_price, resample_on_correct, untidiness
+from ludus.algos import overlong_penalty, resample_on_correct, roc_penalty
 
 attempts = st.lists(st.tuples(st.booleans(), st.floats(0, 2)), max_size=16)
 
@@ -59,11 +59,11 @@ def test_clean_successes_are_preferred_and_failures_drawn_evenly() -> None:
 
 
 def test_untidiness_as_in_the_paper() -> None:
-    assert untidiness(calls=4, errors=1, answers=1, turns=3) == 0.25
-    assert untidiness(calls=0, errors=0, answers=1, turns=1) == 0.5
-    assert untidiness(calls=2, errors=0, answers=3, turns=4) == 0.5
-    assert untidiness(calls=2, errors=2, answers=9, turns=4) == 2.0
-    assert untidiness(calls=1, errors=0, answers=0, turns=0) == 0.0
+    assert roc_penalty(calls=4, errors=1, answers=1, turns=3) == 0.25
+    assert roc_penalty(calls=0, errors=0, answers=1, turns=1) == 0.5
+    assert roc_penalty(calls=2, errors=0, answers=3, turns=4) == 0.5
+    assert roc_penalty(calls=2, errors=2, answers=9, turns=4) == 2.0
+    assert roc_penalty(calls=1, errors=0, answers=0, turns=0) == 0.0
 
 
 def test_resampling_refuses_nonsense() -> None:
@@ -77,12 +77,12 @@ def test_resampling_refuses_nonsense() -> None:
 @given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 40), st.integers(1, 40))
 def test_overlong_shaping(lengths: list[int], longest: int, buffer: int) -> None:
     buffer = min(buffer, longest)
-    found = overlong_price(torch.tensor(lengths, dtype=torch.float64), longest=longest, buffer=buffer)
+    found = overlong_penalty(torch.tensor(lengths, dtype=torch.float64), longest=longest, buffer=buffer)
     expected = [overlong(n, longest, buffer) for n in lengths]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_overlong_shaping_takes_whole_numbers_and_checks_its_buffer() -> None:
-    assert overlong_price(torch.tensor([5, 9, 12]), longest=10, buffer=2).tolist() == [0, -0.5, -1]
+    assert overlong_penalty(torch.tensor([5, 9, 12]), longest=10, buffer=2).tolist() == [0, -0.5, -1]
     with pytest.raises(ValueError, match="between 1 and the longest"):
-        overlong_price(torch.tensor([5]), longest=10, buffer=11)
+        overlong_penalty(torch.tensor([5]), longest=10, buffer=11)

@@ -10,7 +10,7 @@ import torch
 from small_steps import imitation, learner_of, packs, rows_of_lengths, small_model, weights_of
 from torch import Tensor
 
-from ludus.algos import Sampled, load_algorithm
+from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import use_ludus_attention
 from ludus.engine.recompute import recomputed_layers
 from ludus.training.fused_head import linear_logprobs
@@ -96,7 +96,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 
     def watched(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         given = (pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A)
-        return algorithm.loss(Sampled(logprobs_A, *given))
+        return algorithm.loss(LossInputs(logprobs_A, *given))
 
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -17,7 +17,7 @@ from ludus.core.trajectory import (
     Trajectory,
 )
 from ludus.training.batches import items_of_step
-from ludus.training.packing import Columns, credit_of, packs_of, picked
+from ludus.training.packing import Columns, advantage_inputs, packs_of, picked
 from ludus.training.rows import rows_of
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
@@ -45,8 +45,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @given(st.lists(trajectories(), min_size=1, max_size=6), st.integers(1, 60))
 def test_every_action_token_is_trained_once(played: list[Trajectory], budget: int) -> None:
     rows = rows_of(played)
-    credit = credit_of(rows, played, [0] * len(played))
-    marks = torch.arange(len(credit.action_T), dtype=torch.float32)
+    inputs = advantage_inputs(rows, played, [0] * len(played))
+    marks = torch.arange(len(inputs.action_T), dtype=torch.float32)
     trained: list[tuple[int, float]] = []
     laid: list[list[int]] = []
     for packed in packs_of(rows, Columns.of(rows, marks, marks), budget):
@@ -86,17 +86,17 @@ def test_credit_says_which_turn_said_what(played: list[Trajectory], data: st.Dat
         for action in trajectory.actions:
             action.reward = data.draw(st.sampled_from([None, 0.0, 0.5]))
     rows = rows_of(played)
-    credit = credit_of(rows, played, list(range(len(played))))
-    assert credit.turn_T is not None
-    assert credit.trajectory_U is not None
-    assert credit.rewards_U is not None
-    assert torch.equal(credit.turn_T >= 0, credit.action_T)
+    inputs = advantage_inputs(rows, played, list(range(len(played))))
+    assert inputs.turn_T is not None
+    assert inputs.trajectory_U is not None
+    assert inputs.rewards_U is not None
+    assert torch.equal(inputs.turn_T >= 0, inputs.action_T)
     laid = torch.tensor([token for row in rows for token in row.tokens])
-    found = [laid[credit.turn_T == turn].tolist() for turn in range(len(credit.trajectory_U))]
+    found = [laid[inputs.turn_T == turn].tolist() for turn in range(len(inputs.trajectory_U))]
     expected = [(n, action) for n, t in enumerate(played) for action in t.actions]
     assert found == [action.tokens for _, action in expected]
-    assert credit.trajectory_U.tolist() == [number for number, _ in expected]
-    assert credit.rewards_U.tolist() == [action.reward or 0.0 for _, action in expected]
+    assert inputs.trajectory_U.tolist() == [number for number, _ in expected]
+    assert inputs.rewards_U.tolist() == [action.reward or 0.0 for _, action in expected]
 
 
 def episode(*parts: tuple[str, list[int]], stop: StopReason = StopReason.ANSWERED) -> Trajectory:
@@ -115,16 +115,16 @@ def test_the_state_of_a_turn_is_what_was_just_heard() -> None:
         ("p", [1, 2]), ("a", [6]), ("o", [7]), ("a", [8]), ("o", [4]), ("a", [5]), ("a", [5])
     )
     apart = episode(("p", [1, 2]), ("a", [3]), stop=StopReason.MAX_TOKENS)
-    credit = credit_of(rows_of([one, other, apart]), [one, other, apart], [0, 0, 1], [0, 0, 7])
-    assert credit.anchor_U is not None
-    first, at_four, again, at_seven, also_four, nothing, elsewhere = credit.anchor_U.tolist()
+    inputs = advantage_inputs(rows_of([one, other, apart]), [one, other, apart], [0, 0, 1], [0, 0, 7])
+    assert inputs.anchor_U is not None
+    first, at_four, again, at_seven, also_four, nothing, elsewhere = inputs.anchor_U.tolist()
     assert first == again
     assert at_four == also_four
     assert nothing == -1
     assert len({first, at_four, at_seven, nothing, elsewhere}) == 5
-    assert credit.truncated_N is not None
-    assert credit.truncated_N.tolist() == [False, False, True]
-    assert credit.sets.tolist() == [0, 0, 7]
+    assert inputs.truncated_N is not None
+    assert inputs.truncated_N.tolist() == [False, False, True]
+    assert inputs.sets.tolist() == [0, 0, 7]
 
 
 def test_pictures_make_states_differ() -> None:
@@ -132,7 +132,7 @@ def test_pictures_make_states_differ() -> None:
     shown = [episode(("p", [1, 1]), ("a", [3])) for _ in range(3)]
     for trajectory, sha in zip(shown, ("x", "y", "x"), strict=True):
         trajectory.sequences[0].segments[0].media = (MediaSpan(sha, 0, 2),)
-    anchors = credit_of(rows_of(shown), shown, [0, 0, 0]).anchor_U
+    anchors = advantage_inputs(rows_of(shown), shown, [0, 0, 0]).anchor_U
     assert anchors is not None
     assert anchors.tolist() == [0, 1, 0]
 
@@ -144,9 +144,9 @@ def test_training_on_observations_leaves_prompts_and_ancestors_out() -> None:
         parent=(0, 2),
     )
     whole = Trajectory(Task.of("x"), sequences=[trunk, branch], reward=0.0)
-    credit = credit_of(rows_of([whole]), [whole], [0], trains_heard=True)
-    assert credit.trained_T is not None
-    assert credit.trained_T.int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+    inputs = advantage_inputs(rows_of([whole]), [whole], [0], trains_heard=True)
+    assert inputs.trained_T is not None
+    assert inputs.trained_T.int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 5))

@@ -1,37 +1,61 @@
-"""Algorithms as pure functions over packed tensors, one short file each.
+"""Algorithms as pure functions over packed tensors.
 
 An algorithm is an advantage estimator, a policy loss and an aggregation. The trainer does not know which
-ones it runs. `naming` has the tables of names.
+ones it runs. `registry` has the tables of names.
 """
 
 from __future__ import annotations
 
-from ludus.algos.aggregate import Aggregation, by_length, by_sequence, by_sequence_sum, by_token
-from ludus.algos.credit import Credit, Estimate, Estimator, Need, needs, needs_of
-from ludus.algos.dr_grpo import dr_grpo
-from ludus.algos.gae import gae
-from ludus.algos.gigpo import gigpo
-from ludus.algos.grpo import grpo
+from ludus.algos.advantages import (
+    AdvantageInputs,
+    Advantages,
+    Attempt,
+    Estimator,
+    Need,
+    Turn,
+    action_span,
+    inputs_from,
+    needs,
+    needs_of,
+    token_rewards,
+    turn_returns,
+)
+from ludus.algos.estimators import (
+    dr_grpo,
+    gigpo,
+    grpo,
+    reinforce,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    turn_grpo,
+)
+from ludus.algos.gae import gae, value_loss
 from ludus.algos.importance import (
     Correction,
     corrected,
-    effective_sample_share,
+    effective_sample_size,
     masked_importance,
     truncated_importance,
 )
-from ludus.algos.kl import Divergence, adapted_coefficient, k1, k2, k3, kl_reward
-from ludus.algos.landing import speech_span, token_rewards, turn_returns
+from ludus.algos.kl import Divergence, adapted_kl_coefficient, k1, k2, k3, kl_reward
 from ludus.algos.losses import (
+    Aggregation,
+    LossInputs,
     Metrics,
     PolicyLoss,
-    Sampled,
+    by_length,
+    by_sequence,
+    by_sequence_sum,
+    by_token,
     cispo,
     clipped_surrogate,
     dual_clip,
     gspo,
     policy_gradient,
+    with_regularization,
 )
-from ludus.algos.naming import (
+from ludus.algos.registry import (
     AGGREGATIONS,
     ALGORITHMS,
     CORRECTIONS,
@@ -39,7 +63,7 @@ from ludus.algos.naming import (
     ESTIMATORS,
     LOSSES,
     Algorithm,
-    Plan,
+    AlgorithmSpec,
     load_aggregation,
     load_algorithm,
     load_correction,
@@ -48,16 +72,7 @@ from ludus.algos.naming import (
     load_loss,
     options_of,
 )
-from ludus.algos.overlong import overlong_price
-from ludus.algos.plain import Attempt, Turn, credit_from
-from ludus.algos.regularisers import regularised
-from ludus.algos.reinforce import reinforce
-from ludus.algos.reinforce_pp import reinforce_pp
-from ludus.algos.reinforce_pp_baseline import reinforce_pp_baseline
-from ludus.algos.resampling import resample_on_correct, untidiness
-from ludus.algos.rloo import rloo
-from ludus.algos.turn_grpo import turn_grpo
-from ludus.algos.values import value_loss
+from ludus.algos.shaping import overlong_penalty, resample_on_correct, roc_penalty
 
 __all__ = [
     "AGGREGATIONS",
@@ -66,21 +81,22 @@ __all__ = [
     "DIVERGENCES",
     "ESTIMATORS",
     "LOSSES",
+    "AdvantageInputs",
+    "Advantages",
     "Aggregation",
     "Algorithm",
+    "AlgorithmSpec",
     "Attempt",
     "Correction",
-    "Credit",
     "Divergence",
-    "Estimate",
     "Estimator",
+    "LossInputs",
     "Metrics",
     "Need",
-    "Plan",
     "PolicyLoss",
-    "Sampled",
     "Turn",
-    "adapted_coefficient",
+    "action_span",
+    "adapted_kl_coefficient",
     "by_length",
     "by_sequence",
     "by_sequence_sum",
@@ -88,14 +104,14 @@ __all__ = [
     "cispo",
     "clipped_surrogate",
     "corrected",
-    "credit_from",
     "dr_grpo",
     "dual_clip",
-    "effective_sample_share",
+    "effective_sample_size",
     "gae",
     "gigpo",
     "grpo",
     "gspo",
+    "inputs_from",
     "k1",
     "k2",
     "k3",
@@ -110,19 +126,18 @@ __all__ = [
     "needs",
     "needs_of",
     "options_of",
-    "overlong_price",
+    "overlong_penalty",
     "policy_gradient",
-    "regularised",
     "reinforce",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "resample_on_correct",
     "rloo",
-    "speech_span",
+    "roc_penalty",
     "token_rewards",
     "truncated_importance",
     "turn_grpo",
     "turn_returns",
-    "untidiness",
     "value_loss",
+    "with_regularization",
 ]

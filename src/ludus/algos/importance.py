@@ -1,4 +1,4 @@
-"""Importance correction: weights for samples that another policy drew than the one ratios start from.
+"""Importance sampling correction: token weights for samples of a policy other than p_old (TIS, IcePop).
 
 The engine that sampled may hold other weights (stale samples) or compute in another way (foreign kernels,
 another number format). Then p_old, which the trainer computes, is not the probability that the sample
@@ -23,29 +23,28 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algos.losses import Metrics, PolicyLoss, Sampled, held
-from ludus.algos.moments import sum_within
-from ludus.algos.options import NotNegative, Positive
+from ludus.algos.advantages import NotNegative, Positive, sum_within
+from ludus.algos.losses import LossInputs, Metrics, PolicyLoss, clamped_log_ratio
 
 Level = Literal["token", "sequence"]
-Correction = Callable[[Sampled], Tensor]
-"""(sampled) -> weight_A, without gradient; 1 where nothing needs correction."""
+Correction = Callable[[LossInputs], Tensor]
+"""(inputs) -> weight_A, without gradient; 1 where nothing needs correction."""
 
 
-def truncated_importance(sampled: Sampled, *, high: Positive = 2.0, level: Level = "token") -> Tensor:
+def truncated_importance(inputs: LossInputs, *, high: Positive = 2.0, level: Level = "token") -> Tensor:
     """min(w, high)."""
-    return _ratio(sampled, level).clamp(max=high)
+    return _ratio(inputs, level).clamp(max=high)
 
 
 def masked_importance(
-    sampled: Sampled, *, low: NotNegative = 0.5, high: Positive = 2.0, level: Level = "token"
+    inputs: LossInputs, *, low: NotNegative = 0.5, high: Positive = 2.0, level: Level = "token"
 ) -> Tensor:
     """w where low <= w <= high, 0 elsewhere."""
-    ratio_A = _ratio(sampled, level)
+    ratio_A = _ratio(inputs, level)
     return torch.where((ratio_A >= low) & (ratio_A <= high), ratio_A, 0)
 
 
-def effective_sample_share(mean: float, mean_square: float, count: float = 1.0) -> float:
+def effective_sample_size(mean: float, mean_square: float, count: float = 1.0) -> float:
     """The effective sample size of importance weights as a share of the samples: (sum w)^2 / (n * sum w^2).
 
     1 where all weights are equal, 1 / n where a single one has it all. Given are the means of w and of w^2, or
@@ -57,18 +56,18 @@ def effective_sample_share(mean: float, mean_square: float, count: float = 1.0) 
 def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
     """The same loss, each token weighted by its correction."""
 
-    def weighted(sampled: Sampled) -> tuple[Tensor, Metrics]:
-        loss_A, metrics = loss(sampled)
-        weight_A = correction(sampled)
+    def weighted(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        loss_A, metrics = loss(inputs)
+        weight_A = correction(inputs)
         return loss_A * weight_A, metrics | {"importance_weight": weight_A}
 
     return weighted
 
 
-def _ratio(sampled: Sampled, level: Level) -> Tensor:
-    if sampled.behaviour_A is None:
-        return torch.ones_like(sampled.old_A)
-    difference_A = (sampled.old_A - sampled.behaviour_A).detach()
+def _ratio(inputs: LossInputs, level: Level) -> Tensor:
+    if inputs.behaviour_A is None:
+        return torch.ones_like(inputs.old_A)
+    difference_A = (inputs.old_A - inputs.behaviour_A).detach()
     if level == "sequence":
-        difference_A = sum_within(difference_A, sampled.sequence_A)[sampled.sequence_A]
-    return held(difference_A).exp()
+        difference_A = sum_within(difference_A, inputs.sequence_A)[inputs.sequence_A]
+    return clamped_log_ratio(difference_A).exp()

@@ -1,4 +1,4 @@
-"""How far a policy p is from its reference q, estimated from the sampled tokens alone.
+"""KL penalty: estimators of the KL divergence between a policy p and its reference q, from sampled tokens.
 
 With d = log q - log p, for tokens drawn from p::
 
@@ -37,7 +37,7 @@ def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
 
 def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
     """exp(d) - d - 1."""
-    # held from above alone: far below, where the policy has gone its own way, the pull back must not vanish
+    # clamped from above only: far below, where the policy has moved away, the gradient must not vanish
     difference_A = (reference_A - logprobs_A).clamp(max=MOST)
     return difference_A.exp() - difference_A - 1
 
@@ -50,12 +50,12 @@ def kl_reward(
     beta: float,
     divergence: Divergence = k1,
 ) -> Tensor:
-    """-beta times the divergence as a reward for each action token: `Credit.penalty_T`."""
+    """-beta times the divergence as a reward for each action token: `AdvantageInputs.penalty_T`."""
     penalty_A = -beta * divergence(logprobs_A.detach(), reference_A.detach())
     return penalty_A.new_zeros(len(action_T)).masked_scatter(action_T, penalty_A)
 
 
-def adapted_coefficient(
+def adapted_kl_coefficient(
     coefficient: float, kl: float, episodes: int, *, target: float, horizon: int
 ) -> float:
     """The KL coefficient of the next step, so that the divergence comes to a target.

@@ -1,6 +1,6 @@
 """Policy losses: pure functions from log-probabilities and advantages to one loss per token.
 
-They return per-token losses. How these are averaged is decided once per batch by `aggregate`, so that
+They return per-token losses. How these are averaged is decided once per batch by an aggregation, so that
 splitting a batch into micro-batches cannot change the gradient. Where a loss looks at a whole sequence
 (GSPO), that sequence is one row, and a row is never split.
 """
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludus.algos.moments import size_within, sum_within
-from ludus.algos.options import NotNegative, Positive, Share
+from ludus.algos.advantages import Count, NotNegative, Positive, Share, size_within, sum_within
 
 MOST = 20.0
-"""Log-ratios are held within ±20: beyond, every bound has long been met, and exp would overflow."""
+"""Log-ratios are clamped to ±20: beyond, every clip range is exceeded anyway, and exp would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class LossInputs:
     """What a policy loss reads, for the A tokens that are trained."""
 
     logprobs_A: Tensor
@@ -32,34 +31,34 @@ class Sampled:
     sequence_A: Tensor
     """The row each token lies in: whole numbers from 0 within these tokens."""
     behaviour_A: Tensor | None = None
-    """As the engine reported them when it sampled. None: `old_A` are these."""
+    """As the engine reported them when it inputs. None: `old_A` are these."""
 
 
 Metrics = dict[str, Tensor]
-PolicyLoss = Callable[[Sampled], tuple[Tensor, Metrics]]
+PolicyLoss = Callable[[LossInputs], tuple[Tensor, Metrics]]
 """An algorithm's second half: (loss_A, metrics_A). Its options are keyword arguments: see `load_loss`."""
 
 
-def policy_gradient(sampled: Sampled) -> tuple[Tensor, Metrics]:
+def policy_gradient(inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """The plain one: -A log p. It assumes that the samples came from the policy being updated."""
-    loss_A = -sampled.advantages_A * sampled.logprobs_A
+    loss_A = -inputs.advantages_A * inputs.logprobs_A
     return loss_A, _clip_fractions(torch.zeros_like(loss_A), torch.zeros_like(loss_A))
 
 
 def clipped_surrogate(
-    sampled: Sampled, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2
+    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2
 ) -> tuple[Tensor, Metrics]:
-    """PPO's: -min(w A, clip(w, 1 - low, 1 + high) A), where w = p / p_old.
+    """PPO's: -min(w A, clip(w, 1 - low, 1 + high) A), where w = p / p_old is the importance ratio.
 
     Schulman et al., "Proximal Policy Optimization Algorithms", 2017, arXiv:1707.06347. A high bound above
     the low one leaves room for unlikely tokens to grow: Yu et al., "DAPO", 2025, arXiv:2503.14476 (0.2, 0.28).
     """
-    ratio_A = held(sampled.logprobs_A - sampled.old_A).exp()
-    return _clipped(ratio_A, sampled.advantages_A, clip_low, clip_high)
+    ratio_A = clamped_log_ratio(inputs.logprobs_A - inputs.old_A).exp()
+    return _clipped(ratio_A, inputs.advantages_A, clip_low, clip_high)
 
 
 def dual_clip(
-    sampled: Sampled, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, bound: Positive = 3.0
+    inputs: LossInputs, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, bound: Positive = 3.0
 ) -> tuple[Tensor, Metrics]:
     """The clipped surrogate, bounded below: where A < 0, -max(min(w A, clip(w) A), bound * A).
 
@@ -67,15 +66,15 @@ def dual_clip(
     without limit. Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
     2019, arXiv:1912.09729.
     """
-    loss_A, metrics = clipped_surrogate(sampled, clip_low=clip_low, clip_high=clip_high)
-    most_A = -bound * sampled.advantages_A
-    cut_A = (sampled.advantages_A < 0) & (loss_A > most_A)
+    loss_A, metrics = clipped_surrogate(inputs, clip_low=clip_low, clip_high=clip_high)
+    most_A = -bound * inputs.advantages_A
+    cut_A = (inputs.advantages_A < 0) & (loss_A > most_A)
     high_A = torch.maximum(metrics["clip_fraction_high"], cut_A.to(loss_A.dtype))
     return torch.where(cut_A, most_A, loss_A), _clip_fractions(metrics["clip_fraction_low"], high_A)
 
 
 def gspo(
-    sampled: Sampled, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4
+    inputs: LossInputs, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4
 ) -> tuple[Tensor, Metrics]:
     """The clipped surrogate with one ratio for a whole sequence: the geometric mean of its tokens' ratios.
 
@@ -85,17 +84,17 @@ def gspo(
     (GSPO-token). Where all tokens of a sequence share their advantage, as in groups, its gradient is that of
     s itself. Zheng et al., "Group Sequence Policy Optimization", 2025, arXiv:2507.18071.
     """
-    own_A = sampled.logprobs_A.detach()
-    sequence_A = sampled.sequence_A
-    difference_A = own_A - sampled.old_A
+    own_A = inputs.logprobs_A.detach()
+    sequence_A = inputs.sequence_A
+    difference_A = own_A - inputs.old_A
     mean_A = sum_within(difference_A, sequence_A)[sequence_A]
     mean_A = mean_A / size_within(sequence_A, difference_A.dtype)
-    ratio_A = held(mean_A).exp() * (sampled.logprobs_A - own_A).exp()
-    return _clipped(ratio_A, sampled.advantages_A, clip_low, clip_high)
+    ratio_A = clamped_log_ratio(mean_A).exp() * (inputs.logprobs_A - own_A).exp()
+    return _clipped(ratio_A, inputs.advantages_A, clip_low, clip_high)
 
 
 def cispo(
-    sampled: Sampled, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0
+    inputs: LossInputs, *, clip_low: Share = 1.0, clip_high: NotNegative = 4.0
 ) -> tuple[Tensor, Metrics]:
     """The policy gradient, weighted by a bounded ratio: -sg(clip(w, 1 - low, 1 + high)) A log p.
 
@@ -103,13 +102,13 @@ def cispo(
     included. By default there is no lower bound, and the upper one is 5. MiniMax, "MiniMax-M1: Scaling
     Test-Time Compute Efficiently with Lightning Attention", 2025, arXiv:2506.13585.
     """
-    ratio_A = held(sampled.logprobs_A.detach() - sampled.old_A).exp()
+    ratio_A = clamped_log_ratio(inputs.logprobs_A.detach() - inputs.old_A).exp()
     weight_A = ratio_A.clamp(1 - clip_low, 1 + clip_high)
-    loss_A = -weight_A * sampled.advantages_A * sampled.logprobs_A
+    loss_A = -weight_A * inputs.advantages_A * inputs.logprobs_A
     return loss_A, _clip_fractions(ratio_A < weight_A, ratio_A > weight_A)
 
 
-def held(difference_A: Tensor) -> Tensor:
+def clamped_log_ratio(difference_A: Tensor) -> Tensor:
     """A log-ratio whose exponential cannot overflow."""
     return difference_A.clamp(-MOST, MOST)
 
@@ -125,10 +124,76 @@ def _clipped(
 
 
 def _clip_fractions(low_A: Tensor, high_A: Tensor) -> Metrics:
-    """Where a ratio was held at its lower and at its upper bound; no token is at both."""
+    """Where a ratio was clamped_log_ratio at its lower and at its upper bound; no token is at both."""
     low_A, high_A = low_A.float(), high_A.float()
     return {
         "clip_fraction": low_A + high_A,
         "clip_fraction_low": low_A,
         "clip_fraction_high": high_A,
     }
+
+
+# Loss aggregation
+#
+# How per-token losses become one number: a weight for each token, found once for the whole batch.
+#
+# | here | verl, `loss_agg_mode` | TRL, `loss_type` |
+# |---|---|---|
+# | `token` | token-mean | dapo |
+# | `sequence` | seq-mean-token-mean | grpo |
+# | `sequence_sum` | seq-mean-token-sum | (RLOO's trainer) |
+# | `length` | seq-mean-token-sum-norm | dr_grpo |
+#
+# Because weights are found before the batch is split into micro-batches, the split cannot change them.
+
+Aggregation = Callable[[Tensor, Tensor], Tensor]
+"""(trajectory_T, trained_T) -> weight_T; 0 where the loss does not apply."""
+
+
+def by_token(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Every token weighs the same, long episodes more (DAPO, arXiv:2503.14476). The sum is 1."""
+    weight_T = trained_T.to(torch.float32)
+    return weight_T / weight_T.sum().clamp(min=1)
+
+
+def by_sequence(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Every episode weighs the same; its tokens share its weight (GRPO as published). The sum is 1."""
+    weight_T = trained_T.to(torch.float32)
+    length_N = sum_within(weight_T, trajectory_T)
+    speaking = (length_N > 0).sum().clamp(min=1)
+    return weight_T / (length_N[trajectory_T].clamp(min=1) * speaking)
+
+
+def by_sequence_sum(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
+    """Sum over each episode's tokens, mean over episodes: -A log p(episode), as REINFORCE and RLOO have it.
+
+    The sum is the mean length, so gradients are that much longer than with `by_sequence`.
+    """
+    return by_length(trajectory_T, trained_T, length=1)
+
+
+def by_length(trajectory_T: Tensor, trained_T: Tensor, *, length: Count) -> Tensor:
+    """Every token weighs 1 / (episodes * length) for a constant length, such as the budget of tokens.
+
+    Neither an episode's length nor the others' changes what a token weighs (Dr. GRPO, arXiv:2503.20783). The
+    sum is the mean length divided by the constant.
+    """
+    weight_T = trained_T.to(torch.float32)
+    speaking = (sum_within(weight_T, trajectory_T) > 0).sum().clamp(min=1)
+    return weight_T / (speaking * length)
+
+
+def with_regularization(
+    loss_A: Tensor,
+    *,
+    entropy_A: Tensor | None = None,
+    entropy_weight: float = 0.0,
+    kl_A: Tensor | None = None,
+    kl_weight: float = 0.0,
+) -> Tensor:
+    """loss - entropy_weight * H + kl_weight * KL per token: an entropy bonus and a KL penalty."""
+    if entropy_A is not None and entropy_weight:
+        loss_A = loss_A - entropy_weight * entropy_A
+    if kl_A is not None and kl_weight:
+        loss_A = loss_A + kl_weight * kl_A
+    return loss_A

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludus.algos import Credit
+from ludus.algos import AdvantageInputs
 from ludus.core.trajectory import Trajectory
 from ludus.engine.staging import sent
 from ludus.training.rows import Row, State, end_to_end, engine_logprobs, flags, owners
 
 
-def credit_of(
+def advantage_inputs(
     rows: Sequence[Row],
     trajectories: Sequence[Trajectory],
     groups: Sequence[int],
     sets: Sequence[int] | None = None,
     *,
     trains_heard: bool = False,
-) -> Credit:
+) -> AdvantageInputs:
     """The estimator's view of all rows laid end to end.
 
     A total includes what the turns were paid, as the scorer has it. Two turns of a group have the same anchor
@@ -45,7 +45,7 @@ def credit_of(
     """
     turns = [(row.trajectory, turn) for row in rows for turn in row.turns]
     action_T = flags(row.action_mask for row in rows)
-    return Credit(
+    return AdvantageInputs(
         rewards_N=torch.tensor([t.reward or 0.0 for t in trajectories], dtype=torch.float32),
         group_N=torch.tensor(groups, dtype=torch.long),
         trajectory_T=owners(rows),

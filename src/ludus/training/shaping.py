@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ludus.algos import overlong_price, resample_on_correct, untidiness
+from ludus.algos import overlong_penalty, resample_on_correct, roc_penalty
 from ludus.core.failures import ConfigError
 from ludus.core.success import SUCCESS, is_success
 from ludus.core.trajectory import Group, Trajectory
@@ -42,7 +42,7 @@ def shape(trajectory: Trajectory, config: RLConfig) -> None:
 def price_of_length(trajectory: Trajectory, config: OverlongConfig) -> float:
     """What the tokens that were said cost: from 0 down to minus the price."""
     said = torch.tensor(float(sum(len(action.tokens) for action in trajectory.actions)))
-    return config.price * float(overlong_price(said, longest=config.longest, buffer=config.buffer))
+    return config.price * float(overlong_penalty(said, longest=config.longest, buffer=config.buffer))
 
 
 def resample(group: Group, keep: int, key: int) -> tuple[Group, list[Trajectory]]:
@@ -64,7 +64,7 @@ def resample(group: Group, keep: int, key: int) -> tuple[Group, list[Trajectory]
 
 
 def _untidiness(trajectory: Trajectory) -> float:
-    return untidiness(
+    return roc_penalty(
         # a call that could not be parsed may have left a fault and no call: it was an attempt at one
         calls=sum(max(len(action.calls), len(action.faults)) for action in trajectory.actions),
         errors=len(trajectory.faults),

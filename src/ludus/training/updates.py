@@ -4,7 +4,7 @@ A step of reinforcement::
 
     rows       of every scored episode, the masked ones included
     old        log-probabilities where ratios start from: the engine's, or the trainer's in a pass of their own
-    credit     rewards, turns, anchors; a critic's values; the divergence as a penalty
+    inputs     rewards, turns, anchors; a critic's values; the divergence as a penalty
     estimate   advantages, over the whole step; a critic learns what it should have said
     updates    the step's groups split into as many parts, one optimizer step on each; so for each epoch
 
@@ -24,21 +24,21 @@ import torch
 from torch import Tensor, nn
 
 from ludus.algos import (
+    Advantages,
     Algorithm,
-    Estimate,
+    LossInputs,
     Need,
-    Sampled,
+    action_span,
     by_token,
-    effective_sample_share,
+    effective_sample_size,
     k1,
     k3,
     load_algorithm,
     load_divergence,
-    regularised,
-    speech_span,
+    with_regularization,
 )
-from ludus.algos.losses import held
-from ludus.algos.moments import size_within, sum_within
+from ludus.algos.advantages import size_within, sum_within
+from ludus.algos.losses import clamped_log_ratio
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.training.critic import Critic, Lesson, explained_variance
@@ -116,7 +116,7 @@ def reinforce_groups(
         reference = None
     if critic is not None:
         step = with_values(step, critic)
-    estimate = algorithm.estimate(step.credit)
+    estimate = algorithm.estimate(step.inputs)
     if critic is not None and estimate.returns_T is not None:
         metrics |= _teach(critic, step, estimate.returns_T, config)
     if critic_only:
@@ -150,7 +150,7 @@ def _is_taken(update: dict[str, float]) -> bool:
 
 def _check_sampled(step: Experience) -> None:
     """Without the log-probabilities of what was sampled there is no ratio, hence nothing to learn by."""
-    sampled_A = step.behaviour_T[step.credit.action_T]
+    sampled_A = step.behaviour_T[step.inputs.action_T]
     unknown = int((~sampled_A.isfinite()).sum())
     if unknown:
         raise ConfigError(
@@ -162,14 +162,14 @@ def _check_sampled(step: Experience) -> None:
 
 def _teach(critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig) -> dict[str, float]:
     """Let the critic learn what it should have said, wherever its word counted."""
-    credit, asked_T = step.credit, step.credit.action_T
+    inputs, asked_T = step.inputs, step.inputs.action_T
     if not config.advantage_mask:
-        asked_T = speech_span(credit.trajectory_T, credit.action_T, len(credit.rewards_N))
+        asked_T = action_span(inputs.trajectory_T, inputs.action_T, len(inputs.rewards_N))
         asked_T = asked_T & ~_first_places(step.rows)
-    assert credit.values_T is not None
-    explained = explained_variance(credit.values_T[asked_T], returns_T[asked_T])
+    assert inputs.values_T is not None
+    explained = explained_variance(inputs.values_T[asked_T], returns_T[asked_T])
     metrics = {} if explained is None else {"explained_variance": explained}
-    lesson = Lesson(asked_T, credit.values_T, returns_T)
+    lesson = Lesson(asked_T, inputs.values_T, returns_T)
     return metrics | critic.learn(step.rows, lesson, step.parts)
 
 
@@ -181,7 +181,7 @@ def _first_places(rows: Sequence[Row]) -> Tensor:
 def _update(
     learner: Learner,
     step: Experience,
-    estimate: Estimate,
+    estimate: Advantages,
     part: Sequence[int],
     algorithm: Algorithm,
     config: RLConfig,
@@ -193,12 +193,12 @@ def _update(
     Nor is there one where the policy has left the one that the step began with by more than `limit`.
     """
     inside_T = step.trained_T & row_mask(step.rows, part)
-    weights_T = algorithm.weigh(step.credit.trajectory_T, inside_T)
+    weights_T = algorithm.weigh(step.inputs.trajectory_T, inside_T)
     columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
     divergence = load_divergence(config.kl_estimator)
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        sampled = Sampled(
+        sampled = LossInputs(
             logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A
         )
         loss_A, metrics = algorithm.loss(sampled)
@@ -207,8 +207,8 @@ def _update(
             with torch.no_grad():
                 reference_A, _ = action_logprobs(reference, pack, learner.temperature)
             metrics["kl"] = divergence(logprobs_A, reference_A)
-            loss_A = regularised(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
-        return regularised(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy), metrics
+            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
+        return with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy), metrics
 
     always = (reference is not None and config.kl > 0) or config.entropy > 0
     teaching = _teaching(step.rows, part, inside_T, estimate.advantages_T, always)
@@ -222,7 +222,7 @@ def _update(
     )
     for name, parts in _SHARES.items():
         if metrics:
-            metrics[name] = effective_sample_share(*(metrics.pop(f"{name}/{one}") for one in parts))
+            metrics[name] = effective_sample_size(*(metrics.pop(f"{name}/{one}") for one in parts))
     return metrics
 
 
@@ -247,8 +247,8 @@ def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
 
 def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
     """What the effective sample sizes are made from. A row's weight is divided among its tokens."""
-    weight_A = held(difference_A).exp()
-    sequence_A = held(sum_within(difference_A, row_A)[row_A]).exp()
+    weight_A = clamped_log_ratio(difference_A).exp()
+    sequence_A = clamped_log_ratio(sum_within(difference_A, row_A)[row_A]).exp()
     share_A = 1 / size_within(row_A, weight_A.dtype)
     return {
         "ess/sum": weight_A,

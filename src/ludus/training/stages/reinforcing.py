@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ludus.algos import Need, adapted_coefficient
+from ludus.algos import Need, adapted_kl_coefficient
 from ludus.observe import rollout_metrics
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.critic import Critic
@@ -104,7 +104,7 @@ class Reinforcement(Stage):
         config = self._config.kl_control
         if config is not None and "kl" in metrics:
             episodes = int(metrics["episodes_scored"])
-            self._kl = adapted_coefficient(
+            self._kl = adapted_kl_coefficient(
                 self._kl, metrics["kl"], episodes, target=config.target, horizon=config.horizon
             )
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ludus.core.random import uniform
 
 FLOOR = 0.1
@@ -50,7 +52,7 @@ def resample_on_correct(
     return sorted(chosen + _drawn(wrong, dict.fromkeys(wrong, 1.0), keep - some, key))
 
 
-def untidiness(*, calls: int, errors: int, answers: int, turns: int) -> float:
+def roc_penalty(*, calls: int, errors: int, answers: int, turns: int) -> float:
     """The paper's penalty: the share of tool calls that failed, and answers beyond the first per turn."""
     failing = errors / calls if calls else 0.5
     return failing + min(1.0, max(0, answers - 1) / max(1, turns))
@@ -73,3 +75,20 @@ def _drawn(numbers: Sequence[int], weights: dict[int, float], count: int, key: i
     """
     waiting = {i: -math.log1p(-uniform(key, i)) / weights[i] for i in numbers}
     return sorted(numbers, key=lambda i: (waiting[i], i))[:count]
+
+
+def overlong_penalty(length_N: Tensor, *, longest: int, buffer: int) -> Tensor:
+    """DAPO's overlong shaping: a price for coming close to the longest length, rising over a buffer.
+
+                  0                                   length <= longest - buffer
+        price  =  (longest - buffer - length) / buffer    up to the longest
+                  -1                                  beyond
+
+    Added to the total reward, it tells a policy that it is running out of room before it is cut.
+
+    Yu et al., "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", 2025, arXiv:2503.14476,
+    equation 13.
+    """
+    if not 0 < buffer <= longest:
+        raise ValueError(f"the buffer must lie between 1 and the longest length {longest}, not {buffer}")
+    return ((longest - buffer - length_N) / buffer).clamp(-1, 0)
