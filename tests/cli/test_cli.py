@@ -285,6 +285,13 @@ tasks = 2
 attempts = 2
 
 [[stage]]
+kind = "dpo"
+loss = "kto"
+steps = 1
+tasks = 2
+attempts = 2
+
+[[stage]]
 kind = "rejection"
 steps = 1
 tasks = 2
@@ -312,14 +319,15 @@ attempts = 2
 def test_every_stage_has_its_own_line_with_numbers(project: Path) -> None:
     recipe = RECIPE.replace("[rl]\nsteps = 2\ntasks = 2\nattempts = 2\n", "") + STAGES
     (project / "recipe.toml").write_text(recipe)
-    said = ludus("train", "recipe.toml", "stage.2.steps=1", "rewards=['task.py:later']")
+    said = ludus("train", "recipe.toml", "stage.3.steps=1", "rewards=['task.py:later']")
     lines = {line.split("/")[0]: line for line in said.splitlines() if "/1 " in line}
-    assert set(lines) == {"DPO 1", "rejection sampling 1", "RL (1 of 2) 1", "RL (2 of 2) 1"}
+    assert set(lines) == {"DPO 1", "KTO 1", "rejection sampling 1", "RL (1 of 2) 1", "RL (2 of 2) 1"}
     assert "reward" in lines["DPO 1"] and "pairs 2" in lines["DPO 1"]
+    assert "episodes 4" in lines["KTO 1"] and "pairs" not in lines["KTO 1"]
     assert "kept 2" in lines["rejection sampling 1"] and "loss" in lines["rejection sampling 1"]
     assert "reward" in lines["RL (2 of 2) 1"]
     (measured,) = [line for line in said.splitlines() if "pass@2" in line]
-    assert measured.startswith("held-out tasks after step 5: success 0.0%, pass@1 0.0%, pass@2 0.0%")
+    assert measured.startswith("held-out tasks after step 6: success 0.0%, pass@1 0.0%, pass@2 0.0%")
 
 
 def test_a_curriculum_that_cannot_be_run_is_no_ok(project: Path) -> None:

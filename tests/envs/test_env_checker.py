@@ -137,6 +137,25 @@ class Undocumented(Good):
         return how
 
 
+class Picky(Good):
+    """Both of its tools need arguments, and one refuses what it does not know."""
+
+    def step(self, action: str) -> Step:
+        return Step(f"{action}: {len(self.log)}")
+
+    @tool
+    def look(self, where: str) -> str:
+        """Look.
+
+        Args:
+            where: North or south.
+        """
+        return {"north": "a wall"}[where]
+
+
+class Idle(Env): ...
+
+
 class RaisingFactory(Good):
     def __init__(self) -> None:
         raise RuntimeError("no licence")
@@ -161,6 +180,23 @@ class RaisingFactory(Good):
 async def test_each_mistake_is_found(factory: Any, severity: str, words: str):
     found = await problems(factory)
     assert any(kind == severity and words in problem for kind, problem in found), found
+
+
+async def test_without_actions_the_tools_are_called_as_their_schemas_allow():
+    assert await check_env(Picky, TASK) == []
+
+    class Buggy(Picky):
+        @tool
+        def jump(self, height: int) -> str:
+            """Jump.
+
+            Args:
+                height: How high.
+            """
+            return undefined_name  # type: ignore[name-defined]  # noqa: F821
+
+    assert any("'jump' failed: NameError" in problem for _, problem in await problems(Buggy, None))
+    assert await problems(Idle, None) == [("warning", "it offers nothing to do")]
 
 
 async def test_one_object_for_everybody_is_found():

@@ -327,7 +327,10 @@ async def test_classes_are_rewards_too_sync_or_async_and_are_guarded(episode):
             await asyncio.sleep(30)
 
     assert await scored(combine([Sync()]), episode()) == {"combined": 1.0, "sync": 1.0}
-    for made, message in ((Wrong(), "must be finite"), (Stuck(), "0.05 seconds")):
+    for made, message in (
+        (Wrong(), r"must be finite \(.*compose\.py:\d+ in score\)"),
+        (Stuck(), "0.05 seconds"),
+    ):
         with pytest.raises(InfraError, match=message):
             await scored(combine([made]), episode())
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -181,10 +182,12 @@ async def test_what_may_be_returned(episode, value, parts):
     ],
 )
 async def test_what_is_no_score_fails_the_episode_and_is_never_zero(episode, value):
+    returned = reward(lambda: value, name="r", retries=3)
     with pytest.raises(InfraError) as caught:
-        await scored(reward(lambda: value, name="r", retries=3), episode())
+        await scored(returned, episode())
     assert caught.value.boundary is Boundary.REWARD
-    assert "'r'" in str(caught.value)
+    place = f"{Path(__file__).name}:{returned.function.__code__.co_firstlineno} in <lambda>)"
+    assert "'r'" in str(caught.value) and str(caught.value).endswith(place)
     assert (caught.value.attempts, caught.value.retriable) == (1, False)
 
 

@@ -445,6 +445,13 @@ def wrong_keyword(count: int) -> Any:
     return missing_name("tea", txt="tea")  # type: ignore[call-arg]
 
 
+def wrapped(*args: Any, **kwargs: Any) -> Any:
+    return missing_name(*args, txt="tea", **kwargs)
+
+
+wrapped.__wrapped__ = missing_name  # type: ignore[attr-defined]
+
+
 def missing_module(text: str) -> Any:
     import no_such_module  # noqa: F401
 
@@ -459,8 +466,8 @@ def missing_on_a_class(text: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "function", [missing_name, missing_attribute, wrong_call, wrong_keyword, missing_module, missing_later,
-                 missing_on_a_class]
+    "function", [missing_name, missing_attribute, wrong_call, wrong_keyword, wrapped, missing_module,
+                 missing_later, missing_on_a_class]
 )  # fmt: skip
 async def test_a_bug_in_a_tool_is_not_charged_to_the_model(
     function: Any, shown: pytest.LogCaptureFixture
@@ -583,6 +590,14 @@ def passed_on(tables: list) -> Any:
     return [lookup(**table) for table in tables]
 
 
+def handled(payload: str) -> Any:
+    return lookup(**json.loads(payload))
+
+
+def constructed(payload: str) -> Any:
+    return Failure(Boundary.TOOL, *json.loads(payload))
+
+
 AMBIGUOUS: list[tuple[Any, dict[str, Any]]] = [
     (price_in_a_table, {"name": "coffee"}),
     (order_number, {"text": "which one?"}),
@@ -593,6 +608,9 @@ AMBIGUOUS: list[tuple[Any, dict[str, Any]]] = [
     (count_and_nothing, {"count": 1}),
     (summed, {"items": ["a"]}),
     (passed_on, {"tables": [{}]}),
+    (handled, {"payload": '{"nam": "tea"}'}),
+    (handled, {"payload": "{}"}),
+    (constructed, {"payload": "[]"}),
 ]
 
 

@@ -783,7 +783,16 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 6]
     assert result.best == run.checkpoints_path / "step-000002" != result.model
-    assert "Best checkpoint: `checkpoints/step-000002`" in run.report_path.read_text()
+    said = "Best checkpoint: `checkpoints/step-000002` (held-out success 1.000, after 2 steps of RL)"
+    assert said in run.report_path.read_text()
+
+
+def test_the_best_checkpoint_may_be_the_warm_starts_and_is_said_to_be(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", rl={"steps": 1}, warm_start={"steps": 1, "batch": 1})
+    result = ludus.train(**tables, **measured_code([0.0, 1.0, 0.5]), demonstrations=[ANSWER])
+    assert result.best == tmp_path / "run" / "checkpoints" / "step-000001" != result.model
+    assert result.report.best_stage == "after the warm start"
+    assert "1.000, after the warm start)" in RunFolder(tmp_path / "run").report_path.read_text()
 
 
 def test_a_stage_ends_early_and_a_killed_run_knows_it(tmp_path: Path) -> None:

@@ -330,7 +330,11 @@ def test_conversations_in_the_forms_that_people_have(
     ("row", "problem"),
     [
         ({"text": "2+3?"}, "there is no 'messages'; it has: text"),
-        ({"conversations": [{"from": "robot", "value": "?"}]}, "role must be .* not 'robot'"),
+        (
+            {"conversations": [{"from": "robot", "value": "?"}]},
+            "shown.jsonl, line 1, .*role must be .*tool .*human, gpt, .*not 'robot'",
+        ),
+        ({"messages": [{"role": "robot", "content": "?"}]}, "line 1, .*assistant or tool, not 'robot'"),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "function_call is not JSON"),
         ({"prompt": "2+3?", "completion": 5}, "line 1, is not a conversation"),
         ({"prompt": "2+3?", "completion": ""}, "line 1, is not a conversation .* the answer is empty"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
-from ludus.core.messages import Json, ToolCall
+from ludus.core.messages import ToolCall
 from ludus.core.success import is_success
 from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolResult
@@ -23,6 +23,7 @@ from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset
+from ludus.tools.schema import example_of
 from ludus.training.parts import Parts, load_parts
 from ludus.training.recipe import Recipe, load_recipe
 from ludus.training.set_building import SetPlan, plans_of
@@ -38,8 +39,6 @@ SECONDS = 60.0
 """How long a part of a check may take."""
 GRACE = 5.0
 """How long what is stopped may take to clean up."""
-_TEXTS = ("alpha", "7", "beta, gamma = 3")
-_DEEPEST = 8
 
 
 def recipe_findings(
@@ -237,36 +236,6 @@ def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]
     if results and all(result.fault is Fault.TOOL_TIMEOUT for result in results):
         return [("warning", f"{told}: does it ever return? Its `timeout` says how long a call may take")]
     return [("info", f"{told}: try it yourself with ludus check tool")]
-
-
-def example_of(schema: Json, variant: int, depth: int = 0) -> Any:
-    """A value that a schema allows; another one for each variant, where it allows several."""
-    if "const" in schema or "enum" in schema:
-        options = schema.get("enum", [schema.get("const")])
-        return options[variant % len(options)]
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return example_of(schema[key][variant % len(schema[key])], variant, depth + 1)
-    kind = schema.get("type")
-    if kind == "object" and depth < _DEEPEST:
-        wanted = schema.get("required", ()) if variant % 2 else schema.get("properties", {})
-        inner = schema.get("properties", {})
-        return {name: example_of(inner[name], variant, depth + 1) for name in wanted if name in inner}
-    if kind == "array" and depth < _DEEPEST:
-        items = schema.get("prefixItems") or [schema.get("items", {})] * max(
-            schema.get("minItems", 0), variant + 1
-        )
-        return [example_of(item, variant, depth + 1) for item in items[: schema.get("maxItems")]]
-    if kind in ("integer", "number"):
-        low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
-        high = schema.get("maximum", schema.get("exclusiveMaximum", low + VARIANTS + 1) - 1)
-        return min(low + variant, max(low, high))
-    if kind == "boolean":
-        return variant % 2 == 0
-    if kind == "null" or (kind not in ("string", None)):
-        return None
-    text = _TEXTS[variant % len(_TEXTS)]
-    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
 
 def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:

@@ -103,9 +103,8 @@ def _report(console: Console, result: Result, recipe: Recipe) -> None:
     console.print(Text(f"report:  {result.run.report_path}"), soft_wrap=True)
     console.print(Text(f"model:   {result.model}"), soft_wrap=True)
     if result.best is not None and result.best != result.model:
-        console.print(
-            Text(f"best:    {result.best}   (ludus eval RUN --checkpoint best)"), soft_wrap=True
-        )
+        how = f"{result.report.best_stage}; ludus eval RUN --checkpoint best"
+        console.print(Text(f"best:    {result.best}   ({how})"), soft_wrap=True)
     following = f"ludus rollout {result.run.path} --tasks 3   (watch it play)"
     if not (recipe.tasks.train or recipe.task_sets):  # nothing of its own to play
         following = f"ludus rollout RECIPE -m {result.run.path}   (watch it play the tasks of a recipe)"

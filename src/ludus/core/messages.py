@@ -78,11 +78,16 @@ class Message:
             return raw
         if not isinstance(raw, Mapping):
             raise ValueError(f'a message is {{"role": "user", "content": "..."}}, not {raw!r:.80}')
-        if "from" in raw and "role" not in raw:
+        is_sharegpt = "from" in raw and "role" not in raw
+        if is_sharegpt:
             raw = _from_sharegpt(raw)
         role, content = raw.get("role"), _text(raw.get("content"), bool(raw.get("tool_calls")))
         if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"a message's role must be system, user, assistant or tool, not {role!r}")
+            others = ", ".join(_SHAREGPT) if is_sharegpt else ""
+            also = f" (in ShareGPT's form also {others})" if others else ""
+            raise ValueError(
+                f"a message's role must be system, user, assistant or tool{also}, not {role!r}"
+            )
         if not isinstance(content, str):
             raise ValueError(
                 f"a message's content must be a string, or a list of parts of type text, not {content!r:.80}"

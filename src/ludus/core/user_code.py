@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
 _ALWAYS = (NameError, ImportError, NotImplementedError)
@@ -42,6 +42,7 @@ _MOST_TRACEBACK_CHARS = 6_000
 _MOST_PLACES = 1_000
 _FIRST_CALLS = 10
 _RAISE = dis.opmap["RAISE_VARARGS"]
+_UNPACKING = dis.opmap["CALL_FUNCTION_EX"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,21 @@ def place_of(error: BaseException) -> str | None:
     return f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
 
 
+def defined_at(function: Callable[..., Any]) -> str | None:
+    """Where user code defines a function: file:line in function. None for ours, and for what has no code."""
+    code = _code_of(function)
+    if code is None or _is_ours(code.co_filename):
+        return None
+    return f"{_short(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    found: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
+    return found
+
+
 def is_accident(error: BaseException) -> bool:
     """Whether the innermost frame is user code that did not say `raise`.
 
@@ -125,11 +141,22 @@ def is_bug(error: BaseException) -> bool:
     It is one if a name or a module does not exist, if a module, a class or an object of user code lacks an
     attribute, or if a call does not fit the signature of what it calls. Every other AttributeError and
     TypeError may come of what the code was given: `CATALOGUE.get(item)["price"]`,
-    `re.search(...).group(1)`, `json.loads(payload)["query"]`. So may KeyError, ValueError and arithmetic.
+    `re.search(...).group(1)`, `json.loads(payload)["query"]`. So may KeyError, ValueError and arithmetic, and
+    a call whose arguments are unpacked from a table: `handler(**json.loads(payload))`.
     """
     last = _last(error.__traceback__)
     ours = last is not None and _is_ours(last.tb_frame.f_code.co_filename)
-    return _is_of_code(error) and (ours or is_accident(error))
+    is_given = isinstance(error, TypeError) and last is not None and _is_unpacked(last)
+    return _is_of_code(error) and (ours or (is_accident(error) and not is_given))
+
+
+def _is_unpacked(last: TracebackType) -> bool:
+    """Whether a call that failed unpacked its arguments (`*`, `**`), other than those of a wrapper.
+
+    A wrapper hands on its own `**kwargs`, which the signature of what it wraps has let through.
+    """
+    code = last.tb_frame.f_code
+    return code.co_code[last.tb_lasti] == _UNPACKING and not code.co_flags & inspect.CO_VARKEYWORDS
 
 
 def _is_of_code(error: BaseException) -> bool:
@@ -180,9 +207,7 @@ _installed: set[str] = set()
 
 def register_user_code(function: Callable[..., Any]) -> None:
     """The package of this function is user code, even where it is installed among libraries."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = _code_of(function)
     if code is None or not {"site-packages", "dist-packages"} & set(Path(code.co_filename).parts):
         return
     if _is_ours(code.co_filename):

@@ -13,8 +13,11 @@ from ludus.core.task import Task
 from ludus.core.tooling import ToolContext, ToolSpec
 from ludus.envs.env import Env, as_step, call_env, reset_env
 from ludus.tools import as_toolset
+from ludus.tools.schema import example_of
 
 _SECONDS = 60.0
+_TEXT = "look"
+"""A plain-text action; whatever a model says, `step` has to take it."""
 
 
 class Severity(StrEnum):
@@ -48,8 +51,8 @@ async def check_env(
 ) -> list[Finding]:
     """Play `actions` (texts for `step`, or tool calls) twice; an empty list means nothing was found.
 
-    Without actions, those that the environment offers are used: the first of `available_actions()`, and
-    each tool that needs no arguments.
+    Without actions, those that the environment offers are used: the first of `available_actions()`, or each
+    tool that needs no arguments; or else calls that its tools' schemas allow, and a text where it has `step`.
     """
     check = _Check(factory, task, list(actions) if actions is not None else None, name)
     await check.run()
@@ -65,6 +68,8 @@ class _Check:
         self, factory: Callable[[], Any], task: Task, actions: list[Action] | None, name: str
     ) -> None:
         self._factory, self._task, self._actions, self._name = factory, task, actions, name
+        self._guessed: list[ToolCall] = []
+        """Calls that nobody said would work."""
         self._open: list[Any] = []
         self.findings: list[Finding] = []
 
@@ -121,8 +126,8 @@ class _Check:
     async def _play(self, env: Any) -> list[str]:
         """Do the actions; what the agent would have seen."""
         actions = self._actions if self._actions is not None else await self._own_actions(env)
-        if not actions:
-            self._warn("nothing was played", "give check_env some actions, as texts or tool calls")
+        if not actions and self._actions is None:
+            self._warn("it offers nothing to do", "mark methods with @tool, or write step")
         story: list[str] = []
         for action in actions:
             if isinstance(action, ToolCall):
@@ -141,7 +146,12 @@ class _Check:
         )
         if texts:
             return [str(texts[0])]
-        return [ToolCall(s.name) for s in await self._specs(env) if not s.parameters.get("required")]
+        specs = await self._specs(env)
+        if ready := [ToolCall(spec.name) for spec in specs if not spec.parameters.get("required")]:
+            return list(ready)
+        takes_text = getattr(type(env), "step", Env.step) is not Env.step
+        self._guessed = [ToolCall(spec.name, example_of(spec.parameters, 0)) for spec in specs]
+        return [*self._guessed, *([_TEXT] if takes_text else [])]
 
     async def _step(self, env: Any, action: str) -> tuple[str, bool]:
         raw = await self._try(
@@ -164,7 +174,7 @@ class _Check:
                 f"the tool {call.name!r} failed: {error}", "raise ToolFault for the model's faults"
             )
             raise _Broken from error
-        if result.fault is not None:
+        if result.fault is not None and call not in self._guessed:
             text = (
                 f"the tool {call.name!r} answered with the fault {result.fault}: {result.content[:200]}"
             )

@@ -90,7 +90,7 @@ async def evaluate(reward: Reward, trajectory: Trajectory, task: Task, envs: Map
         # parts that are final must not be read again: where what is paid is left out, they would be summed
         return found if isinstance(reward, SelfGuarded) else parts_of(found, reward.name)
 
-    return await guarded(reward.name, call)
+    return await guarded(reward.name, call, function=reward.score)
 
 
 async def evaluate_turns(
@@ -103,7 +103,7 @@ async def evaluate_turns(
         scores = await ask(reward, reward.score_turns, trajectory, task, envs)
         return turns_of(scores, reward.name, trajectory.turns)
 
-    return await guarded(reward.name, call)
+    return await guarded(reward.name, call, function=reward.score_turns)
 
 
 def takes_strictness(reward: Any) -> bool:

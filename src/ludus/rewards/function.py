@@ -99,7 +99,7 @@ class FunctionReward(EpisodeFunction):
         async def call() -> Parts:
             return parts_of(await self._result(trajectory, task, envs), self.name)
 
-        return await guarded(self.name, call, retries=self.retries)
+        return await guarded(self.name, call, retries=self.retries, function=self.function)
 
 
 class FunctionTurnReward(EpisodeFunction):
@@ -111,7 +111,7 @@ class FunctionTurnReward(EpisodeFunction):
         async def call() -> list[float | None]:
             return turns_of(await self._result(trajectory, task, envs), self.name, trajectory.turns)
 
-        return await guarded(self.name, call, retries=self.retries)
+        return await guarded(self.name, call, retries=self.retries, function=self.function)
 
 
 def checked_name(name: str) -> str:

@@ -27,7 +27,7 @@ class FunctionGroupReward(UserFunction):
         async def call() -> list[float]:
             return _checked(await self._call(wanted), self.name, group)
 
-        return await guarded(self.name, call, retries=self.retries)
+        return await guarded(self.name, call, retries=self.retries, function=self.function)
 
 
 def as_group_reward(thing: GroupReward | Callable[..., Any]) -> GroupReward:
@@ -49,7 +49,7 @@ async def evaluate_group(reward: GroupReward, group: Group) -> list[float]:
     async def call() -> list[float]:
         return _checked(await ask(reward, reward.score_group, group), reward.name, group)
 
-    return await guarded(reward.name, call)
+    return await guarded(reward.name, call, function=reward.score_group)
 
 
 def _checked(values: Any, name: str, group: Group) -> list[float]:

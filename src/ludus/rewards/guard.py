@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.core.user_code import located, show_once
+from ludus.core.user_code import defined_at, located, show_once
 from ludus.rewards.values import ScoreError
 
 T = TypeVar("T")
@@ -29,8 +29,17 @@ class SelfGuarded:
     """Marks rewards whose `score` already raises nothing but what `guarded` raises."""
 
 
-async def guarded(name: str, call: Callable[[], Awaitable[T]], *, retries: int = 0) -> T:
-    """What `call` gives; a persistent error becomes an `InfraError` at the boundary REWARD."""
+async def guarded(
+    name: str,
+    call: Callable[[], Awaitable[T]],
+    *,
+    retries: int = 0,
+    function: Callable[..., Any] | None = None,
+) -> T:
+    """What `call` gives; a persistent error becomes an `InfraError` at the boundary REWARD.
+
+    `function` is what the user wrote: of a value that is no score, no traceback says where it comes from.
+    """
     attempt = 0
     while True:
         attempt += 1
@@ -43,7 +52,7 @@ async def guarded(name: str, call: Callable[[], Awaitable[T]], *, retries: int =
                 if isinstance(error, InfraError):
                     error.attempts = max(error.attempts, attempt)
                     raise
-                raise _failure(name, error, attempt) from error
+                raise _failure(name, error, attempt, function) from error
         await asyncio.sleep(_FIRST_PAUSE * 2 ** min(attempt - 1, 6))
 
 
@@ -66,9 +75,14 @@ def _retries_for(error: BaseException, retries: int) -> int:
     return max(retries, _CONNECTION_RETRIES) if isinstance(error, ConnectionError) else retries
 
 
-def _failure(name: str, error: BaseException, attempts: int) -> InfraError:
-    what = str(error) if isinstance(error, ScoreError) else located(error)
-    if not isinstance(error, ScoreError):
+def _failure(
+    name: str, error: BaseException, attempts: int, function: Callable[..., Any] | None
+) -> InfraError:
+    if isinstance(error, ScoreError):
+        place = defined_at(function) if function is not None else None
+        what = f"{error} ({place})" if place else str(error)
+    else:
+        what = located(error)
         show_once(_log, f"the reward {name!r}", error)
     passing = isinstance(error, ConnectionError | TimeoutError)
     return InfraError(

@@ -10,7 +10,7 @@ programming errors of the tool (`core.user_code.is_bug`): a name, a module, or a
 object of the tool's own that does not exist, and calls that do not fit a signature. These came out of an
 expression in the tool's own code, nobody raised them on purpose, and they do not quote what the model gave.
 They are failures of ours: the model could not have done better. Other errors may be the model's doing, and
-stay its fault: a None that a lookup gave, what a library raises, text that was run.
+stay its fault: a None that a lookup gave, what a library raises, text that was run, `handler(**table)`.
 """
 
 from __future__ import annotations

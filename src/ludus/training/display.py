@@ -45,7 +45,9 @@ class Display:
         if phase != self._phase or self._bar is None:
             self.close()
             self._phase = phase
-            bar = Progress(total, phase, console=self._console, first=step - 1, shown=_SHOWN)
+            # KTO learns from single episodes
+            shown = {**_SHOWN, "dpo/pairs": "episodes"} if phase.startswith("KTO") else _SHOWN
+            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
             self._bar = self._open.enter_context(bar)
         self._bar.update(step, metrics)
 

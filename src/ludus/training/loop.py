@@ -34,7 +34,7 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.evaluation import Evaluation
-from ludus.training.report import no_signal_text, stage_of
+from ludus.training.report import no_signal_text, stage_kind, stage_of
 from ludus.training.stages import Stage, Step, build_stage
 from ludus.training.stages.checking import check_failures
 from ludus.training.stages.given import check_given
@@ -224,8 +224,9 @@ class Trainer:
 
     def _phase(self, stage: Stage) -> str:
         """What the stage is called where people read: counted, where there are several of its kind."""
-        stages, number = self.recipe.stages, self.progress.stage
-        alike = [place for place, config in enumerate(stages) if config.kind == stages[number].kind]
+        number = self.progress.stage
+        kinds = [stage_kind(config) for config in self.recipe.stages]
+        alike = [place for place, kind in enumerate(kinds) if kind == kinds[number]]
         place = f" ({alike.index(number) + 1} of {len(alike)})" if len(alike) > 1 else ""
         return f"{stage.phase}{place}"
 

@@ -19,13 +19,12 @@ from ludus.observe import (
 from ludus.observe.report import LOSSES, Cell, markdown_text
 from ludus.observe.store import read_failures
 from ludus.training.recipe import Recipe
-from ludus.training.settings import RLConfig
+from ludus.training.settings import PreferenceConfig, RLConfig, StageConfig
 from ludus.training.steps import best_of, steps_of
 
 _NAMES = {
     "sft": "the warm start",
     "rl": "RL",
-    "dpo": "DPO",
     "rejection": "rejection sampling",
     "distill": "distillation",
     "eval": "the evaluation",
@@ -56,6 +55,8 @@ class Report:
     """For each stage with a loss of its own: its steps, and the loss at its beginning and its end."""
     best: Path | None = None
     """The checkpoint with the best held-out number."""
+    best_stage: str = ""
+    """When that was, such as "after the warm start": the best need not be of the last stage."""
     warnings: list[str] = field(default_factory=list)
     """What the numbers do not tell by themselves: lost episodes, steps that taught nothing."""
 
@@ -64,15 +65,17 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
     """Draw `curve.png` and write `report.md` into the run's folder."""
     best = best_of(run.metrics(), recipe)
     path = {one.step: one.path for one in run.checkpoints()}.get(best.step) if best else None
+    when = stage_of(best.step, recipe) if best else ""
     report = Report(
-        _rows(run, recipe), _samples(run, recipe), _losses(run, recipe), path, _warnings(run)
+        _rows(run, recipe), _samples(run, recipe), _losses(run, recipe), path, when, _warnings(run)
     )
     plot_curve(run.curve_path, run.metrics(), title=recipe.name)
     tables = [(COLUMNS, report.rows), (LOSS_COLUMNS, report.losses)]
     parts = [f"# {run.name}\n", *(table_markdown(*table) for table in tables if table[1]), *_passes(run)]
     if best is not None and path is not None:
         by = recipe.evaluation.best_by
-        parts.append(f"Best checkpoint: `checkpoints/{path.name}` (held-out {by} {best.value:.3f})\n")
+        found = f"held-out {by} {best.value:.3f}, {when}"
+        parts.append(f"Best checkpoint: `checkpoints/{path.name}` ({found})\n")
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
     for label, trajectory in report.samples:
@@ -96,10 +99,15 @@ def stage_of(step: int, recipe: Recipe) -> str:
 
 def _name(number: int, recipe: Recipe) -> str:
     """What a stage is called, counted where there are several of its kind."""
-    kinds = [config.kind for config in recipe.stages]
+    kinds = [stage_kind(config) for config in recipe.stages]
     kind = kinds[number]
     many = kinds.count(kind) > 1
-    return f"{_NAMES[kind]} {kinds[:number].count(kind) + 1}" if many else _NAMES[kind]
+    return f"{kind} {kinds[:number].count(kind) + 1}" if many else kind
+
+
+def stage_kind(config: StageConfig) -> str:
+    """What stages of its kind are called; preferences go by their loss."""
+    return config.title if isinstance(config, PreferenceConfig) else _NAMES[config.kind]
 
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:

@@ -266,6 +266,11 @@ class PreferenceConfig(Config):
         return self
 
     @property
+    def title(self) -> str:
+        """What the loss is called where people read."""
+        return {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO"}[self.loss]
+
+    @property
     def scale(self) -> float:
         """Beta, or the usual one of the loss."""
         usual = 2.0 if self.loss == "simpo" else 0.1

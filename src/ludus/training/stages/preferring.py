@@ -41,12 +41,12 @@ _STATE = "preference.json"
 class Preference(Stage):
     """Learn to prefer the better of two episodes."""
 
-    phase = "DPO"
     prefix = "dpo"
 
     def __init__(self, workshop: Workshop, folder: Path, config: PreferenceConfig) -> None:
         super().__init__(workshop, folder, config.steps)
         self._config = config
+        self.phase = config.title
         # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
         temperature = workshop.recipe.sampling.temperature if config.pairs is None else 1.0
         self._learner = Learner(workshop.model, config.optimizer, config.steps, temperature, self.seed)

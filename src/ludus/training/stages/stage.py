@@ -29,7 +29,7 @@ class Step:
 class Stage:
     """One part of a run. The trainer counts its steps, writes down what they show, and saves between them."""
 
-    phase: ClassVar[str] = "stage"
+    phase: str = "stage"
     """What it is called where people read."""
     prefix: ClassVar[str] = ""
     """What its metrics are called, before the slash; RL's have none."""
