@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
 
-.PHONY: quickstart test test-slow test-gpu lint format bench clean help
+.PHONY: quickstart test test-slow test-gpu lint format bench shape clean help
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+shape: $(VENV)/.installed-dev  ## Files, lines, names used twice, how many files a token passes (ARGS=-v lists them)
+	$(BIN)/python dev/shape.py $(ARGS)
 
 clean:  ## Remove what was built; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
