@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ludus.core.concurrency import frozen_gc
 from ludus.core.generation import Completion, FinishReason, Sampling
-from ludus.core.heap import settled_heap
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
@@ -186,7 +186,7 @@ def measure(tasks: int, attempts: int, tokenizer: HFTokenizer) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for is_busy in (False, True):
         rollout = rollout_of(engine, tokenizer, Agent(), attempts, places)
-        with settled_heap(), company(is_busy):
+        with frozen_gc(), company(is_busy):
             started = time.perf_counter()
             played = asyncio.run(play(rollout, given))
             ludus = time.perf_counter() - started

@@ -27,9 +27,8 @@ from pathlib import Path
 from ludus_side import RECIPE, LudusSafe
 from safe_job import SAMPLE_RESULT, Job, StepRecord
 
-from ludus.core.messages import Message
+from ludus.core.messages import Message, ToolContext
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
 from ludus.envs.safe import training_tasks
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer

@@ -12,9 +12,8 @@ from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
     from ludus.core.failures import InfraError, ToolFault
-    from ludus.core.messages import Message, ToolCall
+    from ludus.core.messages import Message, ToolCall, ToolResult
     from ludus.core.task import Task
-    from ludus.core.tooling import ToolResult
     from ludus.core.trajectory import Group, Trajectory
     from ludus.envs import Env
     from ludus.rewards import group_reward, reward

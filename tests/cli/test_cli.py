@@ -459,7 +459,7 @@ def test_a_run_of_imitation_alone_has_a_table_a_curve_and_a_next_that_works(proj
 
 WAITING = """
 import asyncio, ludus
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolSpec
 
 loops = set()
 

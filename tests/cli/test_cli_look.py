@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ludus.cli.checking import _judged
 from ludus.cli.main import app
 from ludus.core.failures import Fault
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.observe import RunFolder
 from ludus.training import Recipe, train
 from ludus.training.report import no_signal_text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludus.core.heap import settled_heap
+from ludus.core.concurrency import frozen_gc
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def watched() -> weakref.ref[Knot]:
 def test_new_garbage_is_collected_and_old_garbage_after_the_end() -> None:
     old = Knot()
     seen = weakref.ref(old)
-    with settled_heap():
+    with frozen_gc():
         assert gc.get_freeze_count() > 0
         new = watched()
         gc.collect()
@@ -47,13 +47,13 @@ def test_new_garbage_is_collected_and_old_garbage_after_the_end() -> None:
 
 def test_what_was_garbage_before_is_not_kept() -> None:
     seen = watched()
-    with settled_heap():
+    with frozen_gc():
         assert seen() is None
 
 
 def test_only_the_outermost_ends_it() -> None:
-    with settled_heap():
-        with pytest.raises(ValueError, match="inside"), settled_heap():
+    with frozen_gc():
+        with pytest.raises(ValueError, match="inside"), frozen_gc():
             raise ValueError("inside")
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
@@ -62,7 +62,7 @@ def test_only_the_outermost_ends_it() -> None:
 def test_what_somebody_else_has_frozen_stays_so() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    with settled_heap(), settled_heap():
+    with frozen_gc(), frozen_gc():
         pass
     assert gc.get_freeze_count() == before
 
@@ -73,8 +73,8 @@ def test_an_interrupt_at_the_start_leaves_nothing_behind(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(gc, "collect", interrupted)
-        with pytest.raises(KeyboardInterrupt), settled_heap():
+        with pytest.raises(KeyboardInterrupt), frozen_gc():
             pass
-    with settled_heap():
+    with frozen_gc():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ludus.core.looping import run_to_end
+from ludus.core.concurrency import run_coroutine
 
 word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
 
@@ -21,7 +21,7 @@ async def work(value: int) -> tuple[int, str, str]:
 
 
 def test_without_a_loop_it_runs_here() -> None:
-    assert run_to_end(work(3)) == (3, "none", threading.current_thread().name)
+    assert run_coroutine(work(3)) == (3, "none", threading.current_thread().name)
 
 
 def test_errors_have_no_other_error_behind_them() -> None:
@@ -29,13 +29,13 @@ def test_errors_have_no_other_error_behind_them() -> None:
         raise ValueError("so it is")
 
     with pytest.raises(ValueError, match="so it is") as found:
-        run_to_end(fail())
+        run_coroutine(fail())
     assert found.value.__context__ is None
 
 
 async def test_inside_a_loop_it_runs_in_a_thread_that_sees_the_same_context() -> None:
     word.set("given")
-    value, seen, thread = run_to_end(work(3))
+    value, seen, thread = run_coroutine(work(3))
     assert (value, seen) == (3, "given")
     assert thread == "ludus-run"
     assert not any(one.name == "ludus-run" for one in threading.enumerate())
@@ -46,7 +46,7 @@ async def test_what_it_raises_is_raised() -> None:
         raise ValueError("so it is")
 
     with pytest.raises(ValueError, match="so it is"):
-        run_to_end(fail())
+        run_coroutine(fail())
 
 
 def test_an_interrupt_cancels_it_and_waits_for_its_end() -> None:
@@ -61,7 +61,7 @@ def test_an_interrupt_cancels_it_and_waits_for_its_end() -> None:
             notes.append("cleaned up")
 
     async def outer() -> None:
-        run_to_end(long())
+        run_coroutine(long())
 
     loop = asyncio.new_event_loop()  # `asyncio.run` would take the interrupt for itself
     before = signal.signal(

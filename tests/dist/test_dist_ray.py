@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
 from ludus.dist import RayHost
 from ludus.serve import ToolServer
 from ludus.tools.hosting import EpisodeLost, OutcomeUnknown

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import FinishReason, Sampling
-from ludus.core.protocols import Engine
+from ludus.core.generation import Engine, FinishReason, Sampling
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
 

@@ -15,9 +15,8 @@ import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Engine, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
-from ludus.core.protocols import Engine
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine import thread as engine_thread
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from openai_server import OpenAIServer, Raw, chat, error, serving, text
 
 from ludus.core.failures import ConfigError, EngineError, Fault
-from ludus.core.generation import FinishReason, Sampling
+from ludus.core.generation import Engine, FinishReason, Sampling
 from ludus.core.messages import Message
-from ludus.core.protocols import Engine
 from ludus.core.task import Task
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
 from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, TranscriptTokenizer

@@ -14,9 +14,8 @@ from rollout_parts import assert_exact, called, fake, play_one, renderer, rollou
 
 from ludus.core.failures import Fault
 from ludus.core.generation import FinishReason
-from ludus.core.messages import Message, ToolCall
+from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, Trajectory
 from ludus.rollouts import Rollout
 

@@ -12,10 +12,9 @@ from rollout_parts import assert_exact, called, fake, play_one, renderer, rollou
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.generation import FinishReason
-from ludus.core.messages import Message, ToolCall
+from ludus.core.messages import Message, ToolCall, ToolResult
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
-from ludus.core.tooling import ToolResult
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, expert, held_out_tasks, opened

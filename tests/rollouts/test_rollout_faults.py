@@ -14,9 +14,8 @@ from rollout_process_tools import die, die_once
 
 from ludus.core.failures import Aborted, Boundary, EngineError, Fault, InfraError, ToolFault
 from ludus.core.generation import Sampling
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory
 from ludus.envs import Env, EnvPool
 from ludus.observe import rollout_metrics

@@ -11,9 +11,8 @@ from rollout_parts import assert_exact, attempt_of, called, fake, play, play_one
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
-from ludus.core.messages import Message
+from ludus.core.messages import Message, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import reward

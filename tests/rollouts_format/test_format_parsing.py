@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolCall, ToolSpec
 from ludus.rollouts.formats import FORMATS, ActionFormat, load_format
 from ludus.rollouts.formats.base import MAX_CALLS
 

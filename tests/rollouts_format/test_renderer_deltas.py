@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Completion, FinishReason
-from ludus.core.messages import Message, ToolCall
+from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.tooling import ToolResult, ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.rollouts.formats import FORMATS, load_format
 from ludus.rollouts.renderers import Renderer

@@ -20,9 +20,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Message, ToolCall
-from ludus.core.protocols import Tokenizer
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer

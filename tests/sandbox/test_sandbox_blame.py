@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from ludus.core.failures import Fault, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
 from ludus.sandbox import (
     Limits,
     Outcome,

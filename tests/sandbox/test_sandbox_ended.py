@@ -12,9 +12,8 @@ import pytest
 import pytest_asyncio
 
 from ludus.core.failures import Fault
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
 from ludus.sandbox import (
     CannotFork,
     Limits,

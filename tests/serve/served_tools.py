@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ludus.core.failures import Boundary, InfraError
-from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.messages import ToolContext, ToolResult
 from ludus.tools import tool
 
 MEMORY: dict[str, list[str]] = {}

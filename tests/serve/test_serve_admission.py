@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.serve.admission import Admission, Ticket
 from ludus.serve.journal import Entry, Journal, Outcome
 from ludus.serve.problems import Problem

@@ -14,8 +14,7 @@ import pytest
 from server_process import ServerProcess, context, lines_of, raw_exchange, serving
 
 from ludus.core.failures import Boundary, Fault, InfraError
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolSet
+from ludus.core.messages import ToolCall, ToolSet
 from ludus.tools import CombinedTools, LocalTools
 from ludus.tools.remote import RemoteTools
 from ludus.tools.remote.wire import BatchAnswer, ErrorAnswer, HealthBody, ResultBody, SessionBody

@@ -8,10 +8,9 @@ from typing import Any
 
 from server_process import TOOLS, ServerProcess, lines_of, serving, until
 
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.tooling import ToolSet
 from ludus.core.trajectory import Group
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward

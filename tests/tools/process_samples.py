@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.tools import Tool, tool
 
 

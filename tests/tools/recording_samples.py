@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ludus.core.failures import Boundary, Fault, InfraError
-from ludus.core.messages import Json, ToolCall
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 
 REDIS_PROGRAM = shutil.which("redis-server")
 """The real server; without it, a stand-in that knows no passwords and chokes on megabytes."""

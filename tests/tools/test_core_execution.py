@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.execution import (
+from ludus.core.concurrency import (
     DeadlineExceeded,
     FunctionExited,
     ThreadExecutor,
@@ -149,7 +149,7 @@ def test_one_executor_serves_several_event_loops_at_once():
 def test_a_hung_thread_does_not_hold_up_the_exit_of_the_interpreter():
     code = """
     import asyncio, time
-    from ludus.core.execution import run_sync
+    from ludus.core.concurrency import run_sync
     async def main():
         try:
             await run_sync(time.sleep, 3600, timeout=0.05)

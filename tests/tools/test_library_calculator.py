@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import Fault, ToolFault
+from ludus.core.messages import ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult
 from ludus.tools.library.calculator import calculator
 from ludus.tools.library.expressions import evaluate
 from ludus.tools.library.numbers import CalculationError, shown

@@ -10,9 +10,8 @@ import pytest
 import pytest_asyncio
 
 from ludus.core.failures import Fault, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet
 from ludus.sandbox import Limits, SandboxConfig, SandboxUnavailable, SessionLost, shared_sandbox
 from ludus.tools.library import build_toolset
 

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError, Fault, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
 from ludus.sandbox.sql import Blob, LongText, QueryResult
 from ludus.tools.library import build_toolset

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Media
+from ludus.core.messages import Media, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 from ludus.tools import Tool, tool
 from ludus.tools.recording.keys import (
     Unkeyable,

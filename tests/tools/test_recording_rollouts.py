@@ -10,10 +10,9 @@ import pytest
 from recording_samples import Notebook
 
 from ludus.core.failures import Boundary, ConfigError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.tooling import ToolSet
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from recording_samples import Notebook, episode, redis_server
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import Media, ToolCall
+from ludus.core.messages import Media, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet
 from ludus.tools import CombinedTools, LocalTools, as_toolset, tool
 from ludus.tools.recording import RecordedTools, SQLiteStore, Statistics, Store, StoreError, recorded
 from ludus.tools.recording.keys import Label

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from ludus.core.failures import Fault, ToolFault
+from ludus.core.messages import ToolContext
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext
 from ludus.tools import tool
 from ludus.tools.arguments import fit
 from ludus.tools.signature import signature_of

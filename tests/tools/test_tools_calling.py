@@ -18,10 +18,10 @@ import process_samples
 import pytest
 
 import ludus
-from ludus.core.execution import shared_threads
+from ludus.core.concurrency import shared_threads
 from ludus.core.failures import Boundary, ConfigError, Failure, Fault, InfraError, ToolFault
+from ludus.core.messages import ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult
 from ludus.core.user_code import forget_shown
 from ludus.tools import Tool, tool
 from ludus.tools.limiter import Limiter

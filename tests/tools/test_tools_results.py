@@ -16,9 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ludus.core.messages import Media
+from ludus.core.messages import Media, ToolResult
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.tooling import ToolResult
 from ludus.tools.results import OutputLimits, cut, result_of, text_of
 
 NOTE = re.compile(r"\n\.\.\. \[([\d,]+) characters left out\] \.\.\.\n")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from ludus.core.failures import ConfigError
-from ludus.core.tooling import ToolContext
+from ludus.core.messages import ToolContext
 from ludus.tools import Tool, tool
 from ludus.tools.schema import children
 

@@ -313,7 +313,7 @@ async def test_length_has_its_price_and_success_stays_success() -> None:
     assert lengths == [6, 15, 46]
     assert [t.reward for t in played.groups[0].trajectories] == [1.0, 0.75, 0.5]
     assert [t.rewards["overlong"] for t in played.groups[0].trajectories] == [0.0, -0.25, -0.5]
-    assert all(ludus.core.success.is_success(t) for t in played.groups[0].trajectories)
+    assert all(ludus.core.trajectory.is_success(t) for t in played.groups[0].trajectories)
     assert all(t.rewards["starts"] == 1.0 for t in played.groups[0].trajectories)
 
 

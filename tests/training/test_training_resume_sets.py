@@ -11,9 +11,9 @@ from training_helpers import TINY, add, even, tasks
 
 import ludus
 from ludus.core.failures import ConfigError, InfraError
+from ludus.core.messages import ToolContext
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.tooling import ToolContext
 from ludus.engine import FakeEngine
 from ludus.training import Parts, Recipe, Result
 from ludus.training.set_building import close_task_sets

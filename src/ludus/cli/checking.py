@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
-from ludus.core.messages import ToolCall
-from ludus.core.success import is_success
+from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_accidents, forget_shown, waiting_places
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards

@@ -17,7 +17,7 @@ from ludus.observe.run import TrajectoryFile
 from ludus.observe.store import select_trajectories
 
 if TYPE_CHECKING:
-    from ludus.core.protocols import Tokenizer
+    from ludus.core.tokenizer import Tokenizer
 
 _ALL = 100_000_000
 

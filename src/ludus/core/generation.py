@@ -1,10 +1,14 @@
-"""What is asked of an engine, and what it answers."""
+"""The interface of an engine: what it is asked (`Sampling`) and what it answers (`Completion`)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from ludus.core.messages import Media
 
 
 class FinishReason(StrEnum):
@@ -86,3 +90,46 @@ class Completion:
     """The stop string that was met; it may have ended inside the last token."""
     cached_tokens: int = 0
     """How many tokens of the context did not have to be computed."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Something that generates tokens with a policy whose version it knows."""
+
+    @property
+    def policy_version(self) -> int:
+        """Counts the weight updates; cached KV of another version is never used."""
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these."""
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """The log-probability of each token given those before it; the first one's is 0."""
+
+    async def fork(self, session: str, into: str) -> None:
+        """Make session `into` share everything that `session` has computed so far."""
+
+    async def release(self, session: str) -> None:
+        """Forget a session; unknown names are ignored, so that clean-up is always safe."""
+
+    async def abort(self, session: str) -> None:
+        """End the session's running request now; its caller gets what there is, as ABORTED."""
+
+    async def pause(self) -> None:
+        """Return when nothing is being computed; requests wait until `resume`."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    async def update_weights(self) -> int:
+        """The weights have changed: drop what was cached, count one up, return the new version."""
+
+    async def close(self) -> None:
+        """Stop; requests still waiting fail with `EngineError`."""

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ludus.core import process_worker
-from ludus.core.execution import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
+from ludus.core.concurrency import DeadlineExceeded, FunctionExited, ThreadExecutor, WorkerError
 from ludus.core.failures import ConfigError
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no files: one id per byte, plus special tokens. For tests and tiny models."""
+"""The interface of a tokenizer, and a byte-level one that needs no files (tests and tiny models)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Protocol
 
 from ludus.core.messages import Json
 
@@ -18,6 +19,36 @@ SPECIALS = (
     "<think>",
     "</think>",
 )
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Only new text is ever encoded, and decoding is for people and parsers."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a turn."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """How many ids there are."""
+
+    @property
+    def controls(self) -> Mapping[str, int]:
+        """The special tokens by their text. Templates write them; content must not be able to."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids for `text`, special tokens recognised, nothing added at either end."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids for `text` in which nothing is special: a control token's text stays text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text for ids, special tokens included; never raises on an incomplete character."""
+
+    def apply_chat_template(
+        self, messages: Sequence[Json], tools: Sequence[Json] | None, add_generation_prompt: bool
+    ) -> str:
+        """The conversation as one text."""
 
 
 class ByteTokenizer:

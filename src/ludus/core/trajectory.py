@@ -19,9 +19,10 @@ tokens the advantage +0.71 and each action token of the other attempt -0.71; obs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Protocol
 
 from ludus.core.failures import Failure, Fault
 from ludus.core.generation import FinishReason, VersionSpan
@@ -189,3 +190,44 @@ class Group:
     @property
     def trainable(self) -> list[Trajectory]:
         return [trajectory for trajectory in self.trajectories if trajectory.is_trainable]
+
+
+SUCCESS = "success"
+_CLOSE = 1e-9
+
+
+def is_success(trajectory: Trajectory, threshold: float = 1.0) -> bool:
+    """Whether the episode succeeded.
+
+    A part called "success" decides where there is one: at least 1 is a success. Otherwise the total
+    decides: at least `threshold`. Give a reward the name "success" when bonuses or group rewards could
+    lift a failure over the threshold. An episode that was not scored is no success, and no failure of
+    the model either: leave it out of rates (`Trajectory.is_trainable`).
+    """
+    if not trajectory.is_trainable or trajectory.reward is None:
+        return False
+    if SUCCESS in trajectory.rewards:
+        return trajectory.rewards[SUCCESS] >= 1.0 - _CLOSE
+    return trajectory.reward >= threshold - _CLOSE
+
+
+class Reward(Protocol):
+    """Scores one episode. A reward may read the episode's environments before they are released."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def score(
+        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Parts by name; the part called like the reward itself is the one that counts."""
+
+
+class GroupReward(Protocol):
+    """Scores all attempts at a task together."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def score_group(self, group: Group) -> list[float]:
+        """One number for each trajectory of the group."""

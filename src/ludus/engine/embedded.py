@@ -21,7 +21,7 @@ from torch import nn
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
-from ludus.core.protocols import Tokenizer
+from ludus.core.tokenizer import Tokenizer
 from ludus.engine.adopt import use_ludus_attention
 from ludus.engine.backbone import context_limit, sampling_mode, vocabulary_size
 from ludus.engine.config import EngineConfig

@@ -11,8 +11,8 @@ import numpy as np
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
-from ludus.core.protocols import Tokenizer
 from ludus.core.random import uniforms
+from ludus.core.tokenizer import Tokenizer
 from ludus.engine.kv import common_prefix
 from ludus.engine.stopping import StopWatcher
 

@@ -8,9 +8,8 @@ from enum import StrEnum
 from typing import Any
 
 from ludus.core.failures import ConfigError, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolSpec
 from ludus.envs.env import Env, as_step, call_env, reset_env
 from ludus.tools import as_toolset
 from ludus.tools.schema import example_of

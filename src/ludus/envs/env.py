@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Media
+from ludus.core.messages import Json, Media, ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolResult
 from ludus.tools import FunctionTool
 
 

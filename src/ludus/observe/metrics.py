@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from ludus.core.failures import Boundary, Fault
-from ludus.core.success import is_success
-from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory
+from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory, is_success
 
 Success = Callable[[Trajectory], bool]
 

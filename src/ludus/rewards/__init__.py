@@ -1,6 +1,6 @@
 """Rewards: plain Python functions that score episodes, their composition, and a first library."""
 
-from ludus.core.success import is_success
+from ludus.core.trajectory import is_success
 from ludus.rewards.arithmetic import numeric
 from ludus.rewards.check import Finding, Problem, RewardReport, check_rewards, synthetic_episode
 from ludus.rewards.compose import Composite, FormatGate, Gate, ToolBonus, Weighted, combine

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
-from ludus.core.execution import WorkerError
+from ludus.core.concurrency import WorkerError
 from ludus.core.failures import LudusError
 from ludus.core.processes import ProcessExecutor
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from ludus.core.failures import InfraError
 from ludus.core.messages import Message
-from ludus.core.success import is_success
 from ludus.core.task import Task, numbered
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory, is_success
 from ludus.rewards.evaluate import Scoring, TurnReward
 from ludus.rewards.scorer import Scorer
 

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import Reward
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.episode import good_calls, made_calls
 from ludus.rewards.evaluate import Scoring, as_reward, evaluate, evaluate_all, members, weight_of
 from ludus.rewards.function import checked_name, checked_weight

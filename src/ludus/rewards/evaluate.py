@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import GroupReward, Reward
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import GroupReward, Reward, Trajectory
 from ludus.rewards.function import FunctionReward, FunctionTurnReward, UserFunction
 from ludus.rewards.guard import DEFAULT_TIMEOUT, SelfGuarded, guarded, in_time
 from ludus.rewards.parameters import STRICTNESS, current_strictness

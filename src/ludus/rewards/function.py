@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, overload
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory

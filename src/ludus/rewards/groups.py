@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, overload
 
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import GroupReward
-from ludus.core.trajectory import Group
+from ludus.core.trajectory import Group, GroupReward
 from ludus.rewards.evaluate import ask
 from ludus.rewards.function import UserFunction
 from ludus.rewards.guard import DEFAULT_TIMEOUT, guarded

@@ -18,8 +18,8 @@ from typing import Any, get_type_hints
 
 from ludus.core.config_problems import misfit
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import GroupReward, Reward
 from ludus.core.registry import Registry
+from ludus.core.trajectory import GroupReward, Reward
 from ludus.rewards.evaluate import TurnReward, as_scoring
 from ludus.rewards.function import UserFunction
 from ludus.rewards.groups import as_group_reward

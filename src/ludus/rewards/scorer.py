@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import GroupReward, Reward
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
 from ludus.rewards.evaluate import (
     Scoring,
     TurnReward,

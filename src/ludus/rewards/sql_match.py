@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.core.user_code import located
 from ludus.envs import Env, call_env, step_env
 from ludus.tools import Tool

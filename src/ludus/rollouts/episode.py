@@ -17,12 +17,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ludus.core.failures import Aborted, ConfigError, Fault
-from ludus.core.generation import Completion, FinishReason, Sampling
-from ludus.core.messages import Message, ToolCall
-from ludus.core.protocols import Engine
+from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.renderers import NextContext, Renderer

@@ -27,12 +27,10 @@ from ludus.core.failures import (
     InfraError,
     MissingExtraError,
 )
-from ludus.core.generation import Sampling
-from ludus.core.messages import Message
-from ludus.core.protocols import Engine
+from ludus.core.generation import Engine, Sampling
+from ludus.core.messages import Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolSet
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.core.user_code import show_once
 from ludus.envs import EnvPool, Lease

@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from ludus.core.tooling import waiting_for_others
+from ludus.core.messages import waiting_for_others
 from ludus.sandbox.body import Body
 from ludus.sandbox.closing import ClosedAtExit
 from ludus.sandbox.config import Limits, SandboxConfig

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from aiohttp import web
 
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Json, ToolResult
 from ludus.serve.journal import Outcome
 from ludus.serve.problems import Problem
 from ludus.tools.hosting.encoding import dump, result_to_json

@@ -15,8 +15,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Json, ToolResult
 from ludus.serve.admission import Bytes, Share
 from ludus.serve.answers import accepted, json_answer, outcome_answer, problem_answer, stream_answer
 from ludus.serve.api import ENDPOINTS, MOST_MILLISECONDS, openapi_document

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.serve.problems import Problem
 from ludus.tools.hosting.encoding import dump
 from ludus.tools.remote.wire import CallBody, ErrorKind

@@ -9,8 +9,7 @@ import time
 from contextvars import ContextVar
 from typing import TextIO
 
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Json, ToolResult
 from ludus.serve.problems import Problem
 
 _log = logging.getLogger("ludus.serve.access")

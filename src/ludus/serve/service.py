@@ -12,9 +12,8 @@ import asyncio
 import secrets
 
 from ludus.core.failures import InfraError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, yielding_slot
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, yielding_slot
 from ludus.serve.admission import Admission, Share, Ticket
 from ludus.serve.journal import Entry, Journal, Outcome
 from ludus.serve.logs import log_call

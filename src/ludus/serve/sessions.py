@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from ludus.core.failures import InfraError
-from ludus.core.tooling import ToolContext, ToolSpec
+from ludus.core.messages import ToolContext, ToolSpec
 from ludus.serve.admission import Admission, Ticket
 from ludus.serve.journal import Entry
 from ludus.serve.metrics import Metrics

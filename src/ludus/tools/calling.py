@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ludus.core.execution import DeadlineExceeded, FunctionExited, WorkerError, run_sync
+from ludus.core.concurrency import DeadlineExceeded, FunctionExited, WorkerError, run_sync
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
+from ludus.core.messages import ToolResult
 from ludus.core.processes import NotPicklable, shared_processes
-from ludus.core.tooling import ToolResult
 from ludus.core.user_code import UserError, mentions, note_call, show_once
 from ludus.tools.results import OutputLimits, clean, cut, result_of
 

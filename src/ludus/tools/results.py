@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from ludus.core.messages import Media
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Media, ToolResult
 
 Encode = Callable[[str], Sequence[int]]
 

@@ -16,8 +16,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolContext
+from ludus.core.messages import Json, ToolContext
 from ludus.tools.docstrings import parse_docstring
 from ludus.tools.schema import tidy
 

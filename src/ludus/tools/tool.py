@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
 from ludus.tools.arguments import fit
 from ludus.tools.calling import Invocation, invoke

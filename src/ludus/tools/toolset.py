@@ -7,8 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.results import Encode, OutputLimits
 from ludus.tools.tool import Tool, tool
 

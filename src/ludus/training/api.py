@@ -13,11 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ludus.core.concurrency import frozen_gc, run_coroutine
 from ludus.core.config import apply_overrides, read_toml
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
-from ludus.core.heap import settled_heap
-from ludus.core.looping import run_to_end
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.core.user_code import forget_shown
@@ -146,7 +145,7 @@ def train(
     show = Console(stderr=True) if progress else None
     again = "ludus.train(resume={path!r}, ...) with the same tasks, tools and rewards"
     objects = objects_of(given)
-    return run_to_end(train_async(resolved, parts, run, on_step, objects, show=show, again=again))
+    return run_coroutine(train_async(resolved, parts, run, on_step, objects, show=show, again=again))
 
 
 def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
@@ -205,7 +204,7 @@ def rollout(
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
     tasks = {one.name: one.parts.tasks for one in plans_of(resolved, parts)}
-    return run_to_end(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
+    return run_coroutine(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
 
 
 def evaluate(
@@ -228,7 +227,7 @@ def evaluate(
     if not any(tasks.values()):
         raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
     drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
-    return run_to_end(
+    return run_coroutine(
         play(resolved, parts, tasks, attempts or resolved.evaluation.attempts, drawn, seed)
     )
 
@@ -247,7 +246,7 @@ async def play(
     player = await player_of(recipe.model.name, recipe)
     async with player.open(recipe, parts) as sets:
         chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
-        with settled_heap():
+        with frozen_gc():
             return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)
 
 
@@ -353,7 +352,7 @@ async def _train_in(
             if is_resumed:  # now that it can be gone on with: what was written after it will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
-            with settled_heap():
+            with frozen_gc():
                 trainer = Trainer(workshop, writer, on_step)
                 await trainer.train(checkpoint)
         report = write_report(writer, trainer.recipe)

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
-from ludus.core.messages import Message, parse_messages
+from ludus.core.messages import Message, ToolSpec, parse_messages
 from ludus.core.task import Task
-from ludus.core.tooling import ToolSpec
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories
 from ludus.rollouts.formats.base import THINK

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolSpec
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine.backbone import context_limit
 from ludus.rollouts.renderers import Renderer

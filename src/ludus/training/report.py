@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent
-from ludus.core.success import is_success
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     RunFolder,
     atomic_write,

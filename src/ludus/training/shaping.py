@@ -10,8 +10,7 @@ import torch
 
 from ludus.algos import overlong_penalty, resample_on_correct, roc_penalty
 from ludus.core.failures import ConfigError
-from ludus.core.success import SUCCESS, is_success
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import SUCCESS, Group, Trajectory, is_success
 from ludus.training.broken import has_penalties, kinds_of, penalty
 from ludus.training.settings import OverlongConfig, RLConfig
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ludus.core.failures import ConfigError, LudusError
-from ludus.core.generation import Sampling
-from ludus.core.protocols import Engine, Tokenizer
+from ludus.core.generation import Engine, Sampling
+from ludus.core.messages import ToolContext, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer

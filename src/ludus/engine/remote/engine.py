@@ -23,7 +23,7 @@ from typing import Any, Literal
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling
 from ludus.core.messages import Json, Media
-from ludus.core.protocols import Tokenizer
+from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.address import Address
 from ludus.engine.remote.bodies import (
     MOST_STOPS,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ludus.core.failures import ToolFault
+from ludus.core.messages import ToolResult
 from ludus.core.task import Task
-from ludus.core.tooling import ToolResult
 from ludus.envs.env import Env
 from ludus.tools import tool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.rewards.judging.comparing import Manner, same_output
 from ludus.rewards.judging.specs import StdinCase
 from ludus.sandbox import Execution, Outcome

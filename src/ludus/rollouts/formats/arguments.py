@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolCall, ToolSpec
 from ludus.rollouts.formats.base import malformed
 from ludus.rollouts.formats.json_calls import BadJson, whole_json, write_json
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Message, Role, ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Message, Role, ToolCall, ToolResult, ToolSpec
 
 THINK = ("<think>", "</think>")
 _SPACE = re.compile(r"\s*")

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ludus.core.messages import Role, ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.arguments import Target, targets
 from ludus.rollouts.formats.base import (
     MAX_CALLS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Role, ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     ActionFormat,
     ParsedAction,

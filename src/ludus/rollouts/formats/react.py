@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
-from ludus.core.messages import Role, ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.arguments import Target, main_argument, summaries
 from ludus.rollouts.formats.base import (
     ActionFormat,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Role, ToolCall
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.arguments import Target, targets, without_fence, without_frame
 from ludus.rollouts.formats.base import (
     MAX_CALLS,

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ludus.core.protocols import Tokenizer
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.renderers.pieces import Piece
 from ludus.rollouts.renderers.placeholders import SCHEMA_WORDS, same_length

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolSpec
 from ludus.rollouts.renderers.pieces import Entry
 
 Kept = TypeVar("Kept")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import ToolSpec
 from ludus.rollouts.renderers.pieces import Piece
 
 Span = tuple[int, int]

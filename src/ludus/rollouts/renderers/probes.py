@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Message, ToolCall
-from ludus.core.protocols import Tokenizer
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Json, Message, ToolCall, ToolResult, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.formats.base import THINK, ActionFormat
 from ludus.rollouts.renderers.abilities import Abilities
 from ludus.rollouts.renderers.pieces import Entry, entries

@@ -11,9 +11,8 @@ from typing import Literal, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Completion, FinishReason
-from ludus.core.messages import Message
-from ludus.core.protocols import Tokenizer
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Message, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import SegmentKind, TokenSequence
 from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
 from ludus.rollouts.renderers.cache import Recent, RenderCache, tools_key

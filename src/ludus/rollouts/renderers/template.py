@@ -20,9 +20,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json
-from ludus.core.protocols import Tokenizer
-from ludus.core.tooling import ToolSpec
+from ludus.core.messages import Json, ToolSpec
+from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.renderers.breaking import Breaker, Way
 from ludus.rollouts.renderers.cache import Recent, tools_key

@@ -9,9 +9,8 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import Json, Media, Message, ToolCall
+from ludus.core.messages import Json, Media, Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolResult, ToolSpec
 from ludus.tools.hosting.host import EpisodeLost, OutcomeUnknown, ToolFacts
 from ludus.tools.results import text_of
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import CombinedTools, LocalTools
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from ludus.core.config import Config
-from ludus.core.tooling import ToolSet
+from ludus.core.messages import ToolSet
 from ludus.sandbox import SandboxConfig
 
 ToolReference = str | dict[str, Any]

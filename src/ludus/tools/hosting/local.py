@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.hosting.host import HostHealth, ToolFacts, facts_of
 from ludus.tools.toolset import shut
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import Json, ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.tools.hosting.encoding import (
     facts_from_json,
     result_from_json,

@@ -13,8 +13,7 @@ import sys
 
 from ludus.core import process_worker
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, ToolCall
-from ludus.core.tooling import ToolContext
+from ludus.core.messages import Json, ToolCall, ToolContext
 from ludus.tools.hosting import frames
 from ludus.tools.hosting.encoding import (
     error_to_json,

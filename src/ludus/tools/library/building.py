@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
+from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
-from ludus.core.tooling import ToolSet
 from ludus.tools.library.kits import Kit
 from ludus.tools.results import Encode
 from ludus.tools.tool import Tool

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from ludus.core.config import Config
 from ludus.core.failures import InfraError, ToolFault
-from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.messages import ToolContext, ToolResult
 from ludus.sandbox import Session
 from ludus.tools.library.kits import Kit
 from ludus.tools.library.sandboxed import SandboxTool

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ludus.core.config import Config
 from ludus.core.failures import Fault
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.sandbox import Execution, Outcome
 from ludus.tools.library.kits import Kit
 from ludus.tools.library.sessions import EpisodeSessions

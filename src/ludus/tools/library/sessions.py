@@ -21,8 +21,8 @@ from pydantic import Field
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
+from ludus.core.messages import ToolContext, waiting_for_others
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, waiting_for_others
 from ludus.sandbox import Execution, SandboxConfig, Session, SessionEnded, shared_sandbox
 
 GONE = "[A new session was started: the earlier variables, processes and files are gone.]"

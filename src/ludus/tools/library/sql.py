@@ -7,7 +7,7 @@ from typing import Literal
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, Fault, ToolFault
-from ludus.core.tooling import ToolContext, ToolResult
+from ludus.core.messages import ToolContext, ToolResult
 from ludus.sandbox.sql import Database, QueryResult, SqlLimits, SqlProblem, read_schema, run_query
 from ludus.tools.library.kits import Kit
 from ludus.tools.library.sandboxed import SandboxTool

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Message
+from ludus.core.messages import Json, Message, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
 
 NO_HISTORY = ""
 _SCHEME = "ludus-recording-1"

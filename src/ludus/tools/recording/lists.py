@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludus.core.failures import Boundary, InfraError
-from ludus.core.tooling import ToolContext, ToolSet, ToolSpec
+from ludus.core.messages import ToolContext, ToolSet, ToolSpec
 from ludus.tools.recording.keys import NO_HISTORY, list_key, spec_version, specs_key
 from ludus.tools.recording.records import BadRecord, decode_specs, encode_specs
 from ludus.tools.recording.store import Store, StoreError

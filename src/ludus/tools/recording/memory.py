@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ludus.core.execution import run_sync
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, InfraError
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import ToolResult
 from ludus.tools.recording.keys import Label
 from ludus.tools.recording.misses import explain_miss
 from ludus.tools.recording.modes import Mode

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from ludus.core.failures import Boundary, InfraError
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.tools.recording.session import EpisodeSession, Statistics
 from ludus.tools.toolset import shut
 

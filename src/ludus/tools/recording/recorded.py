@@ -19,8 +19,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.recording.keys import (
     NO_HISTORY,
     Label,

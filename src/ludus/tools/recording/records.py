@@ -12,8 +12,7 @@ import zlib
 from typing import Any
 
 from ludus.core.failures import Fault
-from ludus.core.messages import Json, Media
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import Json, Media, ToolResult, ToolSpec
 
 _COMPRESS_FROM = 4_096
 _PLAIN, _COMPRESSED = b"j", b"z"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ludus.core.execution import WorkerError
+from ludus.core.concurrency import WorkerError
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.tools.recording.keys import Label
 from ludus.tools.recording.store import StoreError

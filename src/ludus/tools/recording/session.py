@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.core.messages import ToolCall
-from ludus.core.tooling import ToolResult, ToolSpec
+from ludus.core.messages import ToolCall, ToolResult, ToolSpec
 from ludus.tools.recording.keys import Label, next_history
 
 

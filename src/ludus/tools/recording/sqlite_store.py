@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ludus.core.execution import WorkerError
+from ludus.core.concurrency import WorkerError
 from ludus.core.failures import ConfigError
 from ludus.tools.recording.keys import Label
 from ludus.tools.recording.store import StoreError

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ludus.core.execution import ThreadExecutor
+from ludus.core.concurrency import ThreadExecutor
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.tooling import ToolSet
+from ludus.core.messages import ToolSet
 from ludus.tools.recording.keys import canonical
 from ludus.tools.tool import FunctionTool, Tool, tool
 

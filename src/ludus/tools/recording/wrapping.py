@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.core.tooling import ToolSet
+from ludus.core.messages import ToolSet
 from ludus.tools.recording.modes import Mode, OnDivergence, Scope, chosen
 from ludus.tools.recording.recorded import RecordedTools
 from ludus.tools.recording.store import open_store

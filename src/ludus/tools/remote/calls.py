@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludus.core.failures import Fault
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Json, ToolResult
 from ludus.tools.hosting.encoding import dump
 from ludus.tools.hosting.host import OutcomeUnknown
 from ludus.tools.remote.episodes import SESSION_GONE, Episode, Session, Sessions

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Json, ToolCall
-from ludus.core.tooling import ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.tools.remote.calls import Attempts
 from ludus.tools.remote.episodes import Episode, RemoteCounters, Session, Sessions
 from ludus.tools.remote.patience import Contact, Patience

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.tooling import ToolContext, ToolSpec
+from ludus.core.messages import ToolContext, ToolSpec
 from ludus.tools.hosting.encoding import dump, spec_from_json, task_to_json
 from ludus.tools.hosting.host import EpisodeLost
 from ludus.tools.remote.patience import Patience

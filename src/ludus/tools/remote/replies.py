@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Json
-from ludus.core.tooling import ToolResult
+from ludus.core.messages import Json, ToolResult
 from ludus.tools.hosting.encoding import result_from_json
 from ludus.tools.hosting.host import OutcomeUnknown
 from ludus.tools.remote.transport import Reply

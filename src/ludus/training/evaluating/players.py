@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.protocols import Tokenizer
+from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote import (
     Address,
     RemoteEngine,

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from ludus.core.success import is_success
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core.trajectory import Group, StopReason, Trajectory, is_success
 from ludus.observe.statistics import (
     Estimate,
     PairedTest,

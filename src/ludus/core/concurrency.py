@@ -1,4 +1,6 @@
-"""Running sync code where it blocks nobody: in daemon threads of our own.
+"""Threads, event loops and the garbage collector: sync code from async code, and async code from sync code.
+
+`ThreadExecutor` runs sync functions in daemon threads, so that they never block the event loop.
 
 Who waits for whom. A caller awaits its own future. Jobs wait in one first-in-first-out queue; at most
 `max_workers` threads take from it, and threads are started only when nobody is idle. A deadline counts
@@ -15,11 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -244,3 +249,88 @@ def run_sync(
 ) -> Coroutine[Any, Any, T]:
     """Await a sync function that runs in a shared daemon thread; `TimeoutError` when it takes longer."""
     return shared_threads().run(function, *args, timeout=timeout, **kwargs)
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`; where a loop is running already, as in a notebook, on a loop in a thread of its own.
+
+    The caller waits either way. An interrupt cancels the coroutine, and is raised when that has ended.
+    """
+    if not _is_in_a_loop():
+        return asyncio.run(coroutine)
+    outcome: Future[T] = Future()
+    began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        began.set_result((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    def work() -> None:
+        try:
+            outcome.set_result(asyncio.run(main()))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="ludus-run")
+    thread.start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        loop, task = began.result()
+        if not outcome.done():
+            loop.call_soon_threadsafe(task.cancel)
+        raise
+    finally:
+        thread.join()
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+_lock = threading.RLock()
+_inside = 0
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """What exists now is left alone by the garbage collector until the end.
+
+    A process that has imported torch holds a million objects that never become garbage. A full collection walks
+    over all of them, and for that fifth of a second no episode goes on and no GPU is given work. What is made
+    inside is collected as ever; only a cycle among older objects has to wait. May be nested, and entered by
+    several threads. A heap that somebody else has frozen stays as it is.
+    """
+    with _lock:
+        is_ours = _begin()
+    try:
+        yield
+    finally:
+        if is_ours:
+            with _lock:
+                _end()
+
+
+def _begin() -> bool:
+    """Whether what is frozen now is ours to thaw."""
+    global _inside
+    if _inside == 0:
+        if gc.get_freeze_count() > 0:
+            return False
+        gc.collect()
+        gc.freeze()
+    _inside += 1
+    return True
+
+
+def _end() -> None:
+    global _inside
+    _inside -= 1
+    if _inside == 0:
+        gc.unfreeze()
