@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core.generation import Sampling
 from ludus.engine import EmbeddedEngine, head_logits, hidden_states
-from ludus.engine.dense import Rule
+from ludus.engine.attention import Rule
 
 VOCABULARY = 300
 

@@ -41,9 +41,9 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.algos import LossInputs, load_algorithm
-from ludus.engine import packed, use_ludus_attention, varlen
-from ludus.engine.dense import Rule
-from ludus.engine.recompute import set_recompute
+from ludus.engine import packed_attention, use_ludus_attention
+from ludus.engine.attention import Rule
+from ludus.engine.hf_model import set_recompute
 from ludus.training.learner import Learner
 from ludus.training.packing import Columns, Pack, packs_of
 from ludus.training.rows import Row
@@ -300,10 +300,12 @@ def attention_table(shape: str, tokens: int) -> str:
         )
         query, key, value = drawn
         times: list[float] = []
-        kernels: tuple[varlen.Kernel | None, ...] = (varlen.flash, varlen.flash_expanded, None)
+        chosen_by_device = packed_attention.kernel_for
+        flash, expanded = packed_attention.flash, packed_attention.flash_expanded
+        kernels: tuple[packed_attention.Kernel | None, ...] = (flash, expanded, None)
         for kernel in kernels:
-            packed.kernel_for = lambda *_, chosen=kernel: chosen  # type: ignore[assignment]
-            context = packed.PackedContext(batch.lengths, device)
+            packed_attention.kernel_for = lambda *_, chosen=kernel: chosen  # type: ignore[assignment]
+            context = packed_attention.PackedContext(batch.lengths, device)
             rule = Rule(size**-0.5)
             for turn in range(13):
                 if turn == 3:
@@ -313,7 +315,7 @@ def attention_table(shape: str, tokens: int) -> str:
                 torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
             torch.cuda.synchronize()
             times.append((time.perf_counter() - started) / 10)
-        packed.kernel_for = varlen.kernel_for
+        packed_attention.kernel_for = chosen_by_device
         lines.append(
             f"| {batch.name} | " + " | ".join(f"{seconds * 1e3:.2f}" for seconds in times) + " |"
         )

@@ -12,15 +12,15 @@ from engine_models import make, prompts, stock_greedy
 from ludus.core.generation import Sampling
 from ludus.engine import use_ludus_attention
 from ludus.engine.cuda import graphs as graphs_module
-from ludus.engine.cuda import short
+from ludus.engine.cuda import prefill
 from ludus.engine.cuda.decode import RowState
 from ludus.engine.cuda.graphs import Shape, StepGraphs
 from ludus.engine.cuda.runner import StaticRunner
-from ludus.engine.requests import Request
-from ludus.engine.staging import Mirror
-from ludus.engine.worker import Worker
+from ludus.engine.engine_core import Worker
+from ludus.engine.scheduler import Request
+from ludus.kernels.device import Mirror
 
-SIZES = [short.SIZES, ((8, 2), (32, 3)), ((4, 1), (16, 2), (64, 64)), ((16, 1),)]
+SIZES = [prefill.SIZES, ((8, 2), (32, 3)), ((4, 1), (16, 2), (64, 64)), ((16, 1),)]
 
 
 class Graph:
@@ -75,7 +75,7 @@ class Flights:
 
 def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Worker]:
     """A worker that captures early, with odd sizes, narrow tables and little room."""
-    monkeypatch.setattr(short, "SIZES", source.choice(SIZES))
+    monkeypatch.setattr(prefill, "SIZES", source.choice(SIZES))
     monkeypatch.setattr(graphs_module, "_TRIES", source.choice([0, 1]))
     monkeypatch.setattr(graphs_module, "_PATIENCE", source.choice([0, 2]))
     monkeypatch.setattr(graphs_module, "_FIRST_WIDTH", source.choice([8, 16, 1024]))

@@ -21,16 +21,10 @@ from transformers import (
 )
 
 from ludus import kernels
-from ludus.engine import PackedContext, decoder_of, hidden_states, use_ludus_attention
-from ludus.engine.cuda.contexts import DecodeContext, PrefillContext
-from ludus.engine.fused import (
-    blocks,
-    blueprint_of,
-    fused_hidden_states,
-    is_joined,
-    joint_linear,
-    unrecognised,
-)
+from ludus.engine import PackedContext, decoder_of, fused_model, hidden_states, use_ludus_attention
+from ludus.engine.fused_linear import is_joined, joint_linear
+from ludus.engine.fused_model import blueprint_of, fused_hidden_states, unrecognised
+from ludus.engine.paged_attention import DecodeContext, PrefillContext
 
 SIZES = {
     "vocab_size": 60,
@@ -69,7 +63,7 @@ def operations(request, monkeypatch):
     """What the forward is made of: torch operations, or the kernels (in the interpreter without a GPU)."""
     if request.param == "compiled":
         pytest.importorskip("triton")
-        for module in (blocks, kernels.gating, kernels.low_rank, kernels.norm, kernels.rotary):
+        for module in (fused_model, kernels.layers, kernels.lora):
             monkeypatch.setattr(module, "unavailable", lambda device: None)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine.cuda.reserved import ReservedMemory
+from ludus.engine.cuda.kv_cache import ReservedMemory
 from ludus.engine.cuda.runner import StaticRunner
 
 pytestmark = [

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import use_ludus_attention
-from ludus.engine.requests import Request
-from ludus.engine.worker import Worker
+from ludus.engine.engine_core import Worker
+from ludus.engine.scheduler import Request
 
 SESSIONS = [f"s{i}" for i in range(5)]
 

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling
 from ludus.engine import use_ludus_attention
-from ludus.engine.requests import Request
-from ludus.engine.stopping import StopWatcher
-from ludus.engine.worker import Worker
+from ludus.engine.engine_core import Worker
+from ludus.engine.scheduler import Request, StopWatcher
 
 AHEAD = {"is_static": True, "lookahead": 1}
 SESSIONS, TURNS = 6, 3

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ludus.engine.kv import Holding, KvBooks, common_prefix
-from ludus.engine.ledger import PageLedger
+from ludus.engine.block_manager import Holding, KvBooks, PageLedger, common_prefix
 
 PAGE = 4
 tokens_lists = st.lists(st.integers(0, 1), min_size=1, max_size=22)

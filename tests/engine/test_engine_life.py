@@ -18,7 +18,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Engine, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.engine import thread as engine_thread
+from ludus.engine import engine as engine_module
 
 GREEDY = Sampling(max_tokens=6, temperature=0)
 LONG = Sampling(max_tokens=200, temperature=0)
@@ -266,7 +266,7 @@ def test_several_event_loops_one_after_the_other() -> None:
 
 
 def test_a_forgotten_engine_leaves_no_thread_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "_IDLE_SECONDS", 0.01)
     engine = EmbeddedEngine(make())
     asyncio.run(engine.generate([1, 2, 3], GREEDY))
     thread = engine._thread._thread

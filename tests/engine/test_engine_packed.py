@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.engine.dense import Rule
-from ludus.engine.packed import split_by_length
+from ludus.engine.attention import Rule
+from ludus.engine.packed_attention import split_by_length
 
 LENGTHS = [3, 17, 1, 29, 17, 8, 40, 5]
 

@@ -15,9 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.engine import EmbeddedEngine, use_ludus_attention
-from ludus.engine.cuda import choice
-from ludus.engine.cuda.pages import PageShape
-from ludus.engine.forward import why_not_fused
+from ludus.engine.cuda import runner as cuda_runner
+from ludus.engine.cuda.kv_cache import PageShape
+from ludus.engine.model_runner import why_not_fused
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig
 
@@ -60,7 +60,7 @@ def test_stock_attentions_differ_more_in_bfloat16_than_a_fixed_tolerance() -> No
 def test_sharp_attention_is_taken_in_every_format(dtype: torch.dtype, seed: int) -> None:
     model = sharp_qwen2(dtype, seed)
     use_ludus_attention(model)
-    assert isinstance(choice.usable_shape(model, page_size=16), PageShape)
+    assert isinstance(cuda_runner.usable_shape(model, page_size=16), PageShape)
 
 
 def test_the_probe_leaves_the_weights_as_they_were() -> None:
@@ -116,20 +116,20 @@ def _without_the_oldest(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_wrong_paged_kernels_are_found_in_bfloat16(
     name: str, is_blind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = f"ludus.engine.cuda.contexts.{name}"
-    real = getattr(__import__("ludus.engine.cuda.contexts", fromlist=[name]), name)
+    place = f"ludus.engine.paged_attention.{name}"
+    real = getattr(__import__("ludus.engine.paged_attention", fromlist=[name]), name)
     model = sharp_qwen2()
     use_ludus_attention(model)
     monkeypatch.setattr(place, _zeros if is_blind else _without_the_oldest(real))
-    assert "other hidden states" in str(choice.usable_shape(model, page_size=16))
+    assert "other hidden states" in str(cuda_runner.usable_shape(model, page_size=16))
 
 
 async def test_the_slower_runner_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    choice._say.cache_clear()
-    monkeypatch.setattr("ludus.engine.cuda.contexts.paged_decode", _zeros)
-    monkeypatch.setattr("ludus.engine.worker.runner_for", _static(choice.runner_for))
+    cuda_runner._say.cache_clear()
+    monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", _zeros)
+    monkeypatch.setattr("ludus.engine.engine_core.runner_for", _static(cuda_runner.runner_for))
     with caplog.at_level(logging.WARNING):
         engine = EmbeddedEngine(sharp_qwen2())
         await engine.generate([1, 2, 3], Sampling(max_tokens=2, temperature=0))
@@ -148,7 +148,7 @@ def _stays_on_the_fast_path(model: nn.Module, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         use_ludus_attention(model)
         assert why_not_fused(model) is None
-        assert isinstance(choice.usable_shape(model, page_size=16), PageShape)
+        assert isinstance(cuda_runner.usable_shape(model, page_size=16), PageShape)
     assert not caplog.text
 
 

@@ -17,18 +17,17 @@ from torch import Tensor
 from ludus.core.failures import EngineError
 from ludus.core.generation import Sampling
 from ludus.engine import use_ludus_attention
-from ludus.engine.cuda import choice, prefill, short
+from ludus.engine.config import EngineStats
+from ludus.engine.cuda import prefill
+from ludus.engine.cuda import runner as cuda_runner
 from ludus.engine.cuda.decode import rows_for
 from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
-from ludus.engine.cuda.pages import FixedStore, PageShape
-from ludus.engine.cuda.reserved import KeptMemory
+from ludus.engine.cuda.kv_cache import FixedStore, KeptMemory, PageShape
 from ludus.engine.cuda.runner import StaticRunner, fingerprint
-from ludus.engine.requests import Request
-from ludus.engine.runner import Runner
-from ludus.engine.scheduler import Chunk
-from ludus.engine.staging import Mirror, sent
-from ludus.engine.stats import EngineStats
-from ludus.engine.worker import Worker
+from ludus.engine.engine_core import Worker
+from ludus.engine.model_runner import Runner
+from ludus.engine.scheduler import Chunk, Request
+from ludus.kernels.device import Mirror, sent
 
 CPU = torch.device("cpu")
 
@@ -286,25 +285,25 @@ def test_whoever_does_not_fit_into_less_memory_is_told() -> None:
     assert _greedy(worker, [[1, 2, 3]], 6)[0].tokens == stock_greedy(model, [1, 2, 3], 6)
 
 
-@pytest.mark.parametrize("sizes", [((4, 1),), short.SIZES])
+@pytest.mark.parametrize("sizes", [((4, 1),), prefill.SIZES])
 def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     sizes: tuple[tuple[int, int], ...],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make()
-    states = short.TurnParts.hidden_states
+    states = prefill.TurnParts.hidden_states
     counts: list[int] = []
 
-    def scarce(parts: short.TurnParts, inputs: dict[str, Tensor], tables: Tensor) -> Any:
+    def scarce(parts: prefill.TurnParts, inputs: dict[str, Tensor], tables: Tensor) -> Any:
         tokens = len(inputs["ids_T"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
         counts.append(tokens)
         return states(parts, inputs, tables)
 
-    monkeypatch.setattr(short.TurnParts, "hidden_states", scarce)
-    monkeypatch.setattr(short, "SIZES", sizes)
+    monkeypatch.setattr(prefill.TurnParts, "hidden_states", scarce)
+    monkeypatch.setattr(prefill, "SIZES", sizes)
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     worker = _worker(model, tokens_per_step=100)
@@ -327,12 +326,12 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     assert isinstance(failed, EngineError)
 
 
-@pytest.mark.parametrize("sizes", [((4, 1),), ((8, 2), (32, 3)), short.SIZES])
+@pytest.mark.parametrize("sizes", [((4, 1),), ((8, 2), (32, 3)), prefill.SIZES])
 def test_short_passes_over_static_buffers_give_what_long_ones_give(
     sizes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of several sessions come and go while others decode, some of them with the same beginning."""
-    monkeypatch.setattr(short, "SIZES", sizes)
+    monkeypatch.setattr(prefill, "SIZES", sizes)
     ran: list[Shape] = []
     run = StepGraphs.run
     monkeypatch.setattr(StepGraphs, "run", lambda self, shape: (ran.append(shape), run(self, shape))[1])
@@ -345,7 +344,7 @@ def test_short_passes_over_static_buffers_give_what_long_ones_give(
         assert answers == [stock_greedy(model, context, 7) for context in contexts]
         turns = zip(contexts, answers, prompts([4, 11, 2, 19, 1, 1], seed=6), strict=True)
         contexts = [context + answer + heard for context, answer, heard in turns]
-    used = {(shape.tokens, shape.rows) for shape in ran if shape.kind == short.KIND}
+    used = {(shape.tokens, shape.rows) for shape in ran if shape.kind == prefill.KIND}
     assert used <= {(tokens, min(rows, 5)) for tokens, rows in sizes}
     assert used
 
@@ -375,8 +374,8 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    choice._say.cache_clear()
-    monkeypatch.setattr(choice, "sample", _raise(ValueError("odd vocabulary")))
+    cuda_runner._say.cache_clear()
+    monkeypatch.setattr(cuda_runner, "sample", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, Runner)
     assert "odd vocabulary" in caplog.text
@@ -388,12 +387,12 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 def test_kernels_that_compute_something_else_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    choice._say.cache_clear()
+    cuda_runner._say.cache_clear()
 
     def zeros(*arguments: Any, **_: Any) -> Tensor:
         return torch.zeros_like(arguments[0])
 
-    monkeypatch.setattr("ludus.engine.cuda.contexts.paged_decode", zeros)
+    monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", zeros)
     worker = _worker(make(), lookahead=None)
     assert isinstance(worker._runner, Runner)
     assert "other hidden states" in caplog.text
@@ -404,7 +403,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert choice.page_shape(model) == PageShape(layers, 2, 8, torch.float32)
+    assert cuda_runner.page_shape(model) == PageShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:

@@ -14,7 +14,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import FinishReason, Sampling
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import EmbeddedEngine
-from ludus.engine.stopping import StopWatcher
+from ludus.engine.scheduler import StopWatcher
 
 
 def _pieces(tokens: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ludus.engine.turnstile import Turnstile
+from ludus.engine.engine import Turnstile
 
 
 async def _settled() -> None:

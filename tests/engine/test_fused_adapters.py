@@ -9,8 +9,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus import kernels
-from ludus.engine import PackedContext, decoder_of, hidden_states, use_ludus_attention
-from ludus.engine.fused import blocks, blueprint_of, fused_hidden_states, is_joined, projection
+from ludus.engine import (
+    PackedContext,
+    decoder_of,
+    fused_linear,
+    fused_model,
+    hidden_states,
+    use_ludus_attention,
+)
+from ludus.engine.fused_linear import is_joined
+from ludus.engine.fused_model import blueprint_of, fused_hidden_states
 
 peft: Any = pytest.importorskip("peft")
 
@@ -60,7 +68,7 @@ def operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("compiled kernels want tensors of the GPU")
-        for module in (blocks, kernels.gating, kernels.low_rank, kernels.norm, kernels.rotary):
+        for module in (fused_model, kernels.layers, kernels.lora):
             monkeypatch.setattr(module, "unavailable", lambda device: None)
 
 
@@ -144,7 +152,7 @@ def test_dropout_is_left_to_the_layer(called: list[str]) -> None:
 def test_where_the_kernels_are_distrusted_layers_compute_their_own(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projection, "low_rank_distrusted", lambda device: True)
+    monkeypatch.setattr(fused_linear, "low_rank_distrusted", lambda device: True)
     model = adapted()
     assert_same(model)
     assert len(called) == 2 * 14
@@ -273,7 +281,7 @@ def test_what_others_have_hung_onto_a_layer_is_called(where: str) -> None:
 def test_sums_in_parts_give_the_gradient_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, operations: None
 ) -> None:
-    low_rank = pytest.importorskip("ludus.kernels.compiled.low_rank")
+    low_rank = pytest.importorskip("ludus.kernels.triton_lora")
     monkeypatch.setattr(low_rank, "_DEPTH", 16)
     monkeypatch.setattr(low_rank, "_CHUNK", 16)
     assert_same(adapted())

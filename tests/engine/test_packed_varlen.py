@@ -10,10 +10,9 @@ import torch
 from engine_models import make, prompts
 from torch import Tensor
 
-from ludus.engine import PackedContext, hidden_states, use_ludus_attention, varlen
-from ludus.engine import packed as packed_module
-from ludus.engine.dense import Rule
-from ludus.engine.varlen import Bounds, first_sound, flash_expanded, kernel_for
+from ludus.engine import PackedContext, hidden_states, packed_attention, use_ludus_attention
+from ludus.engine.attention import Rule
+from ludus.engine.packed_attention import Bounds, first_sound, flash_expanded, kernel_for
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)
@@ -59,7 +58,7 @@ def test_a_sound_kernel_is_taken(dtype: torch.dtype) -> None:
 
 
 def test_heads_are_expanded_where_the_kernel_knows_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "flash", needs_equal_heads)
+    monkeypatch.setattr(packed_attention, "flash", needs_equal_heads)
     assert (
         first_sound((needs_equal_heads, flash_expanded), CPU, torch.float32, 6, 2, 8) is flash_expanded
     )
@@ -71,7 +70,7 @@ def test_heads_are_expanded_where_the_kernel_knows_no_groups(monkeypatch: pytest
 
 @pytest.mark.parametrize("wrong", [leaks, no_gradient])
 def test_a_kernel_that_is_wrong_is_refused_in_one_line(
-    wrong: varlen.Kernel, caplog: pytest.LogCaptureFixture
+    wrong: packed_attention.Kernel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert first_sound((wrong, wrong), CPU, torch.float32, 4, 2, 16) is None
@@ -81,7 +80,9 @@ def test_a_kernel_that_is_wrong_is_refused_in_one_line(
 
 def test_torchs_own_kernel_is_refused_where_it_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert first_sound((varlen.flash, flash_expanded), CPU, torch.bfloat16, 4, 2, 16) is None
+        assert (
+            first_sound((packed_attention.flash, flash_expanded), CPU, torch.bfloat16, 4, 2, 16) is None
+        )
 
 
 def test_want_of_memory_says_nothing_about_a_kernel() -> None:
@@ -132,7 +133,7 @@ class FakeCuda:
 def test_what_the_kernel_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rule: Rule, taken: bool
 ) -> None:
-    monkeypatch.setattr(varlen, "_probed", lambda *_: standin)
+    monkeypatch.setattr(packed_attention, "_probed", lambda *_: standin)
     states = FakeCuda(dtype)
     assert (kernel_for(states, states, rule, 9) is standin) == taken  # type: ignore[arg-type]
 
@@ -146,11 +147,11 @@ def test_a_packed_context_uses_the_kernel(monkeypatch: pytest.MonkeyPatch, lengt
     expected = hidden_states(model, tokens, in_blocks.position_ids, in_blocks)
     calls: list[int] = []
 
-    def choose(query: Tensor, key: Tensor, rule: Rule, longest: int) -> varlen.Kernel:
+    def choose(query: Tensor, key: Tensor, rule: Rule, longest: int) -> packed_attention.Kernel:
         calls.append(longest)
         return standin
 
-    monkeypatch.setattr(packed_module, "kernel_for", choose)
+    monkeypatch.setattr(packed_attention, "kernel_for", choose)
     context = PackedContext(lengths)
     given = hidden_states(model, tokens, context.position_ids, context)
     assert calls == [max(lengths)] * 2
@@ -163,7 +164,10 @@ def test_a_packed_context_uses_the_kernel(monkeypatch: pytest.MonkeyPatch, lengt
 )
 def test_the_gpu_has_a_sound_kernel(heads: int, kv_heads: int, size: int) -> None:
     device = torch.device("cuda")
-    assert first_sound((varlen.flash,), device, torch.bfloat16, heads, kv_heads, size) is varlen.flash
+    assert (
+        first_sound((packed_attention.flash,), device, torch.bfloat16, heads, kv_heads, size)
+        is packed_attention.flash
+    )
     assert first_sound((flash_expanded,), device, torch.bfloat16, heads, kv_heads, size) is not None
 
 
@@ -182,7 +186,7 @@ def test_flash_and_blocks_agree_on_the_gpu(monkeypatch: pytest.MonkeyPatch, leng
         return [output, *torch.autograd.grad(output, (query, key, value), slope)]
 
     flashed = results()
-    monkeypatch.setattr(packed_module, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(packed_attention, "kernel_for", lambda *_: None)
     for one, other in zip(flashed, results(), strict=True):
         distance = float((one - other).float().abs().max())
         assert distance < 0.03 * float(other.float().abs().max())

@@ -9,16 +9,18 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from ludus.kernels import adamw, attention, gating, logprobs, low_rank, norm, rotary, sampling  # noqa: E402
-from ludus.kernels.compiled import adamw as adamw_kernels  # noqa: E402
-from ludus.kernels.compiled import decode  # noqa: E402
-from ludus.kernels.compiled import gating as gating_kernels  # noqa: E402
-from ludus.kernels.compiled import logprobs as logprob_kernels  # noqa: E402
-from ludus.kernels.compiled import low_rank as low_rank_kernels  # noqa: E402
-from ludus.kernels.compiled import norm as norm_kernels  # noqa: E402
-from ludus.kernels.compiled import prefill as prefill_kernels  # noqa: E402
-from ludus.kernels.compiled import rotary as rotary_kernels  # noqa: E402
-from ludus.kernels.compiled import sampling as sampling_kernels  # noqa: E402
+from ludus.kernels import (  # noqa: E402
+    adamw,
+    attention,
+    layers,
+    logprobs,
+    lora,
+    triton_adamw,
+    triton_attention,
+    triton_layers,
+    triton_logprobs,
+    triton_lora,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,35 +39,35 @@ def close(given: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) 
 @pytest.mark.parametrize("width", [64, 100, 896])
 def test_norm_and_its_gradient(width):
     x, residual, weight = randn(7, width), randn(7, width, seed=1), randn(width, seed=2)
-    normed, total, rstd = norm_kernels.forward(x, residual, weight, 1e-6)
+    normed, total, rstd = triton_layers.rms_norm_forward(x, residual, weight, 1e-6)
     close(total, x + residual)
-    close(normed, norm.plain_rms_norm(x + residual, weight, 1e-6))
-    alone, same, _ = norm_kernels.forward(x, None, weight, 1e-6)
+    close(normed, layers.plain_rms_norm(x + residual, weight, 1e-6))
+    alone, same, _ = triton_layers.rms_norm_forward(x, None, weight, 1e-6)
     assert same is x
-    close(alone, norm.plain_rms_norm(x, weight, 1e-6))
+    close(alone, layers.plain_rms_norm(x, weight, 1e-6))
 
     summed, own = (x + residual).requires_grad_(), weight.clone().requires_grad_()
     grad, grad_sum = randn(7, width, seed=3), randn(7, width, seed=4)
-    out = norm.plain_rms_norm(summed, own, 1e-6)
+    out = layers.plain_rms_norm(summed, own, 1e-6)
     torch.autograd.backward([out, summed * 1], [grad, grad_sum])
-    dx, dweight = norm_kernels.backward(grad, grad_sum, total, weight, rstd)
+    dx, dweight = triton_layers.rms_norm_backward(grad, grad_sum, total, weight, rstd)
     close(dx, summed.grad)
     close(dweight, own.grad)
     again = torch.full_like(x, math.nan)
-    norm_kernels.backward(grad, grad_sum, total, weight, rstd, again)
+    triton_layers.rms_norm_backward(grad, grad_sum, total, weight, rstd, again)
     close(again, normed)
 
 
 @pytest.mark.parametrize("width", [24, 1024, 1500])
 def test_gate_and_its_gradient(width):
     both = randn(5, 2 * width).requires_grad_()
-    expected = gating.silu_mul(both.cpu()).to(DEVICE)
-    close(gating_kernels.forward(both.detach()), expected.detach())
+    expected = layers.silu_mul(both.cpu()).to(DEVICE)
+    close(triton_layers.silu_mul_forward(both.detach()), expected.detach())
     grad = randn(5, width, seed=1)
     expected.backward(grad)
-    close(gating_kernels.backward(grad, both.detach()), both.grad)
+    close(triton_layers.silu_mul_backward(grad, both.detach()), both.grad)
     product = torch.full_like(grad, math.nan)
-    close(gating_kernels.backward(grad, both.detach(), product), both.grad)
+    close(triton_layers.silu_mul_backward(grad, both.detach(), product), both.grad)
     close(product, expected.detach())
 
 
@@ -75,13 +77,13 @@ def test_rotation_and_its_gradient(heads, kv_heads, size):
     angle = randn(6, size // 2, seed=1)
     cos, sin = (torch.cat([f(angle), f(angle)], dim=1) for f in (torch.cos, torch.sin))
     source = qkv.cpu().requires_grad_()
-    expected = rotary.rotate(source, cos.cpu(), sin.cpu(), heads, kv_heads)
-    given = rotary_kernels.split(qkv, cos, sin, heads, kv_heads)
+    expected = layers.rotate(source, cos.cpu(), sin.cpu(), heads, kv_heads)
+    given = triton_layers.rotary_split(qkv, cos, sin, heads, kv_heads)
     grads = [randn(*e.shape, seed=i) for i, e in enumerate(expected)]
     for one, other in zip(given, expected, strict=True):
         close(one, other.detach().to(DEVICE))
     torch.autograd.backward(expected, [g.cpu() for g in grads])
-    close(rotary_kernels.join(*grads, cos, sin), source.grad.to(DEVICE))
+    close(triton_layers.rotary_join(*grads, cos, sin), source.grad.to(DEVICE))
 
 
 def test_rotated_keys_go_to_their_slots_and_nowhere_else():
@@ -90,13 +92,13 @@ def test_rotated_keys_go_to_their_slots_and_nowhere_else():
     cos, sin = (torch.cat([f(angle), f(angle)], dim=1) for f in (torch.cos, torch.sin))
     slots = torch.tensor([9, 13, 0, 15, 2], device=DEVICE)
     pages = [torch.full((4, kv_heads, page, size), 7.0, device=DEVICE) for _ in range(4)]
-    query = rotary_kernels.store(qkv, cos, sin, pages[0], pages[1], slots, heads)
-    expected = rotary.rotate_and_store(
+    query = triton_layers.rotary_store(qkv, cos, sin, pages[0], pages[1], slots, heads)
+    expected = layers.rotate_and_store(
         qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *(p.cpu() for p in pages[2:]), slots.cpu()
     )
     close(query, expected.to(DEVICE))
     plain = [torch.full((4, kv_heads, page, size), 7.0) for _ in range(2)]
-    rotary.rotate_and_store(qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *plain, slots.cpu())
+    layers.rotate_and_store(qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *plain, slots.cpu())
     for given, wanted in zip(pages[:2], plain, strict=True):
         close(given, wanted.to(DEVICE))
         assert int((given != 7.0).any(-1).sum()) == 5 * kv_heads
@@ -122,14 +124,14 @@ def pages_of(lengths, kv_heads, size, page, width):
 @pytest.mark.parametrize("programs", [1, 264])
 def test_decoding_reads_its_own_pages(case, window, softcap, programs, monkeypatch):
     """Whether a context is read by one program or by several."""
-    monkeypatch.setattr(decode, "_PROGRAMS", programs)
+    monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
     heads, kv_heads, size = case
     lengths = [1, 0, 17, 300, 64]
     keys, values, tables = pages_of(lengths, kv_heads, size, 16, 40)
     query = randn(len(lengths), heads, size)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rule = {"scaling": size**-0.5, "window": window, "softcap": softcap}
-    given = decode.attend(query, keys, values, tables, lengths, **rule)
+    given = triton_attention.decode(query, keys, values, tables, lengths, **rule)
     plain = attention.paged_decode(*(t.cpu() for t in (query, keys, values, tables, lengths)), **rule)
     assert torch.isfinite(given).all()
     real = lengths > 0
@@ -137,11 +139,11 @@ def test_decoding_reads_its_own_pages(case, window, softcap, programs, monkeypat
 
 
 def test_a_context_is_split_for_few_rows_only():
-    assert decode.parts_for(1, 2, 8192) == 32
-    assert decode.parts_for(1, 2, 100) == 1
-    assert decode.parts_for(64, 2, 32768) == 4
-    assert decode.parts_for(256, 2, 32768) == 1
-    assert decode.parts_for(4096, 8, 32768) == 1
+    assert triton_attention.parts_for(1, 2, 8192) == 32
+    assert triton_attention.parts_for(1, 2, 100) == 1
+    assert triton_attention.parts_for(64, 2, 32768) == 4
+    assert triton_attention.parts_for(256, 2, 32768) == 1
+    assert triton_attention.parts_for(4096, 8, 32768) == 1
 
 
 @pytest.mark.parametrize("case", [(14, 2, 64), (4, 4, 8), (3, 1, 24)])
@@ -157,7 +159,7 @@ def test_prefill_reads_its_own_pages_causally(case, window, softcap, padding):
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rule = {"scaling": size**-0.5, "window": window, "softcap": softcap}
     inputs = (query, keys, values, tables, starts, lengths)
-    given = prefill_kernels.attend(*inputs, **rule)
+    given = triton_attention.prefill(*inputs, **rule)
     plain = attention.paged_prefill(*(t.cpu() for t in inputs), **rule)
     real = sum(counts)  # what follows belongs to nobody
     close(given[:real], plain[:real].to(DEVICE), 1e-3 if DEVICE == "cuda" else 2e-5)
@@ -186,7 +188,7 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     up = randn(sum(count for _, count in columns), rank, seed=2)
     start = randn(tokens, width, seed=3).to(kind)
     out = start.clone()
-    inner = low_rank_kernels.add(out, x, down, up, columns, 0.3)
+    inner = triton_lora.add(out, x, down, up, columns, 0.3)
     exact = x.double() @ down.double().t()
     close(inner.sum(0).double(), exact, 1e-3 if kind == torch.bfloat16 else 1e-5)
     expected, row = start.double(), 0
@@ -202,10 +204,10 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     assert torch.equal(out[:, untouched], start[:, untouched])
     strided = torch.stack([x, x], dim=2)[:, :, 0]
     again = start.clone()
-    low_rank_kernels.add(again, strided, down, up, columns, 0.3)
+    triton_lora.add(again, strided, down, up, columns, 0.3)
     assert torch.equal(again, out)
     twin = start.clone()
-    low_rank.plain_low_rank_add(twin, x, down, up, columns, 0.3)
+    lora.plain_low_rank_add(twin, x, down, up, columns, 0.3)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
 
 
@@ -217,13 +219,13 @@ def test_an_adapter_that_is_no_number_is_not_taken_for_none(which, bits):
     factors[which].view(torch.int32).fill_(bits)
     out = torch.zeros(5, 32, dtype=torch.bfloat16, device=DEVICE)
     x = randn(5, 64).bfloat16()
-    low_rank_kernels.add(out, x, factors["down"], factors["up"], ((0, 32),), 1.0)
+    triton_lora.add(out, x, factors["down"], factors["up"], ((0, 32),), 1.0)
     assert out.isnan().all()
 
 
 def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
-    monkeypatch.setattr(low_rank, "unavailable", lambda device: None)
-    device, real = torch.device(DEVICE), low_rank_kernels.add
+    monkeypatch.setattr(lora, "unavailable", lambda device: None)
+    device, real = torch.device(DEVICE), triton_lora.add
 
     def wrong(out, *given):
         inner = real(out, *given)
@@ -236,26 +238,26 @@ def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
     def crowded(*given):
         raise torch.OutOfMemoryError("no room")
 
-    low_rank.low_rank_distrusted.cache_clear()
-    monkeypatch.setattr(low_rank_kernels, "add", crowded)
+    lora.low_rank_distrusted.cache_clear()
+    monkeypatch.setattr(triton_lora, "add", crowded)
     with pytest.raises(torch.OutOfMemoryError):  # which says nothing about the kernel
-        low_rank.low_rank_distrusted(device)
+        lora.low_rank_distrusted(device)
     for kernel, is_distrusted in ((real, False), (wrong, True), (broken, True)):
-        low_rank.low_rank_distrusted.cache_clear()
-        monkeypatch.setattr(low_rank_kernels, "add", kernel)
-        assert low_rank.low_rank_distrusted(device) is is_distrusted
-    low_rank.low_rank_distrusted.cache_clear()
+        lora.low_rank_distrusted.cache_clear()
+        monkeypatch.setattr(triton_lora, "add", kernel)
+        assert lora.low_rank_distrusted(device) is is_distrusted
+    lora.low_rank_distrusted.cache_clear()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "other numbers" in said[0] and "no such instruction" in said[1]
 
 
 def test_sums_are_split_for_few_tokens_only(monkeypatch):
-    monkeypatch.setattr(low_rank_kernels, "_ENOUGH", 8)
+    monkeypatch.setattr(triton_lora, "_ENOUGH", 8)
     down, up = randn(4, 1024), randn(32, 4)
     parts = {}
     for tokens in (0, 2, 300):
         out, x = randn(tokens, 32), randn(tokens, 1024)
-        parts[tokens] = len(low_rank_kernels.add(out, x, down, up, [(0, 32)], 1.0))
+        parts[tokens] = len(triton_lora.add(out, x, down, up, [(0, 32)], 1.0))
     assert parts[2] > 1
     assert parts[300] == 1
 
@@ -267,8 +269,8 @@ def test_sampling_inverts_the_distribution(size):
     temperatures = torch.tensor([1.0, 0.0, 0.3, 1e-4] * 3, device=DEVICE)
     shares = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     shares[0], shares[4] = 0.0, 0.999
-    given = sampling_kernels.sample(logits, temperatures, shares)
-    plain = sampling.sample(logits.cpu(), temperatures.cpu(), shares.cpu())
+    given = triton_logprobs.sample(logits, temperatures, shares)
+    plain = logprobs.sample(logits.cpu(), temperatures.cpu(), shares.cpu())
     assert given[0].tolist() == plain[0].tolist()
     assert torch.allclose(given[1].cpu(), plain[1], atol=1e-4)
     assert given[2].all()
@@ -278,7 +280,7 @@ def test_sampling_inverts_the_distribution(size):
 def test_the_largest_share_draws_something_possible():
     logits = rows_of_logits(1, 9001)
     shares = torch.tensor([1 - 2**-53], dtype=torch.float64, device=DEVICE)
-    token, logprob, sound = sampling_kernels.sample(logits, torch.ones(1, device=DEVICE), shares)
+    token, logprob, sound = triton_logprobs.sample(logits, torch.ones(1, device=DEVICE), shares)
     assert sound.all()
     assert 4000 < token < 4500
     assert float(logprob) > -40
@@ -294,10 +296,10 @@ def test_sampling_says_which_rows_are_spoiled(size, where):
     logits[5, where] = -math.inf
     temperatures = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=DEVICE)
     shares = torch.full((6,), 0.5, dtype=torch.float64, device=DEVICE)
-    tokens, _, sound = sampling_kernels.sample(logits, temperatures, shares)
+    tokens, _, sound = triton_logprobs.sample(logits, temperatures, shares)
     assert sound.tolist() == [True, False, False, True, False, True]
     assert ((tokens >= 0) & (tokens < size)).all()
-    twin = sampling.sample(logits.cpu(), temperatures.cpu(), shares.cpu())[2]
+    twin = logprobs.sample(logits.cpu(), temperatures.cpu(), shares.cpu())[2]
     assert twin.tolist() == sound.tolist()
 
 
@@ -313,15 +315,15 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     (chosen * weights).sum().add((entropy * others).sum()).backward()
 
     p = torch.empty_like(logits)
-    lse, found, shifts = logprob_kernels.summarise(logits, temperature, p)
-    for one, other in zip(logprob_kernels.summarise(logits, temperature)[:2], (lse, found), strict=True):
+    lse, found, shifts = triton_logprobs.summarise(logits, temperature, p)
+    for one, other in zip(triton_logprobs.summarise(logits, temperature)[:2], (lse, found), strict=True):
         assert torch.equal(one, other), "whether anything is kept makes no difference"
     given = logits.gather(1, tokens[:, None])[:, 0] / temperature - lse
     close(given.double(), chosen.detach())
     close(found.double(), entropy.detach())
-    stretches = shifts.exp().repeat_interleave(logprob_kernels._BLOCK, 1)[:, :size]
+    stretches = shifts.exp().repeat_interleave(triton_logprobs._BLOCK, 1)[:, :size]
     close((p * stretches).double(), logp.exp().detach())
-    gradient = logprob_kernels.gradient(
+    gradient = triton_logprobs.gradient(
         logits, tokens, temperature, lse, found, weights, others, torch.float32
     )
     close(gradient.double(), source.grad, 1e-4)
@@ -331,7 +333,7 @@ def test_logprobs_entropies_and_their_gradient(size, temperature):
     *_, own_shifts = logprobs.summarise_and_keep(logits.cpu(), temperature, own)
     plain = logprobs.kept_gradient(own, own_shifts, tokens.cpu(), temperature, weights.cpu())
     close(plain.double(), alone.cpu(), 1e-4)
-    kept = logprob_kernels.kept_gradient(p, shifts, tokens, temperature, weights)
+    kept = triton_logprobs.kept_gradient(p, shifts, tokens, temperature, weights)
     close(kept.double(), alone, 1e-4)
     assert kept is p
 
@@ -358,8 +360,8 @@ def test_a_confident_tokens_gradient_survives_half_precision(is_twin, top):
         *_, shifts = logprobs.summarise_and_keep(logits, 1.0, kept)
         grad = logprobs.kept_gradient(kept, shifts, tokens, 1.0, torch.ones(7))
     else:
-        *_, shifts = logprob_kernels.summarise(logits, 1.0, kept)
-        grad = logprob_kernels.kept_gradient(kept, shifts, tokens, 1.0, torch.ones(7, device=device))
+        *_, shifts = triton_logprobs.summarise(logits, 1.0, kept)
+        grad = triton_logprobs.kept_gradient(kept, shifts, tokens, 1.0, torch.ones(7, device=device))
     error = (grad[:, 5000].double().cpu() - exact).abs() / exact
     assert float(error.max()) < 0.01
 
@@ -369,7 +371,7 @@ def test_a_confident_tokens_gradient_survives_half_precision(is_twin, top):
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
 def test_adamw_is_that_of_torch(kinds, betas, is_twin):
     device = "cpu" if is_twin else DEVICE
-    shapes = [(3,), (70, 33), (adamw_kernels._CHUNK + 5,), (1,)]
+    shapes = [(3,), (70, 33), (triton_adamw._CHUNK + 5,), (1,)]
     masters = [randn(*shape, seed=i).to(device) for i, shape in enumerate(shapes)]
     weights = [master.to(kinds[1]) for master in masters]
     exact = [master.double().requires_grad_() for master in masters]
@@ -397,7 +399,7 @@ def test_adamw_is_that_of_torch(kinds, betas, is_twin):
                 adamw.adamw_plainly(tensors, rule)
             else:
                 lists = (masters, means, squares, slopes, weights, steps)
-                adamw_kernels.step(lists, *numbers, rate=3e-3, betas=betas, eps=1e-6)
+                triton_adamw.step(lists, *numbers, rate=3e-3, betas=betas, eps=1e-6)
     for master, weight, one in zip(masters, weights, exact, strict=True):
         close(master.double(), one.detach(), 1e-5)
         if is_twin or DEVICE == "cuda" or kinds[1] == torch.float32:
@@ -410,7 +412,7 @@ def test_a_kernel_for_adamw_that_is_wrong_is_found_out(monkeypatch):
     device = torch.device(DEVICE)
     monkeypatch.setattr(adamw, "unavailable", lambda device: None)
     assert adamw.adamw_unavailable.__wrapped__(device) is None
-    monkeypatch.setattr(adamw_kernels, "step", lambda *_, **__: None)
+    monkeypatch.setattr(triton_adamw, "step", lambda *_, **__: None)
     assert "other weights" in adamw.adamw_unavailable.__wrapped__(device)
-    monkeypatch.delattr(adamw_kernels, "step")
+    monkeypatch.delattr(triton_adamw, "step")
     assert "AttributeError" in adamw.adamw_unavailable.__wrapped__(device)

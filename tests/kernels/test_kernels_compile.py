@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ludus.kernels.compiled import adamw, decode, logprobs, low_rank, prefill
+from ludus.kernels import triton_adamw, triton_attention, triton_logprobs, triton_lora
 
 def text(kernel, kinds, constants, capability):
     names = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
@@ -38,18 +38,18 @@ kinds = {**numbers, **floats, **states, **places, **tables, **sums}
 tiles = {"SIZE": 64, "HAS_CAP": True, "HAS_WINDOW": True}
 for capability in (80, 90):
     for single in ({}, {"rows": 1, "kv_heads": 1}):  # Triton makes constants of arguments that are 1
-        text(prefill._attend, kinds, {**tiles, "ROWS": 64, "TILE": 64, **single}, capability)
-    text(decode._attend, kinds, {**tiles, "GROUP": 16, "TILE": 128, "PARTS": 4}, capability)
+        text(triton_attention._prefill_kernel, kinds, {**tiles, "ROWS": 64, "TILE": 64, **single}, capability)
+    text(triton_attention._decode_kernel, kinds, {**tiles, "GROUP": 16, "TILE": 128, "PARTS": 4}, capability)
     half = {"GRAD": tl.bfloat16, "WEIGHT": tl.bfloat16, "ALIGNED": True, "CHUNK": 1 << 15, "BLOCK": 2048}
-    ptx = text(adamw._step, kinds, half, capability)
-    text(logprobs._summaries, kinds, {"KEEPS": True, "BLOCK": 4096}, capability)
-    text(logprobs._kept_gradient, kinds, {"BLOCK": 4096}, capability)
+    ptx = text(triton_adamw._step, kinds, half, capability)
+    text(triton_logprobs._summaries, kinds, {"KEEPS": True, "BLOCK": 4096}, capability)
+    text(triton_logprobs._kept_gradient, kinds, {"BLOCK": 4096}, capability)
     for precision in ("ieee", "tf32"):
         small = {"TOKENS": 16, "DEPTH": 64, "PRECISION": precision}
-        text(low_rank._inner, kinds, {**small, "RANKS": 64}, capability)
+        text(triton_lora._inner, kinds, {**small, "RANKS": 64}, capability)
         for single in ({}, {"parts": 1}):
             adding = {**small, "DEPTH": 16, "COLUMNS": 64, "ADAPTERS": 3, **single}
-            text(low_rank._add, kinds, adding, capability)
+            text(triton_lora._add, kinds, adding, capability)
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "memory is not read in pieces of 16 bytes"
 """
 

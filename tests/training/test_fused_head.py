@@ -12,7 +12,7 @@ from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
 
 from ludus.engine import head_logits
-from ludus.engine.head import plain_head
+from ludus.engine.model_runner import plain_head
 from ludus.training import fused_head, logprobs
 from ludus.training.fused_head import chunk_rows, linear_logprobs
 from ludus.training.logprobs import action_logprobs

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import use_ludus_attention
-from ludus.engine.recompute import recomputed_layers
+from ludus.engine.hf_model import recomputed_layers
 from ludus.training.fused_head import linear_logprobs
 from ludus.training.logprobs import action_logprobs
 from ludus.training.memory_budget import measure

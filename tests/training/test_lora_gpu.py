@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
-from ludus.engine import PackedContext, hidden_states, use_ludus_attention
-from ludus.engine.fused import projection
+from ludus.engine import PackedContext, fused_linear, hidden_states, use_ludus_attention
 from ludus.kernels import low_rank_distrusted
 from ludus.training.adapters import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model
@@ -67,7 +66,7 @@ def test_the_kernels_give_what_peft_s_layers_give(base: Path, monkeypatch: pytes
                 parameter.normal_(std=0.1)
     beside = states(model)
     assert not low_rank_distrusted(beside.device)
-    monkeypatch.setattr(projection, "adapted", lambda layers: None)
+    monkeypatch.setattr(fused_linear, "adapted", lambda layers: None)
     layer_by_layer = states(model)
     exact = states(model.float())
     assert off(layer_by_layer, exact) < 0.05

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, hidden_states
-from ludus.engine.recompute import recomputable_layers, recomputed_layers, set_recompute
+from ludus.engine.hf_model import recomputable_layers, recomputed_layers, set_recompute
 from ludus.training import critic as critic_module
 from ludus.training import learner as learner_module
 from ludus.training import logprobs as logprobs_module

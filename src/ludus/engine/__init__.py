@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.adopt import use_ludus_attention
-    from ludus.engine.backbone import (
+    from ludus.engine.config import EngineConfig
+    from ludus.engine.engine import EmbeddedEngine
+    from ludus.engine.engine_core import EngineStats
+    from ludus.engine.fake import FakeCall, FakeEngine
+    from ludus.engine.hf_model import (
         context_limit,
         decoder_of,
         sampling_mode,
         vocabulary_size,
     )
-    from ludus.engine.config import EngineConfig
-    from ludus.engine.embedded import EmbeddedEngine
-    from ludus.engine.fake import FakeCall, FakeEngine
-    from ludus.engine.forward import hidden_states
-    from ludus.engine.head import head_logits, probe_head
-    from ludus.engine.packed import PackedContext
-    from ludus.engine.worker import EngineStats
+    from ludus.engine.loading import probe_head, use_ludus_attention
+    from ludus.engine.model_runner import head_logits, hidden_states
+    from ludus.engine.packed_attention import PackedContext
 
 __all__ = [
     "EmbeddedEngine",

@@ -13,8 +13,8 @@ from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpa
 from ludus.core.messages import Media
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.kv import common_prefix
-from ludus.engine.stopping import StopWatcher
+from ludus.engine.block_manager import common_prefix
+from ludus.engine.scheduler import StopWatcher
 
 Reply = str | Sequence[int]
 Script = Callable[[list[int], Sampling, str | None], Reply]

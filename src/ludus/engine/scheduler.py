@@ -1,27 +1,158 @@
-"""Who computes what in the next step.
-
-Continuous batching: each step, every running request that decodes gets one token, running prompts get a
-chunk of what is left of the token budget, and waiting requests are let in while there are rows, budget
-and pages. When pages run out, the session that has been idle for longest loses its KV first; then the
-youngest running request goes back to the queue's head and recomputes later. No model is touched here.
-
-A step may be planned while the one before it still runs. A request then has a *promised* token: drawn on the
-device, not known here. Its position is known, which is all that planning needs. What is known of a request
-only afterwards (its token was a stop) costs one token that is thrown away.
-"""
+"""Noticing a stop string while tokens arrive, at a cost that does not grow with the output."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ludus.core.failures import EngineError
-from ludus.engine.kv import Holding, KvBooks
-from ludus.engine.requests import Request
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.engine.block_manager import Holding, KvBooks
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopWatcher:
+    """Decodes a short tail of the generated tokens and looks for stop strings in it.
+
+    The tail always covers more characters than the longest stop string has, so that cutting it inside a
+    character or a word, which can garble its first letters, hides nothing.
+    """
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops = tuple(stops)
+        self._decode = decode
+        self._tail: list[int] = []
+        self._reach = max(len(stop) for stop in stops) + 8
+        # Tokens may decode to nothing; the tail is cut at this size all the same.
+        self._most_tokens = 8 * self._reach
+
+    def push(self, token: int) -> str | None:
+        """The stop string that this token completes, if any."""
+        self._tail.append(token)
+        text = self._decode(self._tail)
+        ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
+        if ends:
+            return min(ends)[1]
+        if len(text) > 3 * self._reach or len(self._tail) > self._most_tokens:
+            self._shorten()
+        return None
+
+    def _shorten(self) -> None:
+        """Keep the fewest tokens that still cover what a stop string can reach."""
+        keep = min(len(self._tail), self._reach) // 2 + 1
+        while keep < len(self._tail) and len(self._decode(self._tail[-keep:])) < self._reach:
+            keep *= 2
+        if keep > self._most_tokens // 2:
+            keep = self._most_tokens // 2
+        self._tail = self._tail[-keep:]
+
+
+# --- requests ---
+# A request on its way through the engine.
+
+Marks = npt.NDArray[np.bool_]
+Reply = Callable[[Completion | list[float] | BaseException], None]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked, what there is so far, and what it holds of the cache."""
+
+    tokens: list[int]
+    """The context, then what has been generated."""
+    prompt: int
+    """How many of the tokens were given."""
+    limit: int
+    """How many tokens there may be in all."""
+    sampling: Sampling
+    reply: Reply
+    """Delivers the outcome to whoever waits for it; safe to call from the engine's thread."""
+    leave_queue: Callable[[], None] | None = None
+    """Called once, when the request no longer waits for its first place in the batch."""
+    session: str | None = None
+    is_score: bool = False
+    """Score requests generate nothing: they collect the log-probability of each given token."""
+    stop_tokens: frozenset[int] = frozenset()
+    watcher: StopWatcher | None = None
+    seen: Marks | None = None
+    """Marks the vocabulary of the context, for a repetition penalty."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    holding: Holding = field(default_factory=Holding)
+    row: int = -1
+    cached_tokens: int | None = None
+    promised: int = 0
+    """How many tokens have been launched and not been received yet."""
+    is_decoding: bool = False
+    """Whether the next token to compute is the one that its row drew last."""
+    is_done: bool = False
+    """Whether it has been taken out; what still arrives for it is dropped."""
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt
+
+    @property
+    def pending(self) -> int:
+        """How many tokens, known or promised, are not scheduled yet."""
+        return len(self.tokens) + self.promised - self.holding.length
+
+    def accept(self, token: int, logprob: float) -> tuple[FinishReason, str | None] | None:
+        """Add a sampled token; why the request is finished, if it is."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.seen is not None:
+            self.seen[token] = True
+        if token in self.stop_tokens:
+            return FinishReason.STOP_TOKEN, None
+        if self.watcher is not None and (stop := self.watcher.push(token)) is not None:
+            return FinishReason.STOP_STRING, stop
+        if len(self.tokens) >= self.limit:
+            return FinishReason.LENGTH, None
+        return None
+
+    def started(self) -> None:
+        """The request has left the queue."""
+        if self.leave_queue is not None:
+            self.leave_queue()
+            self.leave_queue = None
+
+    def note_version(self, version: int) -> None:
+        """From the next token on, the policy has this version."""
+        start = self.generated
+        if self.versions and self.versions[-1].start == start:
+            self.versions.pop()
+        if not self.versions or self.versions[-1].version != version:
+            self.versions.append(VersionSpan(start, version))
+
+    def completion(self, finish: FinishReason, stop: str | None = None) -> Completion:
+        return Completion(
+            tokens=self.tokens[self.prompt :],
+            logprobs=list(self.logprobs),
+            finish=finish,
+            versions=tuple(self.versions),
+            stop=stop,
+            cached_tokens=self.cached_tokens or 0,
+        )
+
+
+# --- scheduler ---
+# Who computes what in the next step.
+#
+# Continuous batching: each step, every running request that decodes gets one token, running prompts get a
+# chunk of what is left of the token budget, and waiting requests are let in while there are rows, budget
+# and pages. When pages run out, the session that has been idle for longest loses its KV first; then the
+# youngest running request goes back to the queue's head and recomputes later. No model is touched here.
+#
+# A step may be planned while the one before it still runs. A request then has a *promised* token: drawn on the
+# device, not known here. Its position is known, which is all that planning needs. What is known of a request
+# only afterwards (its token was a stop) costs one token that is thrown away.
 
 
 class Chunk(NamedTuple):

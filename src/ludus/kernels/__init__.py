@@ -7,20 +7,24 @@ which it will be.
 
 from ludus.kernels.adamw import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.kernels.attention import paged_decode, paged_prefill
-from ludus.kernels.gating import silu_mul
-from ludus.kernels.linear import linear_float32
+from ludus.kernels.device import unavailable
+from ludus.kernels.layers import (
+    add_rms_norm,
+    linear_float32,
+    rms_norm,
+    rotate,
+    rotate_and_store,
+    silu_mul,
+)
 from ludus.kernels.logprobs import (
     kept_gradient,
     logit_gradient,
+    sample,
     summarise_and_keep,
     summarise_logits,
     token_logprobs,
 )
-from ludus.kernels.low_rank import low_rank_add, low_rank_distrusted
-from ludus.kernels.norm import add_rms_norm, rms_norm
-from ludus.kernels.rotary import rotate, rotate_and_store
-from ludus.kernels.sampling import sample
-from ludus.kernels.support import unavailable
+from ludus.kernels.lora import low_rank_add, low_rank_distrusted
 
 __all__ = [
     "AdamwRule",

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ludus.kernels.support import distrust, unavailable
+from ludus.kernels.device import distrust, unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:
     """One step of all: masters and moments change in place, and each weight becomes its rounded master."""
     if unavailable(tensors.masters[0].device) is not None:
         return adamw_plainly(tensors, rule)
-    from ludus.kernels.compiled import adamw
+    from ludus.kernels import triton_adamw
 
     lists = (
         tensors.masters, tensors.means, tensors.squares, tensors.gradients, tensors.weights, tensors.steps,
     )  # fmt: skip
     numbers = (tensors.decays, rule.scale, rule.sound)
-    return adamw.step(lists, *numbers, rate=rule.rate, betas=rule.betas, eps=rule.eps)
+    return triton_adamw.step(lists, *numbers, rate=rule.rate, betas=rule.betas, eps=rule.eps)
 
 
 def adamw_plainly(tensors: AdamwTensors, rule: AdamwRule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ludus.kernels.support import unavailable
+from ludus.kernels.device import unavailable
 
 
 def paged_decode(
@@ -26,9 +26,9 @@ def paged_decode(
     token sees itself and the `window - 1` tokens before it.
     """
     if unavailable(query_RHD.device) is None:
-        from ludus.kernels.compiled import decode
+        from ludus.kernels import triton_attention
 
-        return decode.attend(
+        return triton_attention.decode(
             query_RHD.contiguous(),
             keys,
             values,
@@ -60,9 +60,9 @@ def paged_prefill(
     behind the last row's belongs to nobody, and gets something that means nothing.
     """
     if unavailable(query_THD.device) is None:
-        from ludus.kernels.compiled import prefill
+        from ludus.kernels import triton_attention
 
-        return prefill.attend(
+        return triton_attention.prefill(
             query_THD.contiguous(),
             keys,
             values,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludus.kernels.support import unavailable
+from ludus.kernels.device import unavailable
 
 
 def token_logprobs(logits_cV: Tensor, tokens_c: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -19,9 +19,9 @@ def token_logprobs(logits_cV: Tensor, tokens_c: Tensor, temperature: float) -> t
 def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log of the sum of exponentials, entropy) of logits / temperature, in float32; without a gradient."""
     if unavailable(logits_cV.device) is None:
-        from ludus.kernels.compiled import logprobs
+        from ludus.kernels import triton_logprobs
 
-        return logprobs.summarise(logits_cV, temperature)[:2]
+        return triton_logprobs.summarise(logits_cV, temperature)[:2]
     _, lse_c, entropies_c, _ = _summarise_plainly(logits_cV, temperature)
     return lse_c, entropies_c
 
@@ -35,9 +35,9 @@ def summarise_and_keep(
     relative to the block's highest. Times the exponential of the block's shift [c, B], they are probabilities.
     """
     if unavailable(logits_cV.device) is None:
-        from ludus.kernels.compiled import logprobs
+        from ludus.kernels import triton_logprobs
 
-        return logprobs.summarise(logits_cV, temperature, kept_cV)
+        return triton_logprobs.summarise(logits_cV, temperature, kept_cV)
     exponentials_cV, lse_c, entropies_c, shifts_cB = _summarise_plainly(logits_cV, temperature)
     kept_cV.copy_(exponentials_cV)
     return lse_c, entropies_c, shifts_cB
@@ -67,9 +67,9 @@ def logit_gradient(
     """The gradient of the logits [c, V], given `summarise_logits` of them and the gradients of both results."""
     lse_c, entropies_c = summary
     if unavailable(logits_cV.device) is None:
-        from ludus.kernels.compiled import logprobs
+        from ludus.kernels import triton_logprobs
 
-        return logprobs.gradient(
+        return triton_logprobs.gradient(
             logits_cV, tokens_c, temperature, lse_c, entropies_c, dlogprobs_c, dentropies_c, dtype
         )
     logp_cV = logits_cV.float() / temperature - lse_c[:, None]
@@ -90,9 +90,9 @@ def kept_gradient(
     is left to certainty, all there is of a confident token's gradient, so keeps its digits.
     """
     if unavailable(kept_cV.device) is None:
-        from ludus.kernels.compiled import logprobs
+        from ludus.kernels import triton_logprobs
 
-        return logprobs.kept_gradient(kept_cV, shifts_cB, tokens_c, temperature, dlogprobs_c)
+        return triton_logprobs.kept_gradient(kept_cV, shifts_cB, tokens_c, temperature, dlogprobs_c)
     slope_cV = -kept_cV.float() * shifts_cB.exp()
     slope_cV.scatter_add_(1, tokens_c[:, None], torch.ones_like(slope_cV[:, :1]))
     return kept_cV.copy_(dlogprobs_c[:, None] * slope_cV / temperature)
@@ -120,3 +120,22 @@ class _TokenLogprobs(torch.autograd.Function):
             logits.dtype,
         )
         return gradient, None, None
+
+
+def sample(logits_RV: Tensor, temperatures_R: Tensor, shares_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens drawn from rows of logits, with their log-probabilities."""
+    if unavailable(logits_RV.device) is None:
+        from ludus.kernels import triton_logprobs
+
+        return triton_logprobs.sample(logits_RV, temperatures_R, shares_R)
+    logits_RV = logits_RV.float()
+    is_greedy_R = temperatures_R == 0
+    divisor_R1 = torch.where(is_greedy_R, torch.ones_like(temperatures_R), temperatures_R)[:, None]
+    scaled_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / divisor_R1
+    logprobs_RV = scaled_RV.log_softmax(1)
+    reached_RV = logprobs_RV.exp().double().cumsum(1)
+    marks_R1 = shares_R.double()[:, None] * reached_RV[:, -1:]
+    drawn_R = torch.searchsorted(reached_RV, marks_R1, right=True)[:, 0]
+    tokens_R = torch.where(is_greedy_R, logits_RV.argmax(1), drawn_R).clamp(max=logits_RV.shape[1] - 1)
+    values_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R, values_R, torch.isfinite(values_R)

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.memory import on_device
-from ludus.engine.staging import sent
 from ludus.kernels import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
+from ludus.kernels.device import on_device, sent
 from ludus.training.master_weights import MasterWeights
 from ludus.training.settings import OptimizerConfig
 

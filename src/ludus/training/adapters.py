@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import decoder_of, hidden_states, sampling_mode
 from ludus.engine.attention import CONTEXT
-from ludus.engine.backbone import unwrapped
+from ludus.engine.hf_model import unwrapped
 from ludus.training.adapter_files import (
     WEIGHTS,
     base_of,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludus.engine.memory import free_memory
 from ludus.kernels import (
     kept_gradient,
     linear_float32,
@@ -27,6 +26,7 @@ from ludus.kernels import (
     summarise_and_keep,
     summarise_logits,
 )
+from ludus.kernels.device import free_memory
 
 _LEAST, _MOST = 1 << 28, 1 << 30
 _SHARE = 1 / 128

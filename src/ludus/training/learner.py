@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.engine.memory import on_device
+from ludus.kernels.device import on_device
 from ludus.training.adamw import MasterAdamW
 from ludus.training.dropout import SeededDropout
 from ludus.training.gradients import GradientSum

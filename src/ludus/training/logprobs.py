@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode, vocabulary_size
-from ludus.engine.head import plain_head
-from ludus.engine.memory import on_device
+from ludus.engine.model_runner import plain_head
 from ludus.kernels import token_logprobs
+from ludus.kernels.device import on_device
 from ludus.training.fused_head import chunk_rows, linear_logprobs
 from ludus.training.packing import Laid, Pack, laid, moved, picked
 from ludus.training.passes import Passes

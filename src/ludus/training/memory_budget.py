@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine import PackedContext, hidden_states, sampling_mode
-from ludus.engine.backbone import decoder_of
-from ludus.engine.memory import free_memory
-from ludus.engine.recompute import recomputable_layers, recomputed_layers, set_recompute
+from ludus.engine.hf_model import decoder_of, recomputable_layers, recomputed_layers, set_recompute
+from ludus.kernels.device import free_memory
 from ludus.training.fused_head import chunk_bytes, kept_bytes
 
 log = logging.getLogger(__name__)

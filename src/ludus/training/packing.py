@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludus.algos import AdvantageInputs
 from ludus.core.trajectory import Trajectory
-from ludus.engine.staging import sent
+from ludus.kernels.device import sent
 from ludus.training.rows import Row, State, end_to_end, engine_logprobs, flags, owners
 
 

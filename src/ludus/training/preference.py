@@ -33,7 +33,7 @@ from torch.nn.functional import logsigmoid
 
 from ludus.core.messages import ToolSpec
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
-from ludus.engine.backbone import context_limit
+from ludus.engine.hf_model import context_limit
 from ludus.rollouts.renderers import Renderer
 from ludus.training.imitation import Conversation, trajectory_of
 from ludus.training.learner import Learner

@@ -13,7 +13,7 @@ from torch import nn
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.engine import vocabulary_size
-from ludus.engine.backbone import context_limit
+from ludus.engine.hf_model import context_limit
 from ludus.training.rows import rows_of
 
 

@@ -1,10 +1,4 @@
-"""One new token for many rows, over static buffers: what a graph captures.
-
-All that a step needs to know fits into a few small arrays, which the host fills and sends in one copy. The
-token a row reads is the one it drew in its last step, which never left the device; so a step can be launched
-before anybody knows what the one before it gave. A row's table of pages is on the device as well: a step
-writes the entry that it needs itself, and a prompt writes the ones before.
-"""
+"""What each row draws its tokens with, as arrays: set when a request gets its row, read in every step."""
 
 from __future__ import annotations
 
@@ -15,15 +9,53 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.cuda.contexts import DecodeContext
 from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
-from ludus.engine.cuda.pages import FixedStore
-from ludus.engine.forward import hidden_states
-from ludus.engine.head import head_logits
-from ludus.engine.staging import Array, Mirror
+from ludus.engine.cuda.kv_cache import FixedStore
+from ludus.engine.model_runner import head_logits, hidden_states
+from ludus.engine.paged_attention import DecodeContext
+from ludus.engine.sampler import seed_of, shares_at
+from ludus.engine.scheduler import Chunk
 from ludus.kernels import sample
+from ludus.kernels.device import Array, Mirror
 
 Ints = npt.NDArray[np.int64]
+
+
+class RowDraws:
+    """Temperatures, seeds and where the prompt ends, row by row."""
+
+    def __init__(self, rows: int) -> None:
+        self._temperatures = np.ones(rows, dtype=np.float32)
+        self._seeds = np.zeros(rows, dtype=np.uint64)
+        self._prompts = np.zeros(rows, dtype=np.int64)
+        self._is_truncated = np.zeros(rows, dtype=np.bool_)
+
+    def note(self, chunks: Sequence[Chunk]) -> None:
+        """Chunks that end their request's context: from now on, its row draws."""
+        for chunk in chunks:
+            request, row = chunk.request, chunk.request.row
+            self._temperatures[row] = request.sampling.temperature
+            self._seeds[row] = seed_of(request.sampling)
+            self._prompts[row] = request.prompt
+            self._is_truncated[row] = request.sampling.is_truncated
+
+    def at(self, rows: Ints, lengths: Ints) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+        """Temperatures, and the share of each row's next token, where rows have these many tokens."""
+        return self._temperatures[rows], shares_at(self._seeds[rows], lengths - self._prompts[rows])
+
+    def has_truncated(self, rows: Ints) -> bool:
+        """Whether one of these rows draws from another distribution than the one it reports."""
+        return bool(self._is_truncated[rows].any())
+
+
+# --- decode ---
+# One new token for many rows, over static buffers: what a graph captures.
+#
+# All that a step needs to know fits into a few small arrays, which the host fills and sends in one copy. The
+# token a row reads is the one it drew in its last step, which never left the device; so a step can be launched
+# before anybody knows what the one before it gave. A row's table of pages is on the device as well: a step
+# writes the entry that it needs itself, and a prompt writes the ones before.
+
 
 _INPUTS = {
     "rows": np.int64,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ludus.engine.stats import EngineStats
+from ludus.engine.config import EngineStats
 
 _log = logging.getLogger(__name__)
 

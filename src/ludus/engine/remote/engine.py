@@ -1,34 +1,36 @@
-"""An engine over an OpenAI-compatible server. It measures a model; it cannot train one.
-
-What comes back is text, which is encoded again: it need not be the tokens that were sampled, and nobody
-knows their log-probabilities under the weights that would be trained. So these are not numbers (NaN) in
-every completion, and `pause` and `update_weights`, which a trainer cannot do without, are refused.
-
-Who waits for whom: each `generate` awaits its own HTTP request, with all its attempts within one deadline.
-At most `connections` requests are on their way at once, the rest wait for one of them, within their
-deadline; the number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in the background.
-"""
+"""How a model behind a server is named: http://127.0.0.1:8000/v1#NAME."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.messages import Json
+
+if TYPE_CHECKING:
+    import aiohttp
 import asyncio
 import logging
 import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Literal
 
-from ludus.core.failures import ConfigError, EngineError
+from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling
-from ludus.core.messages import Json, Media
+from ludus.core.messages import Media
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.remote.address import Address
-from ludus.engine.remote.bodies import (
+from ludus.engine.remote.openai_api import (
     MOST_STOPS,
     Answer,
     BadAnswer,
+    TranscriptTokenizer,
     WriteCalls,
     cut,
     model_names,
@@ -36,8 +38,164 @@ from ludus.engine.remote.bodies import (
     sampling_fields,
     write_hermes,
 )
-from ludus.engine.remote.transcripts import TranscriptTokenizer
-from ludus.engine.remote.transport import Broken, Reply, Transport, load_aiohttp
+
+_SCHEMES = ("http://", "https://")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and which of its models; None is the only one it has."""
+
+    url: str
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From the base address, which ends in /v1 as a rule, with the model's name after a #."""
+        try:
+            parts = urlsplit(text)
+            host, _ = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{text!r} is not an address: {error}") from None
+        if not is_address(text) or not host:
+            raise ConfigError(f"{text!r} is not an address such as http://127.0.0.1:8000/v1#NAME")
+        if parts.username or parts.password:
+            raise ConfigError(
+                "an address with a password in it would end up in reports: put the key into the "
+                "environment as LUDUS_API_KEY instead"
+            )
+        if parts.query:
+            raise ConfigError(f"an address has no query: leave out '?{parts.query}'")
+        url = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+        return cls(url, parts.fragment or None)
+
+    def __str__(self) -> str:
+        return self.url if self.model is None else f"{self.url}#{self.model}"
+
+
+def is_address(text: str) -> bool:
+    """Whether this names a server rather than a folder or a model on the hub."""
+    return text.lower().startswith(_SCHEMES)
+
+
+# --- transport ---
+# HTTP to a model server: one attempt at a time, bounded in size, and what a broken one means.
+
+_CONNECT_SECONDS = 10.0
+_MOST_BYTES = 32 * 1024 * 1024
+_LONGEST_RETRY_AFTER = 60.0
+
+
+class Broken(Exception):
+    """No usable answer: no connection, one that broke, or bytes that are not what was promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A status, and a JSON object where there was one."""
+
+    status: int
+    body: Json
+    retry_after: float = 0.0
+    """How many seconds the server asked to wait."""
+
+    @property
+    def problem(self) -> str:
+        """What the server says is wrong, cut to what fits in a message."""
+        error = self.body.get("error", self.body.get("detail", self.body.get("message", "")))
+        if isinstance(error, dict):
+            error = error.get("message", "")
+        said = " ".join(str(error).split())
+        return f"status {self.status}{': ' if said else ''}{said:.300}"
+
+
+class Transport:
+    """One pool of connections. It is made in the event loop that uses it first, and closed by `close`."""
+
+    def __init__(self, key: str, connections: int) -> None:
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, method: str, url: str, body: Json | None = None) -> Reply:
+        """One attempt. There is no deadline here: who calls has one over all attempts."""
+        http = load_aiohttp()
+        session = self._opened()
+        try:
+            # a redirect would carry the key somewhere else
+            async with session.request(method, url, json=body, allow_redirects=False) as response:
+                return await _read(response)
+        except TimeoutError as error:  # the connection's own; a deadline outside is a cancellation here
+            raise Broken(f"no connection within {_CONNECT_SECONDS:g} seconds") from error
+        except (http.ClientError, ConnectionError, ValueError) as error:
+            raise Broken(f"{type(error).__name__}: {error!s:.300}") from error
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            http = load_aiohttp()
+            self._session = http.ClientSession(
+                connector=http.TCPConnector(limit=self._connections),
+                timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+                headers=self._headers,
+                cookie_jar=http.DummyCookieJar(),
+                auto_decompress=False,  # a small body that unpacks to gigabytes
+            )
+        return self._session
+
+
+async def _read(response: aiohttp.ClientResponse) -> Reply:
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        if len(data) > _MOST_BYTES:
+            raise Broken(f"an answer of more than {_MOST_BYTES:,} bytes")
+    wait = _retry_after(response.headers.get("Retry-After", ""))
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        if response.status == 200:
+            raise Broken(f"an answer that is not JSON: {error!s:.200}") from error
+        body = {"error": bytes(data[:300]).decode("utf-8", errors="replace")}
+    if not isinstance(body, dict):
+        if response.status == 200:
+            raise Broken(f"an answer that is no JSON object but {type(body).__name__}")
+        body = {}
+    return Reply(response.status, body, wait)
+
+
+def _retry_after(text: str) -> float:
+    """In seconds; a date, which servers may also send, is taken as no wish."""
+    with contextlib.suppress(ValueError):
+        return min(max(0.0, float(text)), _LONGEST_RETRY_AFTER)
+    return 0.0
+
+
+def load_aiohttp() -> Any:
+    """The package, or an error that says how to get it."""
+    with contextlib.suppress(ImportError):
+        import aiohttp
+
+        return aiohttp
+    raise MissingExtraError("aiohttp", "serve", "a model behind an address")
+
+
+# --- engine ---
+# An engine over an OpenAI-compatible server. It measures a model; it cannot train one.
+#
+# What comes back is text, which is encoded again: it need not be the tokens that were sampled, and nobody
+# knows their log-probabilities under the weights that would be trained. So these are not numbers (NaN) in
+# every completion, and `pause` and `update_weights`, which a trainer cannot do without, are refused.
+#
+# Who waits for whom: each `generate` awaits its own HTTP request, with all its attempts within one deadline.
+# At most `connections` requests are on their way at once, the rest wait for one of them, within their
+# deadline; the number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in the background.
 
 log = logging.getLogger(__name__)
 

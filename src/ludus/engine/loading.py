@@ -1,0 +1,291 @@
+"""Comparing two ways to compute a model's hidden states: exactly in float32, up to rounding in half precision.
+
+Trained weights have massive activations, which amplify rounding: in bfloat16, stock eager and stock SDPA
+attention can differ by half a token's norm. No fixed tolerance tells a wrong result from rounding there. So
+the structure is compared in float32, and what runs in half precision must come as close to the float32 result
+as the stock module in the same format does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludus.core.failures import ConfigError
+from ludus.engine.attention import NAME, LostContextError, Rule
+from ludus.engine.fused_model import distrust
+from ludus.engine.hf_model import (
+    decoder_of,
+    embedding_device,
+    sampling_mode,
+    text_config,
+    unwrapped,
+    vocabulary_size,
+)
+from ludus.engine.model_runner import head_logits, hidden_states, stock_hidden_states, why_not_fused
+from ludus.engine.packed_attention import PackedContext
+
+_HALF = (torch.bfloat16, torch.float16)
+_EXACT = 1e-4
+_ROUNDED = 0.05
+# How much larger than the stock module's rounding error another kernel's may be.
+_SLACK = 2.0
+
+
+def probe_tokens(model: nn.Module, count: int) -> Tensor:
+    """A few arbitrary tokens of the model's vocabulary, on its device."""
+    device = unwrapped(model).get_input_embeddings().weight.device
+    return (torch.arange(count, device=device) * 7 + 3) % vocabulary_size(model)
+
+
+def agree(given: Tensor, expected: Tensor) -> bool:
+    """Whether two results of the same arithmetic are equal, as far as their precision allows."""
+    if given.shape != expected.shape:
+        return False
+    tolerance = _EXACT if expected.dtype == torch.float32 else _ROUNDED
+    scale = max(1.0, float(expected.float().abs().max()))
+    return float((given.float() - expected.float()).abs().max()) <= tolerance * scale
+
+
+def agree_up_to_rounding(given_TD: Tensor, stock_TD: Tensor, exact_TD: Tensor) -> bool:
+    """Whether `given` is about as close to the float32 result as the stock module in the same format.
+
+    The error is relative to each token's norm and averaged over tokens: rounding throws single tokens far off.
+    """
+    if given_TD.shape != exact_TD.shape:
+        return False
+    if given_TD.dtype == torch.float32:
+        return agree(given_TD, exact_TD)
+    allowed = _ROUNDED + _SLACK * _relative_error(stock_TD, exact_TD)
+    return _relative_error(given_TD, exact_TD) <= allowed
+
+
+def _relative_error(given_TD: Tensor, exact_TD: Tensor) -> float:
+    exact = exact_TD.float()
+    distance_T = (given_TD.float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-6)
+    return float(distance_T.mean())
+
+
+@contextmanager
+def computed_in_float32(model: nn.Module) -> Iterator[None]:
+    """Run the decoder's own forward in float32, whatever format its weights have.
+
+    Each block is converted when it is called and put back afterwards, so one block at a time needs the memory.
+    The parameters keep their storage: what knows their addresses (graphs, optimizers) sees no change.
+    """
+    decoder = decoder_of(model)
+    swapped: dict[Tensor, Tensor] = {}
+
+    def widen(tensors: Iterator[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype in _HALF and tensor not in swapped:
+                swapped[tensor] = tensor.data
+                tensor.data = tensor.data.float()
+
+    def restore(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in swapped:
+                tensor.data = swapped.pop(tensor)
+
+    def before(block: nn.Module, *_: Any) -> None:
+        widen(_tensors(block))
+
+    def after(block: nn.Module, *_: Any) -> None:
+        restore(list(_tensors(block)))
+
+    precision = torch.get_float32_matmul_precision()
+    hooks = [
+        hook
+        for block in _blocks(decoder)
+        for hook in (
+            block.register_forward_pre_hook(before, prepend=True),
+            block.register_forward_hook(after, always_call=True),
+        )
+    ]
+    try:
+        torch.set_float32_matmul_precision("highest")
+        widen(_tensors(decoder, recurse=False))
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for hook in hooks:
+            hook.remove()
+        restore(list(swapped))
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _blocks(decoder: nn.Module) -> Iterator[nn.Module]:
+    """What a decoder calls one after the other: embedding, layers, final norm."""
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from child.children()
+        else:
+            yield child
+
+
+# --- adopt ---
+# Making a Hugging Face model attend through Ludus, and checking that nothing is lost on the way.
+
+_PROBE_LENGTHS = (5, 3, 8, 7)
+
+log = logging.getLogger(__name__)
+
+
+def use_ludus_attention(model: nn.Module) -> None:
+    """Switch `model` to the attention function of Ludus; refuse an architecture it does not fit.
+
+    A short probe compares packed sequences with the architecture's own eager attention, sequence by
+    sequence, and the head's logits with the model's. The structure is compared in float32; results in half
+    precision may differ by rounding (`probing`). Calling it twice does no harm.
+    """
+    inner = unwrapped(model)
+    decoder_of(model)
+    _check_rotation(model)
+    if inner.config._attn_implementation == NAME:
+        return
+    before = inner.config._attn_implementation
+    with torch.no_grad(), sampling_mode(model):
+        try:
+            inner.set_attn_implementation("eager")
+            stock = _one_by_one(model)
+            with computed_in_float32(model):
+                exact = _one_by_one(model)
+            inner.set_attn_implementation(NAME)
+            if inner.config._attn_implementation != NAME:
+                raise ConfigError(
+                    f"{type(inner).__name__} does not use the attention interface of transformers, "
+                    "which Ludus needs to run it"
+                )
+            _compare(model, stock, exact)
+            probe_head(model)
+            _tell(model)
+        except BaseException:
+            inner.set_attn_implementation(before)
+            raise
+
+
+def _tell(model: nn.Module) -> None:
+    """On a GPU, the slower path is worth a word."""
+    reason = why_not_fused(model)
+    if reason is not None and embedding_device(model).type == "cuda":
+        log.warning(
+            "%s runs by its own forward pass, in more and slower kernels than the fused one: %s",
+            type(unwrapped(model)).__name__,
+            reason,
+        )
+
+
+class _Recorder(PackedContext):
+    """Notes which window each layer asks for."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        self.windows[layer] = rule.window
+        return super().attend(layer, query, key, value, rule)
+
+
+def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
+    """Some architectures put the window into the mask alone, where a few probing tokens never meet it."""
+    for layer, kind in enumerate(getattr(text_config(model), "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"layer {layer} has attention of the kind {kind!r}, which Ludus cannot run"
+            )
+        if (kind == "sliding_attention") != (windows.get(layer) is not None):
+            raise ConfigError(
+                f"layer {layer} of {type(unwrapped(model)).__name__} is of the kind {kind!r} and asks its "
+                f"attention for the window {windows.get(layer)}: contexts longer than the window would be "
+                "read wrongly"
+            )
+
+
+def _check_rotation(model: nn.Module) -> None:
+    """Some rotary embeddings go by the longest sequence of a batch: neighbours would change a result."""
+    given = getattr(text_config(model), "rope_parameters", None) or {}
+    tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]
+    if any(table.get("rope_type") == "longrope" for table in tables):
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} has rotary embeddings of the kind 'longrope', which "
+            "change with the longest sequence of a batch: results would depend on what is computed beside them"
+        )
+
+
+def _one_by_one(model: nn.Module) -> Tensor:
+    pieces = torch.split(probe_tokens(model, sum(_PROBE_LENGTHS)), list(_PROBE_LENGTHS))
+    decoder = decoder_of(model)
+    return torch.cat([decoder(input_ids=p[None], use_cache=False).last_hidden_state[0] for p in pieces])
+
+
+def _compare(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
+    """Refuse a model that mixes packed sequences; leave it to its own forward where the fused one is wrong."""
+    name = type(unwrapped(model)).__name__
+    if not bool(stock.isfinite().all()):
+        raise ConfigError(
+            f"{name} computes what is no finite number even on its own: its weights are damaged (look for NaN "
+            "or infinity in them), or too large for their number format"
+        )
+    with computed_in_float32(model):
+        packed = _packed(model, stock_hidden_states)
+    if not agree(packed, exact):
+        raise ConfigError(
+            f"{name} gives other hidden states with packed sequences than with each one alone: "
+            "something in it mixes tokens besides causal attention"
+        )
+    if why_not_fused(model) is None:
+        if agree_up_to_rounding(_packed(model, hidden_states), stock, exact):
+            return
+        distrust(decoder_of(model), "it gave other hidden states than the module itself")
+    if not agree_up_to_rounding(_packed(model, stock_hidden_states), stock, exact):
+        raise ConfigError(
+            f"{name} gives other hidden states with packed sequences than with each one alone in "
+            f"{str(stock.dtype).removeprefix('torch.')}, though not in float32: this device's attention kernel "
+            'for that format is wrong. Set model.dtype = "float32", and please report it'
+        )
+
+
+def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
+    """Hidden states of the probe's sequences, packed; refuses a model whose attention was not reached."""
+    tokens = probe_tokens(model, sum(_PROBE_LENGTHS))
+    context = _Recorder(_PROBE_LENGTHS, tokens.device)
+    try:
+        given = forward(model, tokens, context.position_ids, context)
+    except LostContextError:
+        raise _unheard(type(unwrapped(model)).__name__) from None
+    if context.calls == 0:
+        raise _unheard(type(unwrapped(model)).__name__)
+    _check_windows(model, context.windows)
+    return given
+
+
+def _unheard(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} does not hand keyword arguments down to its attention, which is how Ludus tells it what "
+        "belongs together"
+    )
+
+
+def probe_head(model: nn.Module) -> None:
+    """Refuse a model whose logits are not `head_logits` of its decoder's hidden states."""
+    inner = unwrapped(model)
+    tokens = probe_tokens(model, 4)[None]
+    with torch.no_grad(), sampling_mode(model):
+        expected = inner(input_ids=tokens, use_cache=False).logits
+        hidden = decoder_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
+        given = head_logits(model, hidden)
+    if not agree(given, expected):
+        raise ConfigError(
+            f"{type(inner).__name__} does something to its logits that Ludus does not know: "
+            "log-probabilities computed from its hidden states would be wrong, so it is refused"
+        )

@@ -1,0 +1,360 @@
+"""Flash attention over sequences that lie end to end, none of which sees another.
+
+The kernel is torch's own. It is called below its public wrapper (`torch.nn.attention.varlen`), whose
+arguments differ between versions and which in some of them knows no grouped heads, although the kernel does.
+What works is found out by trying: at its first use on a device, for a data type and a head's shape, a few
+tokens go through it forwards and backwards and are compared with plain attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ludus.engine.attention import Rule, attend, causal_mask
+from ludus.kernels.device import sent
+
+log = logging.getLogger(__name__)
+
+_HALF = (torch.bfloat16, torch.float16)
+_PROBE_LENGTHS = (37, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where sequences begin and end."""
+
+    starts_R1: Tensor
+    """Cumulative lengths from 0 on, int32."""
+    longest: int
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, float], Tensor]
+"""(query [T, Hq, D], key and value [T, Hkv, D], bounds, scaling) -> [T, Hq, D], causal and with a gradient."""
+
+
+def flash(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: Bounds, scaling: float
+) -> Tensor:
+    """Causal attention by torch's flash kernel, which takes fewer key heads than query heads."""
+    result: Tensor = _Flash.apply(query_THD, key_TGD, value_TGD, bounds, scaling)
+    return result
+
+
+def flash_expanded(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: Bounds, scaling: float
+) -> Tensor:
+    """The same with a copy of its key head for each query head."""
+    group = query_THD.shape[1] // key_TGD.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1) for states in (key_TGD, value_TGD))
+    return flash(query_THD, key, value, bounds, scaling)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scaling: float
+    ) -> Tensor:
+        starts, longest = bounds.starts_R1, bounds.longest
+        output, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scaling
+        )
+        ctx.save_for_backward(query, key, value, output, lse, state, unused)
+        ctx.bounds, ctx.scaling = bounds, scaling
+        result: Tensor = output
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value, output, lse, state, unused = ctx.saved_tensors
+        starts, longest = ctx.bounds.starts_R1, ctx.bounds.longest
+        slopes = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(),
+            query,
+            key,
+            value,
+            output,
+            lse,
+            starts,
+            starts,
+            longest,
+            longest,
+            0.0,
+            True,
+            state,
+            unused,
+            scale=ctx.scaling,
+        )
+        return *slopes, None, None
+
+
+def kernel_for(query_THD: Tensor, key_TGD: Tensor, rule: Rule, longest: int) -> Kernel | None:
+    """The kernel for these states, or None where attention has to be computed in another way."""
+    if query_THD.device.type != "cuda" or query_THD.dtype not in _HALF:
+        return None
+    if rule.softcap is not None or rule.dropout > 0:
+        return None
+    if rule.window is not None and rule.window < longest:
+        return None
+    heads, size = query_THD.shape[1:]
+    return _probed(query_THD.device, query_THD.dtype, heads, key_TGD.shape[1], size)
+
+
+@cache
+def _probed(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> Kernel | None:
+    return first_sound((flash, flash_expanded), device, dtype, heads, kv_heads, size)
+
+
+def first_sound(
+    candidates: tuple[Kernel, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+) -> Kernel | None:
+    """The first of these kernels that gives on a few tokens what plain attention gives."""
+    trouble = ""
+    for candidate in candidates:
+        try:
+            trouble = _compare(candidate, device, dtype, heads, kv_heads, size)
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the kernel
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            trouble = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not trouble:
+            return candidate
+    log.warning(
+        "flash attention over packed sequences is not available on %s for %d heads of %d in %s, so padded "
+        "blocks are used, which is slower (%s)",
+        device,
+        heads,
+        size,
+        str(dtype).removeprefix("torch."),
+        trouble,
+    )
+    return None
+
+
+def _compare(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+) -> str:
+    """What is wrong with a kernel's results; nothing when they are right."""
+    generator = torch.Generator().manual_seed(0)
+    total = sum(_PROBE_LENGTHS)
+    shapes = [
+        (total, heads, size),
+        (total, kv_heads, size),
+        (total, kv_heads, size),
+        (total, heads, size),
+    ]
+    scaling = size**-0.5
+    with torch.inference_mode(False), torch.enable_grad():
+        query, key, value, slope = (
+            torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes
+        )
+        starts = torch.tensor([0, *_PROBE_LENGTHS]).cumsum(0)
+        bounds = Bounds(starts.to(device, torch.int32), max(_PROBE_LENGTHS))
+        inputs = [states.detach().requires_grad_() for states in (query, key, value)]
+        given = kernel(inputs[0], inputs[1], inputs[2], bounds, scaling)
+        found = [given, *torch.autograd.grad(given, inputs, slope)]
+        exact = [states.detach().float().requires_grad_() for states in (query, key, value)]
+        pieces = [torch.split(states, list(_PROBE_LENGTHS)) for states in exact]
+        expected = torch.cat([_plain(q, k, v, scaling) for q, k, v in zip(*pieces, strict=True)])
+        wanted = [expected, *torch.autograd.grad(expected, exact, slope.float())]
+    for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
+        distance = float((one.detach().float() - other.detach()).abs().max())
+        if not distance <= 0.03 * max(1.0, float(other.detach().abs().max())):
+            return f"its {name} is off by {distance:.2g}"
+    return ""
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """One sequence, in the arithmetic of its own data type."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    batched = [states.transpose(0, 1)[None] for states in (query, key, value)]
+    return attend(batched[0], batched[1], batched[2], Rule(scaling), None)[0].transpose(0, 1)
+
+
+# --- packed ---
+# Training attention: many sequences in one flat row of tokens, none of which sees another.
+#
+# On a GPU in half precision it is one flash kernel over cumulative lengths (`varlen`). Where that does not fit
+# (other devices and data types, windows, soft caps), sequences of similar length are padded together into a few
+# blocks, so that hundreds of short ones cost a handful of kernel launches. Padding follows a sequence's tokens,
+# where causality hides it. Sequences that all have the same length are a block without any padding.
+
+Ints = npt.NDArray[np.int64]
+
+_TILE = 256
+_DENSE_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# Sequences share a padded block as long as no more than this share of it is padding.
+_PADDING = 0.15
+# ... and as long as the block has no more than this many tokens, to bound memory.
+_BLOCK_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Sequences of similar length, side by side, padded at the end."""
+
+    rows: int
+    width: int
+    index: Tensor
+    """[rows * width] positions in the flat order; padding repeats a sequence's last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """All sequences in blocks."""
+
+    blocks: list[_Block]
+    back: Tensor
+    """Where each flat token lies in the blocks' concatenation."""
+
+
+class PackedContext:
+    """Attention within each of the sequences that lie end to end in a batch of one row."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError("packed sequences need lengths of at least 1")
+        self.lengths = list(lengths)
+        self.device = torch.device(device)
+        self.tokens = sum(self.lengths)
+        self.longest = max(self.lengths)
+        self.are_even = min(self.lengths) == self.longest
+        self.calls = 0
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[1, T]: positions counted within each sequence."""
+        return self._there(np.concatenate([np.arange(length) for length in self.lengths]))[None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        self.calls += 1
+        if query.shape[0] != 1 or query.shape[2] != self.tokens:
+            raise ValueError(
+                f"the packed context is for [1, {self.tokens}] tokens, "
+                f"not [{query.shape[0]}, {query.shape[2]}]"
+            )
+        flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
+        kernel = kernel_for(flat[0], flat[1], rule, self.longest)
+        if kernel is not None and self._fills_tiles:
+            with sdpa_kernel(_DENSE_ORDER, set_priority=True):
+                return self._attend_evenly(query, key, value, rule)
+        if kernel is not None:
+            return kernel(flat[0], flat[1], flat[2], self._bounds, rule.scaling).unsqueeze(0)
+        if self.are_even:
+            return self._attend_evenly(query, key, value, rule)
+        return self._attend_in_blocks(flat, rule)
+
+    @property
+    def _fills_tiles(self) -> bool:
+        """Whether dense kernels can take the rows as they are: all of one length, and that a round one.
+
+        cuDNN's kernel is then 1.6 times as fast as the one for any lengths, but it is prepared for each shape
+        that it meets, which takes a good part of a second: too long for lengths that never come again.
+        """
+        return self.are_even and self.longest % _TILE == 0
+
+    def _attend_evenly(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        rows, width = len(self.lengths), self.longest
+        padded = [
+            states.squeeze(0).view(states.shape[1], rows, width, -1).transpose(0, 1)
+            for states in (query, key, value)
+        ]
+        output = attend(padded[0], padded[1], padded[2], rule, self._mask(width, rule))
+        return output.transpose(1, 2).reshape(1, self.tokens, *output.shape[1::2])
+
+    def _attend_in_blocks(self, flat: Sequence[Tensor], rule: Rule) -> Tensor:
+        outputs: list[Tensor] = []
+        for block in self._blocks.blocks:
+            padded = [
+                states.index_select(0, block.index)
+                .view(block.rows, block.width, states.shape[1], states.shape[2])
+                .transpose(1, 2)
+                for states in flat
+            ]
+            output = attend(padded[0], padded[1], padded[2], rule, self._mask(block.width, rule))
+            outputs.append(output.transpose(1, 2).reshape(-1, *output.shape[1::2]))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.index_select(0, self._blocks.back)[None]
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+        return Bounds(self._there(starts), self.longest)
+
+    @cached_property
+    def _blocks(self) -> _Blocks:
+        groups = _blocks(np.asarray(self.lengths, dtype=np.int64))
+        blocks = [_Block(rows, width, self._there(index)) for rows, width, index, _ in groups]
+        back = np.empty(self.tokens, dtype=np.int64)
+        base = 0
+        for rows, width, index, valid in groups:
+            back[index[valid]] = base + np.flatnonzero(valid)
+            base += rows * width
+        return _Blocks(blocks, self._there(back))
+
+    def _there(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        """On the device; from pinned memory, because any other copy waits for the GPU to catch up."""
+        return sent([values], self.device)[0]
+
+    def _mask(self, width: int, rule: Rule) -> Tensor | None:
+        if rule.window is None or rule.window >= width:
+            return None
+        if (width, rule.window) not in self._masks:
+            mask = causal_mask(width, width, rule.window, self.device)
+            self._masks[width, rule.window] = mask
+        return self._masks[width, rule.window]
+
+
+def _blocks(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
+    """(rows, width, flat index, validity) of each block, longest sequences first."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    order = np.argsort(-lengths, kind="stable")
+    result = []
+    for first, stop in split_by_length(lengths[order]):
+        chosen = order[first:stop]
+        width = int(lengths[chosen[0]])
+        offsets = np.arange(width)[None, :]
+        last = lengths[chosen][:, None] - 1
+        index = starts[chosen][:, None] + np.minimum(offsets, last)
+        result.append((len(chosen), width, index.reshape(-1), (offsets <= last).reshape(-1)))
+    return result
+
+
+def split_by_length(
+    lengths: Ints, padding: float = _PADDING, block_tokens: int = _BLOCK_TOKENS
+) -> list[tuple[int, int]]:
+    """Ranges of descending `lengths` that may share a padded block."""
+    ranges: list[tuple[int, int]] = []
+    first, used = 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        width = int(lengths[first])
+        area = (i + 1 - first) * width
+        if i > first and (area > block_tokens or area - used - length > padding * area):
+            ranges.append((first, i))
+            first, used = i, 0
+        used += length
+    ranges.append((first, len(lengths)))
+    return ranges

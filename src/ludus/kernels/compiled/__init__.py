@@ -1,1 +1,0 @@
-"""The Triton kernels and their launches. Import this package only where Triton is installed."""

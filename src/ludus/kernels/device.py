@@ -1,0 +1,142 @@
+"""Where the compiled kernels can run, free memory, and copies between host and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# --- support ---
+# Where the compiled kernels can run.
+
+_OLDEST = (8, 0)
+"""Compute capability from which on bf16 matrix units exist."""
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the compiled kernels cannot run on this device; None when they can."""
+    if device.type != "cuda":
+        return f"the kernels are for CUDA devices, not {device.type!r}"
+    return _unavailable(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _unavailable(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "the kernels have not been tried on ROCm"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _OLDEST:
+        found, oldest = (".".join(map(str, numbers)) for numbers in (capability, _OLDEST))
+        return f"the GPU has compute capability {found}, and the kernels need {oldest}"
+    try:
+        import triton  # noqa: F401 - whether it is there is the question
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    return None
+
+
+def distrust(agrees: Callable[[torch.device], bool], device: torch.device, otherwise: str) -> str | None:
+    """Why a kernel is not to be used on a device, found out by a trial; None when it gives what it should."""
+    try:
+        return None if agrees(device) else otherwise
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel
+    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every use
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """(free, all) bytes of a GPU. What torch holds without using it is free to whoever asks torch."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + held, total
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Where kernels are launched meanwhile: Triton's go to the current GPU, whatever their tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# --- staging ---
+# Small arrays on their way between host and device: many in one copy, which nobody waits for.
+
+Array = npt.NDArray[Any]
+
+_ALIGNMENT = 16
+_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes begin in one buffer; the last number is its size."""
+    offsets = [0]
+    for size in sizes:
+        offsets.append(offsets[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return offsets
+
+
+def _host_bytes(size: int, device: torch.device) -> Tensor:
+    """Memory that a GPU copies from and to on its own."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class Mirror:
+    """Named arrays of `size` elements at fixed addresses on the device, and `copies` of them on the host.
+
+    `device` has the tensors; `hosts[i]` has the arrays of copy i. A copy that is under way must not be touched:
+    with as many copies as there are steps at once, each step has its own.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, npt.DTypeLike], size: int, device: torch.device, copies: int
+    ) -> None:
+        dtypes = {name: np.dtype(dtype) for name, dtype in fields.items()}
+        offsets = _offsets([dtype.itemsize * size for dtype in dtypes.values()])
+        self._device_bytes = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+        self._host_bytes = [_host_bytes(offsets[-1], device) for _ in range(copies)]
+        self.device: dict[str, Tensor] = {}
+        self.hosts: list[dict[str, Array]] = [{} for _ in range(copies)]
+        for (name, dtype), start in zip(dtypes.items(), offsets, strict=False):
+            stop = start + dtype.itemsize * size
+            self.device[name] = self._device_bytes[start:stop].view(_DTYPES[dtype])
+            for host, memory in zip(self.hosts, self._host_bytes, strict=True):
+                host[name] = memory[start:stop].numpy().view(dtype)
+
+    def send(self, copy: int) -> None:
+        """Host to device, all fields at once."""
+        self._device_bytes.copy_(self._host_bytes[copy], non_blocking=True)
+
+    def fetch(self, copy: int) -> None:
+        """Device to host, all fields at once; the arrays are valid once the device has got there."""
+        self._host_bytes[copy].copy_(self._device_bytes, non_blocking=True)
+
+
+def sent(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, through one copy."""
+    offsets = _offsets([array.nbytes for array in arrays])
+    host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory = host.numpy()
+    for array, start in zip(arrays, offsets, strict=False):
+        memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    # torch keeps pinned memory from being used again before the device has read it.
+    there = host.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        for array, start in zip(arrays, offsets, strict=False)
+    ]
