@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
+import re
+import traceback
+import warnings
 
 import pytest
 
-from ludus.sandbox import Limits, Outcome, Sandbox, SandboxConfig
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig
 
 _ONE = SandboxConfig(workers=1, max_starting=1)
 
@@ -172,3 +176,89 @@ async def test_a_slot_whose_program_was_stopped_is_not_used_again() -> None:
             assert stopped.outcome is Outcome.TIMEOUT
             after = await box.python("import os; os.getpid()", limits=limits)
             assert (after.outcome, after.value) == (Outcome.OK, "2"), "the first program in a fresh slot"
+
+
+_PROGRAMS = (
+    "1 + 1",
+    "x = 3\nx * 2",
+    "x = 3\nx * 2\n\n   \n",
+    "x = '''\nabc\n'''\nx",
+    "x = '''\n1 + 1\n'''",
+    "'''\n1 + 1\n'''",
+    "def f():\n    return 1\n\nf()",
+    "def f():\n    return 1\n\n    f()",
+    "x = [\n1,\n2\n]",
+    "x = (1\n+ 2)",
+    "x = 1\n+ 2",
+    "x = 1 \\\n+ 2",
+    "if True:\n    5",
+    "if 0:\n    pass\nelse:\n    y = 2\ny",
+    "try:\n    1/0\nexcept ZeroDivisionError:\n    x = 9\nx",
+    "x = 1; x + 1",
+    "x = 5\nx; x + 1",
+    "7\n# a comment",
+    "# a comment\n7 # another",
+    "import asyncio\nasync def f(): return 4\nawait f()",
+    "import asyncio\nx = await asyncio.sleep(0, 3)\nx",
+    "'''words'''\n__doc__",
+    "from __future__ import annotations\ndef f(a: b): pass\nf.__annotations__['a']",
+    "'\\d'",
+    "x = 1\r\nx + 1",
+    "x = 1\rx + 1",
+    "\u00e9 = 1\n\u00e9",
+    "for i in range(3): i",
+    "x = 1\n1/0",
+    "\n\n1/0",
+    "1/0\nprint(2)",
+    "def f():\n    1/0\n\nf()",
+    "x = 1\nyield x",
+    "x = 1\nx =",
+    "  1",
+    "x = (\n1",
+    "1\n\u3000",
+    "print(1) if x else print(2)",
+)
+
+
+def _reference(source: str) -> tuple[str | None, str | None]:
+    """The last statement's value where it is an expression; of an error its kind and the program's lines."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+    def run(tree: ast.AST, mode: str) -> object:
+        value = eval(compile(tree, "<cell 1>", mode, flags, dont_inherit=True), names)
+        return asyncio.run(value) if asyncio.iscoroutine(value) else value
+
+    try:
+        tree = ast.parse(source, "<cell 1>")
+        last = tree.body[-1]
+        if not isinstance(last, ast.Expr):
+            run(tree, "exec")
+            return None, None
+        if tree.body[:-1]:
+            run(ast.Module(tree.body[:-1], []), "exec")
+        value = run(ast.Expression(last.value), "eval")
+        return None if value is None else repr(value), None
+    except SyntaxError as error:
+        return None, f"{type(error).__name__} {error.lineno}"
+    except Exception as error:  # noqa: BLE001 - the program's own
+        lines = [
+            str(f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename == "<cell 1>"
+        ]
+        return None, f"{type(error).__name__} {' '.join(lines)}"
+
+
+def test_a_program_means_the_same_however_it_is_compiled() -> None:
+    async def run() -> list[Execution]:
+        async with Sandbox(_ONE) as box:
+            return [await box.python(program) for program in _PROGRAMS]
+
+    for program, got in zip(_PROGRAMS, asyncio.run(run()), strict=True):
+        with warnings.catch_warnings(action="ignore"):
+            value, error = _reference(program)
+        told = None
+        if got.error is not None:
+            lines = re.findall(r'"<cell 1>", line (\d+)', got.error)
+            told = f"{got.error.splitlines()[-1].partition(':')[0]} {' '.join(lines)}"
+        assert (got.value, told) == (value, error), program
+        assert got.stderr.count("Warning") <= 1, program

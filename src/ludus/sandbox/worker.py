@@ -170,7 +170,8 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=_environment(),
+                # else every fork would look up for itself what its parent has not called yet
+                env={**_environment(), "LD_BIND_NOW": "1"},
                 start_new_session=True,
             )
         except OSError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,10 @@ STATE = f"{_BOX}/state"
 _SHOWN = "/run/shown"
 _PLACES = {"home": HOME, "tmp": "/tmp", "shm": "/dev/shm"}
 _LINKED = ("tmp", "shm")
+_FOLDERS = (_BOX, *(f"{_BOX}/{name}" for name in ("state", *_PLACES)))
+_carried = operator.attrgetter(
+    "st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"
+)
 
 _TOP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = (
@@ -107,15 +112,9 @@ def box_state() -> tuple[object, ...]:
     The kernel's count of files and blocks tells of anything new; what the folders themselves carry (modes,
     times, attributes) is compared as it is. Their change times cannot be set back.
     """
-    folders = (_BOX, *(f"{_BOX}/{name}" for name in ("state", *_PLACES)))
     used = os.statvfs(_BOX)
-    carried = [(_carried(os.stat(folder)), os.listxattr(folder)) for folder in folders]
-    return (used.f_bfree, used.f_ffree, carried)
-
-
-def _carried(status: os.stat_result) -> tuple[int, ...]:
-    times = (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)
-    return (status.st_mode, status.st_nlink, status.st_uid, status.st_gid, status.st_size, *times)
+    carried = tuple(map(_carried, map(os.stat, _FOLDERS)))
+    return (used.f_bfree, used.f_ffree, carried, tuple(map(os.listxattr, _FOLDERS)))
 
 
 def graft(copy_mb: int | None, shown: Sequence[str]) -> None:

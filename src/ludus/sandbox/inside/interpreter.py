@@ -28,6 +28,8 @@ _MOST_VALUE = 20_000
 _MOST_ERROR = 6_000
 _MOST_FRAMES = 8
 _COROUTINE = 0x80
+_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_NO_EXPRESSION = ("", " ", "\t", "#", ")", "]", "}")
 
 
 class CpuTimeExceeded(BaseException):
@@ -50,12 +52,13 @@ class Interpreter:
         signal.signal(signal.SIGXCPU, self._out_of_time)
         self._open_streams()
 
-    def run(self, source: str, cpu_seconds: float) -> dict[str, Any]:
-        """Run `source`, and say how it went."""
+    def run(self, source: str, cpu_seconds: float | None = None) -> dict[str, Any]:
+        """Run `source`, and say how it went. `cpu_seconds`: how much more processor time it may use."""
         self._count += 1
         name = f"<cell {self._count}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        allow_cpu(cpu_seconds)
+        if cpu_seconds is not None:
+            allow_cpu(cpu_seconds)
         try:
             self._running = True
             try:
@@ -75,15 +78,19 @@ class Interpreter:
         return outcome
 
     def _evaluate(self, source: str, name: str) -> Any:
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        tree = compile(source, name, "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        statements, expression = _parts(source, name) or (None, None)
+        if expression is None:
+            tree = compile(source, name, "exec", _FLAGS | ast.PyCF_ONLY_AST, dont_inherit=True)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            if tree.body or last is None:
+                statements = compile(tree, name, "exec", _FLAGS, dont_inherit=True)
         result = None
-        if tree.body or last is None:
-            result = self._execute(compile(tree, name, "exec", flags, dont_inherit=True))
-        if last is not None:
-            code = compile(ast.Expression(last.value), name, "eval", flags, dont_inherit=True)
-            result = self._execute(code)
+        if statements is not None:
+            result = self._execute(statements)
+        if expression is None and last is not None:
+            expression = compile(ast.Expression(last.value), name, "eval", _FLAGS, dont_inherit=True)
+        if expression is not None:
+            result = self._execute(expression)
             if result is not None:
                 self._main.__dict__["_"] = result
         return result
@@ -125,9 +132,33 @@ class Interpreter:
         sys.stdin = _stream(0, "r")
 
     def _flush(self) -> None:
-        for stream in {*self._streams, sys.stdout, sys.stderr} if _plain() else self._streams:
-            with contextlib.suppress(BaseException):
+        ours = self._streams
+        is_ours = sys.stdout is ours[0] and sys.stderr is ours[1]
+        for stream in ours if is_ours or not _plain() else {*ours, sys.stdout, sys.stderr}:
+            try:  # noqa: SIM105 - this is cheaper right after a fork
                 stream.flush()
+            except BaseException:  # noqa: BLE001, S110 - the code may have closed or replaced it
+                pass
+
+
+def _parts(source: str, name: str) -> tuple[types.CodeType | None, types.CodeType] | None:
+    """The last line, where that is an expression at the margin, and what comes before it, if anything.
+
+    It spares most programs a syntax tree, which takes longer to make than they take to run. None wherever the
+    two could mean something else than the whole. An escape may be one that Python warns of: not twice.
+    """
+    text = source.rstrip(" \t\n")
+    start = text.rfind("\n") + 1
+    if text[start : start + 1] in _NO_EXPRESSION or "\\" in text or "\r" in text or "\f" in text:
+        return None
+    try:
+        lines = "\n" * text.count("\n")  # so that errors name the right one
+        expression = compile(lines + text[start:], name, "eval", _FLAGS, dont_inherit=True)
+        if not start:
+            return None, expression
+        return compile(text[:start], name, "exec", _FLAGS, dont_inherit=True), expression
+    except (SyntaxError, ValueError):
+        return None  # the whole says what is wrong, or is right
 
 
 def _plain() -> bool:

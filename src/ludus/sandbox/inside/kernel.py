@@ -30,6 +30,7 @@ _LAST_CAPABILITY = 63
 MACHINE = os.uname().machine
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(MACHINE)
+_PRCTL = {"x86_64": 157, "aarch64": 167}.get(MACHINE)
 _CAPSET = {"x86_64": 126, "aarch64": 91}.get(MACHINE)
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}.get(MACHINE)
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(MACHINE)
@@ -39,6 +40,9 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 4
 # PyDLL keeps the interpreter's lock during a call: a child made by `clone` then owns it, as after `os.fork`.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_bare = ctypes.PyDLL(None).syscall
+_attributes = ctypes.create_string_buffer(56)
+_attributes_address = ctypes.c_void_p(ctypes.addressof(_attributes))
 
 
 def supported() -> bool:
@@ -56,6 +60,17 @@ def syscall(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] |
     return result
 
 
+def bare_syscall(number: int, *arguments: int | ctypes.c_void_p) -> int:
+    """A system call with small numbers alone; an error does not tell its reason.
+
+    For what happens right after a fork, where every object that is made or touched costs a page fault.
+    """
+    result: int = _bare(number, *arguments)
+    if result < 0:
+        raise OSError(f"system call {number} was refused")
+    return result
+
+
 def _checked(result: int, what: str) -> None:
     if result != 0:
         error = ctypes.get_errno()
@@ -65,6 +80,12 @@ def _checked(result: int, what: str) -> None:
 def prctl(option: int, value: int = 0, third: int = 0) -> None:
     words = [ctypes.c_ulong(word) for word in (value, third, 0, 0)]
     _checked(_libc.prctl(ctypes.c_int(option), *words), f"prctl {option}")
+
+
+def set_dumpable() -> None:
+    """Let this process's files under /proc be its own again."""
+    assert _PRCTL is not None
+    bare_syscall(_PRCTL, PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def unshare(flags: int) -> None:
@@ -129,9 +150,8 @@ def drop_capabilities() -> None:
 def scheduling() -> tuple[bytes, int]:
     """How the kernel schedules this process: policy, priorities and clamps, and its share of the disk."""
     assert _SCHED_GETATTR is not None and _IOPRIO_GET is not None
-    attributes = ctypes.create_string_buffer(56)
-    syscall(_SCHED_GETATTR, 0, attributes, len(attributes), 0)
-    return attributes.raw, syscall(_IOPRIO_GET, 1, 0)
+    bare_syscall(_SCHED_GETATTR, 0, _attributes_address, 56, 0)
+    return _attributes.raw, bare_syscall(_IOPRIO_GET, 1, 0)
 
 
 def thread_id_address() -> int:

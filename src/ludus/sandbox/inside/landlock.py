@@ -49,7 +49,7 @@ def ruleset(abi: int, rules: Iterable[tuple[str, int]], *, network: bool) -> int
 
 def enforce(ruleset: int) -> None:
     """Hold this process and all it will start to a ruleset, for good."""
-    kernel.syscall(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    kernel.bare_syscall(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
 
 
 def write_rights(abi: int) -> int:

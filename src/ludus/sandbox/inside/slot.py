@@ -25,6 +25,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import sys
 
 from ludus.sandbox.inside import filesystem, frames, kernel, landlock
@@ -35,6 +36,11 @@ CONTROL, RULESET = 3, 4
 MOST_REPORT = 1 << 20
 """Bytes that a program's report may have; anything longer was not written by our own code."""
 _ANSWER = b'{"status":%d,"cpu":%f,"peak_kb":%d,"total_cpu":%f,"began":%d,"clean":%d}'
+_NOTHING_TO_SAY = b'{"done": "ok", "value": null}'
+_CHUNK, _ROOM_FOR_FDS = 4096, socket.CMSG_SPACE(4 * 4)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_SIZES = struct.Struct("<II")
+_DESCRIPTORS = {4 * count: struct.Struct(f"{count}i") for count in (3, 4)}
 _LIMITS = tuple({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 State = tuple[object, ...]
 
@@ -96,7 +102,7 @@ def _execute(
     """The life of one program; does not return."""
     code = 1
     try:
-        _, source, fds = frames.receive(link)
+        source, fds = _request(link)
         has_input = len(fds) > 3
         if not has_input:
             # not the slot's own: locks and flags on an open file would stay for the next program
@@ -106,17 +112,17 @@ def _execute(
         if has_ruleset:
             landlock.enforce(RULESET)
         os.closerange(CONTROL + 1, 1 << 20)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        kernel.set_dumpable()
         os.setsid()
-        most = int(cpu_seconds + 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+        most = int(cpu_seconds + 1)  # of which it has used nothing yet
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
         if has_input:
             interpreter.fresh_input()
         new_dice()
         gc.enable()
         began[0] = 1
         began.close()
-        _say(interpreter.run(source.decode("utf-8", "surrogatepass"), cpu_seconds))
+        _say(interpreter.run(source.decode("utf-8", "surrogatepass")))
         code = 0
     except MemoryError:
         code = OUT_OF_MEMORY
@@ -127,8 +133,22 @@ def _execute(
         os._exit(code)
 
 
+def _request(link: socket.socket) -> tuple[bytes, list[int]]:
+    """The program and its descriptors. Of the header nothing is needed, so nobody parses it."""
+    data, ((_, _, raw),), _, _ = link.recvmsg(_CHUNK, _ROOM_FOR_FDS, _CLOEXEC)
+    header, body = _SIZES.unpack_from(data)
+    end = frames.PREFIX + header + body
+    while len(data) < end:
+        more = link.recv(min(end - len(data), 1 << 20))
+        if not more:
+            raise EOFError
+        data += more
+    return data[end - body :], list(_DESCRIPTORS[len(raw)].unpack(raw))
+
+
 def _say(report: frames.Header) -> None:
-    data = json.dumps(report).encode()
+    is_plain = report.get("done") == "ok" and report["value"] is None
+    data = _NOTHING_TO_SAY if is_plain else json.dumps(report).encode()
     while data:
         data = data[os.write(CONTROL, data) :]
 
@@ -158,7 +178,7 @@ def _is_unchanged(before: State) -> bool:
 def _state() -> State:
     """Everything that a program could have changed and that the next one could see or suffer from."""
     return (
-        *(resource.getrlimit(kind) for kind in _LIMITS),
+        tuple(map(resource.getrlimit, _LIMITS)),
         os.sched_getaffinity(0),
         kernel.scheduling(),
         *filesystem.box_state(),

@@ -47,6 +47,7 @@ _VERDICTS = {_EXCEEDED: "memory", _UNREADABLE: "unreadable"}
 def main(link_fd: int) -> None:
     """The whole life of the warm interpreter, from the host's first frame on."""
     link = socket.socket(fileno=link_fd)
+    os.environ.pop("LD_BIND_NOW", None)  # meant for us alone
     try:
         order, _, _ = frames.receive(link)
         # Without namespaces sessions may be users who cannot read this Python's own modules. With them, what
