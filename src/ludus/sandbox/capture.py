@@ -13,7 +13,8 @@ _DISCARDED = 16 << 20
 class Capture:
     """One pipe. Keeps the head and the tail of what comes; far beyond the limit it stops listening."""
 
-    def __init__(self, limit: int, overflow: Callable[[], None]) -> None:
+    def __init__(self, limit: int, overflow: Callable[[], None], *, at_once: bool = True) -> None:
+        """`at_once`: listen from the start."""
         self._limit = limit
         self._overflow = overflow
         self._head = bytearray()
@@ -22,11 +23,19 @@ class Capture:
         self._loop = asyncio.get_running_loop()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
-        self._loop.add_reader(self._reader, self._read)
+        self._is_listening = False
+        if at_once:
+            self.listen()
 
     @property
     def truncated(self) -> bool:
         return self._total > self._limit
+
+    def listen(self) -> None:
+        """Read what comes as it comes. Until then as much is kept as a pipe holds, and `finish` reads it."""
+        if self._reader >= 0 and not self._is_listening:
+            self._is_listening = True
+            self._loop.add_reader(self._reader, self._read)
 
     def close_writer(self) -> None:
         """The other side has its copy of the writing end; ours must not keep the pipe open."""
@@ -64,7 +73,8 @@ class Capture:
 
     def _stop(self) -> None:
         if self._reader >= 0:
-            self._loop.remove_reader(self._reader)
+            if self._is_listening:
+                self._loop.remove_reader(self._reader)
             os.close(self._reader)
             self._reader = -1
 

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludus.sandbox import given
@@ -33,7 +33,8 @@ from ludus.sandbox.slots import SlotUsage
 from ludus.sandbox.worker import Ending
 
 _GRACE_SECONDS = 0.5
-_WATCH_AFTER_SECONDS = 0.1
+_LISTEN_AFTER_SECONDS, _WATCH_AFTER_SECONDS = 0.03, 0.1
+"""Most programs have ended before; what they wrote is then read at once, and nobody had to wait for it."""
 
 
 @dataclass(slots=True)
@@ -45,6 +46,9 @@ class _Running:
     """Why we stopped it."""
     report: Capture | None = None
     """What a slot's program says of itself."""
+    outputs: list[Capture] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
+    """When somebody looks after it next."""
 
 
 class Session(ClosedAtExit):
@@ -241,12 +245,13 @@ class Session(ClosedAtExit):
             started = time.monotonic()
             running = _Running()
             standard_input = given.standard_input(stdin)
-            outputs = [
-                Capture(self.limits.output_bytes, lambda: self._overflowed(running)) for _ in range(2)
-            ]
+            outputs = running.outputs
+            bounds = [self.limits.output_bytes] * 2
             if self._usage is not None:
-                running.report = Capture(MOST_REPORT, lambda: self._overflowed(running))
-                outputs.insert(0, running.report)
+                bounds.insert(0, MOST_REPORT)
+            outputs += [Capture(n, lambda: self._overflowed(running), at_once=False) for n in bounds]
+            if self._usage is not None:
+                running.report = outputs[0]
             fds = [output.writer for output in outputs]
             running.request = self._body.ask(
                 {**header, "wall": wall},
@@ -292,17 +297,15 @@ class Session(ClosedAtExit):
         patience = (
             wall if polite else wall + _GRACE_SECONDS
         )  # programs are stopped at `wall` from inside
-        timers = [
-            loop.call_later(_WATCH_AFTER_SECONDS, process.watch),
-            loop.call_later(patience, self._deadline, running, polite),
-        ]
+        running.timer = loop.call_later(_LISTEN_AFTER_SECONDS, self._look_after, running)
+        deadline = loop.call_later(patience, self._deadline, running, polite)
         try:
             await first(request.answered, process.ended)
             if running.stopped is Outcome.OUTPUT:
                 await asyncio.shield(process.ended)
         finally:
-            for timer in timers:
-                timer.cancel()
+            running.timer.cancel()
+            deadline.cancel()
             if self._body.alive:
                 process.unwatch()
         if request.answered.done() and running.stopped is not Outcome.OUTPUT:
@@ -327,6 +330,13 @@ class Session(ClosedAtExit):
             process.problem = FULL
             raise SessionLost(f"a session was lost: {FULL}")
         return said
+
+    def _look_after(self, running: _Running) -> None:
+        """It takes its time: read what it writes, and soon have its processes watched."""
+        for output in running.outputs:
+            output.listen()
+        wait = _WATCH_AFTER_SECONDS - _LISTEN_AFTER_SECONDS
+        running.timer = asyncio.get_running_loop().call_later(wait, self._body.process.watch)
 
     def _deadline(self, running: _Running, polite: bool) -> None:
         assert running.request is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import re
 import time
@@ -260,6 +261,12 @@ async def _read(request: web.Request, share: Share, most: int, seconds: float) -
     """
     loop = asyncio.get_running_loop()
     data, left = bytearray(), seconds
+    if request.content.is_eof():  # it came with the request's head, as small ones do
+        data += request.content.read_nowait()
+        if len(data) > most:
+            raise _too_large(most)
+        await share.grow(len(data), seconds)
+        return data
     while True:
         started = loop.time()
         async with asyncio.timeout(left):
@@ -318,6 +325,7 @@ def _deadline(request: web.Request) -> float | None:
     return asyncio.get_running_loop().time() + int(text) / 1000
 
 
+@functools.lru_cache(maxsize=64)
 def _is_loopback_name(host: str) -> bool:
     name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
     if name.lower() == "localhost":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ from ludus.tools.hosting import ToolHost
 from ludus.tools.remote.replies import is_loopback
 
 _log = logging.getLogger(__name__)
+_COLLECT_AFTER = 10_000
+"""Objects; each collection looks at all requests that wait."""
 
 
 class ToolServer:
@@ -120,6 +123,9 @@ async def serve_until_told(
     listen()
     address = await server.start()
     listen()  # once more: what tools and hosts load may have put handlers of its own there
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection has to look at it again
+    gc.set_threshold(_COLLECT_AFTER)
     try:
         announced = on_ready(address)
         if announced is not None:
