@@ -12,7 +12,7 @@ from ludus.core.messages import ToolResult
 from ludus.serve.admission import Admission, Ticket
 from ludus.serve.journal import Entry, Journal, Outcome
 from ludus.serve.problems import Problem
-from ludus.tools.remote.wire import CallBody, ErrorKind
+from ludus.tools.wire import CallBody, ErrorKind
 
 EVENTS = st.lists(
     st.tuples(

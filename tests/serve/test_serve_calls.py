@@ -17,7 +17,7 @@ from ludus.core.failures import Boundary, Fault, InfraError
 from ludus.core.messages import ToolCall, ToolSet
 from ludus.tools import CombinedTools, LocalTools
 from ludus.tools.remote import RemoteTools
-from ludus.tools.remote.wire import BatchAnswer, ErrorAnswer, HealthBody, ResultBody, SessionBody
+from ludus.tools.wire import BatchAnswer, ErrorAnswer, HealthBody, ResultBody, SessionBody
 
 
 async def post(http: aiohttp.ClientSession, url: str, body: Any, **headers: str) -> tuple[int, Any]:

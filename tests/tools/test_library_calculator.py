@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from ludus.core.failures import Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.tools.library.calculator import calculator
-from ludus.tools.library.expressions import evaluate
-from ludus.tools.library.numbers import CalculationError, shown
+from ludus.tools.library.calculator import CalculationError, calculator, evaluate, shown
 
 
 def answered(expression: str) -> ToolResult:

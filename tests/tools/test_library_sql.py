@@ -20,7 +20,7 @@ from ludus.core.task import Task
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
 from ludus.sandbox.sql import Blob, LongText, QueryResult
 from ludus.tools.library import build_toolset
-from ludus.tools.library.tables import rendered, shown
+from ludus.tools.library.sql import rendered, shown
 
 CONFIG = SandboxConfig(workers=1)
 on_sandbox = pytest.mark.asyncio(loop_scope="module")

@@ -16,22 +16,21 @@ from ludus.core.messages import Media, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.tools import Tool, tool
 from ludus.tools.recording.keys import (
+    BadRecord,
     Unkeyable,
     canonical,
-    label_of,
-    next_history,
-    result_digest,
-    root_history,
-    spec_version,
-)
-from ludus.tools.recording.records import (
-    BadRecord,
     decode_result,
     decode_specs,
     encode_result,
     encode_specs,
+    label_of,
+    next_history,
+    result_digest,
+    root_history,
+    source_version,
+    source_versions,
+    spec_version,
 )
-from ludus.tools.recording.versions import source_version, source_versions
 
 text = st.text(st.characters(codec=None), max_size=20)  # lone surrogates included
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | text

@@ -21,7 +21,7 @@ import pytest
 from recording_samples import REDIS_PROGRAM, redis_server
 
 from ludus.core.failures import Boundary, ConfigError
-from ludus.tools.recording import RedisStore, SQLiteStore, Store, StoreError, open_store
+from ludus.tools.recording import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
 from ludus.tools.recording.keys import Label, label_of
 
 WRITER = """
@@ -235,7 +235,7 @@ async def test_a_file_that_is_locked_for_long_is_a_typed_failure(tmp_path: Path)
     await put(store, label(1), b"1")
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(StoreError, match="locked by another process") as caught:
+    with pytest.raises(RecordingStoreError, match="locked by another process") as caught:
         await put(store, label(2), b"2")
     assert caught.value.boundary is Boundary.TOOL and caught.value.retriable
     assert await store.get(label(1).key) == b"1"  # readers wait for nobody
@@ -385,7 +385,9 @@ async def test_a_server_that_is_not_there_is_a_typed_failure() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = RedisStore(f"redis://ada:secret@127.0.0.1:{port}/3")
-    with pytest.raises(StoreError, match=f"redis://127.0.0.1:{port}/3 gives no answer") as caught:
+    with pytest.raises(
+        RecordingStoreError, match=f"redis://127.0.0.1:{port}/3 gives no answer"
+    ) as caught:
         await store.get("k")
     assert caught.value.retriable and "secret" not in str(caught.value)
     await store.close()
@@ -396,7 +398,7 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", timeout=0.2)
-        with pytest.raises(StoreError, match="gives no answer"):
+        with pytest.raises(RecordingStoreError, match="gives no answer"):
             await asyncio.wait_for(store.get("k"), 30)
         await store.close()
 
@@ -423,7 +425,7 @@ async def test_a_value_of_another_kind_is_a_typed_failure(redis_address: str, tm
     with redis.Redis.from_url(redis_address) as client:
         client.lpush(f"{tmp_path.name}:call:k", b"not a record")
     store = RedisStore(redis_address, prefix=tmp_path.name)
-    with pytest.raises(StoreError, match="refused a command") as caught:
+    with pytest.raises(RecordingStoreError, match="refused a command") as caught:
         await store.get("k")
     assert not caught.value.retriable
     await store.close()

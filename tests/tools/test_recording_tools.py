@@ -19,7 +19,14 @@ from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Media, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.task import Task
 from ludus.tools import CombinedTools, LocalTools, as_toolset, tool
-from ludus.tools.recording import RecordedTools, SQLiteStore, Statistics, Store, StoreError, recorded
+from ludus.tools.recording import (
+    RecordedTools,
+    RecordingStats,
+    RecordingStoreError,
+    SQLiteStore,
+    Store,
+    recorded,
+)
 from ludus.tools.recording.keys import Label
 
 
@@ -47,7 +54,7 @@ class MemoryStore:
 
     async def _wait(self) -> None:
         if self.fails:
-            raise StoreError("the disk is full")
+            raise RecordingStoreError("the disk is full")
         if self.pause is not None:
             await asyncio.sleep(self.pause.random() / 500)
 
@@ -94,7 +101,7 @@ async def test_what_was_recorded_is_replayed_without_the_tools(store: MemoryStor
     turns = [[write("a")], [write("b"), upper("x")], [READ, READ], [write("bad")]]
     said = await play(recording, turns)
     assert said == ["a", "a|b", "X", "a|b", "a|b", "a|b|bad"]
-    assert recording.statistics == Statistics(recorded=6, opened=1)
+    assert recording.statistics == RecordingStats(recorded=6, opened=1)
 
     replaying = RecordedTools(None, store, "replay", stateless=["upper"])
     context = episode("another attempt")
@@ -102,18 +109,18 @@ async def test_what_was_recorded_is_replayed_without_the_tools(store: MemoryStor
     assert [spec.name for spec in await replaying.list(context)] == ["write", "read", "upper"]
     await replaying.close(context)
     assert await play(replaying, turns, context) == said
-    assert replaying.statistics == Statistics(hits=6)
+    assert replaying.statistics == RecordingStats(hits=6)
     assert notebook.opened == notebook.closed == ["e"]
 
 
 async def test_a_run_that_replays_everything_never_opens_the_tools(store: MemoryStore) -> None:
     first = RecordedTools(Notebook(), store)
     assert await play(first, [[write("a")], [READ]]) == ["a", "a"]
-    assert first.statistics == Statistics(misses=2, recorded=2, opened=1)
+    assert first.statistics == RecordingStats(misses=2, recorded=2, opened=1)
     notebook = Notebook()
     second = RecordedTools(notebook, store)
     assert await play(second, [[write("a")], [READ]], episode("f")) == ["a", "a"]
-    assert second.statistics == Statistics(hits=2)
+    assert second.statistics == RecordingStats(hits=2)
     assert notebook.opened == notebook.closed == notebook.calls == []
 
 
@@ -366,7 +373,7 @@ async def test_the_real_tool_catches_up_before_it_is_called(store: MemoryStore) 
         "a|b|c",
     ]
     assert [arguments.get("text") for *_, arguments in notebook.calls] == ["a", "b", "c", None]
-    assert tools.statistics == Statistics(hits=2, misses=2, recorded=2, caught_up=2, opened=1)
+    assert tools.statistics == RecordingStats(hits=2, misses=2, recorded=2, caught_up=2, opened=1)
     assert await play(
         RecordedTools(None, store, "replay"), [[write("a")], [write("b")], [write("c")], [READ]]
     )
@@ -412,7 +419,7 @@ async def test_or_it_goes_on_with_a_warning_and_writes_nothing(
         said = await play(tools, [[write("a")], [READ], [write("b")], [READ]])
     assert [content.split()[0] for content in said] == ["a", "a", "a|b", "a|b"]
     assert "now answers otherwise" in caplog.text
-    assert tools.statistics == Statistics(
+    assert tools.statistics == RecordingStats(
         hits=1, misses=1, caught_up=1, diverged=1, unrecorded=3, opened=1
     )
     assert store.data == before
@@ -473,7 +480,7 @@ async def test_a_store_that_fails_is_a_failure_of_ours(store: MemoryStore) -> No
     context = episode()
     await tools.open(context)
     store.fails = True
-    with pytest.raises(StoreError, match="disk is full"):
+    with pytest.raises(RecordingStoreError, match="disk is full"):
         await tools.call(write("a"), context)
     await tools.close(context)
 
@@ -482,10 +489,10 @@ async def test_a_damaged_record_is_named(store: MemoryStore) -> None:
     await play(RecordedTools(Notebook(), store, "record"), [[READ]])
     broken = {key: b"junk" if b'"content"' in data else data for key, data in store.data.items()}
     store.data = broken
-    with pytest.raises(StoreError, match="record of a call of 'read' is damaged"):
+    with pytest.raises(RecordingStoreError, match="record of a call of 'read' is damaged"):
         await play(RecordedTools(None, store, "replay"), [[READ]])
     store.data = dict.fromkeys(broken, b"junk")
-    with pytest.raises(StoreError, match="list of tools is damaged"):
+    with pytest.raises(RecordingStoreError, match="list of tools is damaged"):
         await play(RecordedTools(None, store, "replay"), [[READ]])
 
 

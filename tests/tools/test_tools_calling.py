@@ -24,7 +24,7 @@ from ludus.core.messages import ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.core.user_code import forget_shown
 from ludus.tools import Tool, tool
-from ludus.tools.limiter import Limiter
+from ludus.tools.tool import Limiter
 
 CONTEXT = ToolContext("episode", Task.of("go"))
 

@@ -22,9 +22,9 @@ from ludus.core.task import Task
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools import as_toolset, tool
 from ludus.tools.hosting import LocalHost, OutcomeUnknown
-from ludus.tools.hosting.encoding import result_from_json, result_to_json, task_from_json, task_to_json
 from ludus.tools.remote import RemoteTools
-from ludus.tools.remote.replies import in_order, normalized, unsendable
+from ludus.tools.remote_http import in_order, normalized, unsendable
+from ludus.tools.wire import result_from_json, result_to_json, task_from_json, task_to_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),

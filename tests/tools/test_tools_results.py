@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from ludus.core.messages import Media, ToolResult
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.tools.results import OutputLimits, cut, result_of, text_of
+from ludus.tools.calling import OutputLimits, cut, result_of, text_of
 
 NOTE = re.compile(r"\n\.\.\. \[([\d,]+) characters left out\] \.\.\.\n")
 

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolContext
 from ludus.tools import Tool, tool
-from ludus.tools.schema import children
+from ludus.tools.signature import children
 
 
 class Colour(enum.Enum):

@@ -22,7 +22,7 @@ from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset
-from ludus.tools.schema import example_of
+from ludus.tools.signature import example_of
 from ludus.training.parts import Parts, load_parts
 from ludus.training.recipe import Recipe, load_recipe
 from ludus.training.set_building import SetPlan, plans_of

@@ -164,8 +164,7 @@ def _private_stdout() -> int:
 
 def _token(file: Path | None, no_token: bool, host: str) -> tuple[str | None, Path | None]:
     """The token, and the file where clients find it if it is one of our own."""
-    from ludus.tools.remote.replies import is_loopback
-    from ludus.tools.remote.transport import own_token
+    from ludus.tools.remote_http import is_loopback, own_token
 
     given = os.environ.get("LUDUS_TOKEN")
     if no_token and (file or given):

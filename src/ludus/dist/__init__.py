@@ -1,5 +1,168 @@
-"""Placement on a cluster: the only room that imports ray. Needs the extra `ray`."""
+"""Tools in Ray actors: the worker processes of a cluster, behind the interface of `ToolHost`.
 
-from ludus.dist.ray_host import RayHost
+Who waits for whom. An actor has an event loop and a tool set of its own and runs its requests side by side; the
+server's admission bounds them. Each actor holds one request that never ends: it fails when the actor dies,
+which is how the host learns of it. The host, not Ray, replaces an actor, because only the host knows which
+episodes were lost with it.
+"""
 
-__all__ = ["RayHost"]
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.messages import Json
+from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference, WorkerDied
+from ludus.tools.hosting.host import error_from_json, error_to_json
+from ludus.tools.hosting.worker import HostedTools
+
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024
+_MOST_REQUESTS = 10_000
+_START_SECONDS = 300.0
+
+
+class RayHost(PooledHost):
+    """A host of `workers` actors. Joins the cluster at `address` (or `RAY_ADDRESS`), or starts a local one."""
+
+    def __init__(
+        self,
+        references: Sequence[ToolReference],
+        workers: int = 2,
+        *,
+        address: str | None = None,
+        cpus: float = 1.0,
+    ) -> None:
+        """`cpus` is what each actor claims of its node. Files named in references must exist on every node."""
+        absolute = [_absolute(reference) for reference in references]
+        super().__init__(lambda: RayWorker(absolute, cpus), workers)
+        self._address, self._claimed = address, workers * cpus
+        self._started_ray = False
+
+    async def start(self) -> Sequence[ToolFacts]:
+        ray = _ray()
+        if not ray.is_initialized():
+            options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+            if self._address is None and not _has_cluster():
+                # A cluster of our own: small, and with as many cores as the actors claim.
+                options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+                options["num_cpus"] = max(1, round(self._claimed))
+            else:
+                options["address"] = self._address
+            ray.init(**options)
+            self._started_ray = True
+        return await super().start()
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._started_ray:
+            self._started_ray = False
+            _ray().shutdown()
+
+
+class RayWorker:
+    """One actor."""
+
+    def __init__(self, references: Sequence[ToolReference], cpus: float) -> None:
+        self._references, self._cpus = list(references), cpus
+        self._actor: Any = None
+        self._end: Any = None
+
+    async def start(self) -> Json:
+        ray = _ray()
+        options = {"num_cpus": self._cpus, "max_concurrency": _MOST_REQUESTS, "max_restarts": 0}
+        self._actor = ray.remote(_ToolActor).options(**options).remote()
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer: Json = await self._actor.build.remote(path, self._references)
+        except TimeoutError:
+            message = f"no actor came up within {_START_SECONDS:g} seconds; has the cluster free cores?"
+            raise ConfigError(message) from None
+        except ray.exceptions.RayError as error:
+            raise ConfigError(f"an actor could not be started: {error}") from error
+        self._end = self._actor.live.remote()
+        return _opened(answer)
+
+    async def request(self, operation: str, body: Json) -> Json:
+        ray = _ray()
+        reference = self._actor.perform.remote(operation, body)
+        try:
+            return _opened(await reference)
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError) as error:
+            raise WorkerDied(_obituary(error)) from error
+
+    async def ended(self) -> str:
+        ray = _ray()
+        try:
+            await self._end
+        except ray.exceptions.RayError as error:
+            return _obituary(error)
+        return "an actor ended"
+
+    async def kill(self) -> None:
+        if self._actor is not None:
+            _ray().kill(self._actor)
+            self._actor = None
+
+
+class _ToolActor:
+    """What runs in the cluster."""
+
+    async def build(self, path: list[str], references: list[ToolReference]) -> Json:
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+        try:
+            self._tools = HostedTools(references)
+            return {"reply": await self._tools.facts()}
+        except Exception as error:  # noqa: BLE001 - told to the host, which says it to people
+            known = error if isinstance(error, ConfigError) else ConfigError(f"the tools: {error}")
+            return {"error": error_to_json(known)}
+
+    async def perform(self, operation: str, body: Json) -> Json:
+        try:
+            reply, text = await self._tools.perform(operation, body)
+        except Exception as error:  # noqa: BLE001 - raised again where the host is
+            return {"error": error_to_json(error)}
+        return {"reply": reply if text is None else {**reply, "content": text}}
+
+    async def live(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _opened(answer: Json) -> Json:
+    if "error" in answer:
+        raise error_from_json(answer["error"])
+    reply: Json = answer["reply"]
+    return reply
+
+
+def _obituary(error: Exception) -> str:
+    return f"a Ray actor died ({type(error).__name__})"
+
+
+def _absolute(reference: ToolReference) -> ToolReference:
+    """Actors run in folders of their own, so files are named in full."""
+    if isinstance(reference, str):
+        where, _, attribute = reference.rpartition(":")
+        return f"{Path(where).resolve()}:{attribute}" if where.endswith(".py") else reference
+    given = reference.get("tool")
+    return {**reference, "tool": _absolute(given)} if isinstance(given, str) else reference
+
+
+def _has_cluster() -> bool:
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray", "hosting tools on a cluster") from error

@@ -24,7 +24,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.renderers import NextContext, Renderer
-from ludus.tools.results import OutputLimits
+from ludus.tools.calling import OutputLimits
 
 log = logging.getLogger(__name__)
 

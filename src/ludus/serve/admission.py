@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ludus.serve.problems import Problem
-from ludus.tools.remote.wire import ErrorKind
+from ludus.tools.wire import ErrorKind
 
 _SMALL = 65_536
 _SMOOTHING = 0.05

@@ -15,8 +15,7 @@ from aiohttp import web
 from ludus.core.messages import Json, ToolResult
 from ludus.serve.journal import Outcome
 from ludus.serve.problems import Problem
-from ludus.tools.hosting.encoding import dump, result_to_json
-from ludus.tools.remote.wire import JSON_TYPE, STREAM_TYPE
+from ludus.tools.wire import JSON_TYPE, STREAM_TYPE, dump, result_to_json
 
 _PIECE_CHARS = 16_384
 

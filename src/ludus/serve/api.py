@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ludus.core.messages import Json
-from ludus.tools.remote.wire import (
+from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
     JSON_TYPE,

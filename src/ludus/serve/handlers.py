@@ -27,8 +27,7 @@ from ludus.serve.problems import Problem
 from ludus.serve.service import ToolService
 from ludus.serve.sessions import Session
 from ludus.serve.settings import ServerConfig
-from ludus.tools.hosting.encoding import dump, result_to_json, spec_to_json
-from ludus.tools.remote.wire import (
+from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
     JSON_TYPE,
@@ -37,6 +36,9 @@ from ludus.tools.remote.wire import (
     CallBody,
     ErrorKind,
     OpenBody,
+    dump,
+    result_to_json,
+    spec_to_json,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -19,8 +19,7 @@ from typing import Any
 
 from ludus.core.messages import ToolResult
 from ludus.serve.problems import Problem
-from ludus.tools.hosting.encoding import dump
-from ludus.tools.remote.wire import CallBody, ErrorKind
+from ludus.tools.wire import CallBody, ErrorKind, dump
 
 _log = logging.getLogger(__name__)
 

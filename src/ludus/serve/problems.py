@@ -5,7 +5,7 @@ from __future__ import annotations
 from ludus.core.failures import Boundary, InfraError, LudusError
 from ludus.core.messages import Json
 from ludus.tools.hosting import EpisodeLost, OutcomeUnknown
-from ludus.tools.remote.wire import ErrorKind
+from ludus.tools.wire import ErrorKind
 
 
 class Problem(LudusError):

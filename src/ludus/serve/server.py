@@ -18,7 +18,7 @@ from ludus.serve.handlers import ToolApi
 from ludus.serve.service import ToolService
 from ludus.serve.settings import ServerConfig
 from ludus.tools.hosting import ToolHost
-from ludus.tools.remote.replies import is_loopback
+from ludus.tools.remote_http import is_loopback
 
 _log = logging.getLogger(__name__)
 _COLLECT_AFTER = 10_000

@@ -22,8 +22,8 @@ from ludus.serve.problems import Problem
 from ludus.serve.sessions import OPENING, Session, Sessions
 from ludus.serve.settings import ServerConfig
 from ludus.tools.hosting import ToolFacts, ToolHost
-from ludus.tools.remote.wire import CallBody, ErrorKind
 from ludus.tools.toolset import unknown_tool
+from ludus.tools.wire import CallBody, ErrorKind
 
 _DRAIN_PAUSE = 1.0
 

@@ -20,8 +20,7 @@ from ludus.serve.journal import Entry
 from ludus.serve.metrics import Metrics
 from ludus.serve.problems import Problem
 from ludus.tools.hosting import ToolHost
-from ludus.tools.hosting.encoding import task_from_json
-from ludus.tools.remote.wire import ErrorKind, OpenBody
+from ludus.tools.wire import ErrorKind, OpenBody, task_from_json
 
 _log = logging.getLogger(__name__)
 

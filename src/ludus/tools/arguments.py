@@ -16,9 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ludus.core.failures import Fault, ToolFault
-from ludus.tools.results import clean
-from ludus.tools.schema import at_path, describe
-from ludus.tools.signature import Signature
+from ludus.tools.calling import clean
+from ludus.tools.signature import Signature, at_path, describe
 
 Path = tuple[str | int, ...]
 Problem = Mapping[str, Any]

@@ -2,21 +2,84 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
 from ludus.tools.arguments import fit
-from ludus.tools.calling import Invocation, invoke
-from ludus.tools.limiter import Limiter
-from ludus.tools.results import Encode, OutputLimits
-from ludus.tools.schema import is_loose
-from ludus.tools.signature import Signature, signature_of
+from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
+from ludus.tools.signature import Signature, is_loose, signature_of
+
+# A first-in-first-out limit on calls in flight that belongs to no event loop.
+
+
+class Limiter:
+    """At most `limit` holders at a time, over all event loops and threads; None means no limit."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._lock = threading.Lock()
+        self._free = limit
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
+        if self._free is None:
+            yield
+            return
+        await self._take()
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _take(self) -> None:
+        assert self._free is not None
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                granted = turn not in self._waiting
+                if not granted:
+                    self._waiting.remove(turn)
+            if granted:
+                self._pass_on()  # the slot was given to us while we were being cancelled
+            raise
+
+    def _pass_on(self) -> None:
+        assert self._free is not None
+        with self._lock:
+            while self._waiting:
+                turn = self._waiting.popleft()
+                try:
+                    turn.get_loop().call_soon_threadsafe(_grant, turn)
+                except RuntimeError:
+                    continue  # its event loop is closed: nobody waits there any more
+                return
+            self._free += 1
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+# A tool: a plain Python function that a model can call, by `@tool` or by a subclass of `Tool`.
 
 P = ParamSpec("P")
 R = TypeVar("R")

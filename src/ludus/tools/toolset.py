@@ -8,7 +8,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.results import Encode, OutputLimits
+from ludus.tools.calling import Encode, OutputLimits
 from ludus.tools.tool import Tool, tool
 
 _MOST_CHARS = 2_000

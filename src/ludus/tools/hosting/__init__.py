@@ -3,11 +3,18 @@
 `ToolHost` is the seam that the tool server stands on; `PooledHost` is for anything that has workers.
 """
 
-from ludus.tools.hosting.host import EpisodeLost, HostHealth, OutcomeUnknown, ToolFacts, ToolHost
-from ludus.tools.hosting.loading import ToolReference, ToolsFile, load_tools
-from ludus.tools.hosting.local import LocalHost
-from ludus.tools.hosting.pool import PooledHost, Worker, WorkerDied
-from ludus.tools.hosting.process import ProcessHost
+from ludus.tools.hosting.host import (
+    EpisodeLost,
+    HostHealth,
+    LocalHost,
+    OutcomeUnknown,
+    ToolFacts,
+    ToolHost,
+    ToolReference,
+    ToolsFile,
+    load_tools,
+)
+from ludus.tools.hosting.pool import PooledHost, ProcessHost, ToolWorker, WorkerDied
 
 __all__ = [
     "EpisodeLost",
@@ -19,8 +26,8 @@ __all__ = [
     "ToolFacts",
     "ToolHost",
     "ToolReference",
+    "ToolWorker",
     "ToolsFile",
-    "Worker",
     "WorkerDied",
     "load_tools",
 ]

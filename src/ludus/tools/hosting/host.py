@@ -1,15 +1,20 @@
-"""The seam between a tool server and whatever runs the tools: an event loop, processes, a cluster."""
+"""The interface between a tool server and what runs the tools, and the host that runs them in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
+from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.sandbox import SandboxConfig
 from ludus.tools.tool import Tool
-from ludus.tools.toolset import CombinedTools, LocalTools
+from ludus.tools.toolset import CombinedTools, LocalTools, shut
+from ludus.tools.wire import spec_from_json, spec_to_json
+
+# The seam between a tool server and whatever runs the tools: an event loop, processes, a cluster.
 
 
 class EpisodeLost(InfraError):
@@ -114,3 +119,127 @@ def _members(tools: ToolSet | Any) -> Iterable[Tool]:
     elif isinstance(tools, CombinedTools):
         for one in tools._sets:
             yield from _members(one)
+
+
+def facts_to_json(facts: ToolFacts) -> Json:
+    return {
+        **spec_to_json(facts.spec),
+        "repeatable": facts.repeatable,
+        "stateful": facts.stateful,
+        "concurrency": facts.concurrency,
+    }
+
+
+def facts_from_json(raw: Json) -> ToolFacts:
+    return ToolFacts(spec_from_json(raw), raw["repeatable"], raw["stateful"], raw.get("concurrency"))
+
+
+def error_to_json(error: Exception) -> Json:
+    """An error by its kind, so that it can be raised again on the other side."""
+    if isinstance(error, EpisodeLost):
+        kind = "session_lost"
+    elif isinstance(error, OutcomeUnknown):
+        kind = "unknown_outcome"
+    elif isinstance(error, ConfigError):
+        return {"kind": "config", "message": str(error)}
+    elif isinstance(error, InfraError):
+        kind = "infra"
+    else:
+        message = f"{type(error).__name__}: {error}"
+        return error_to_json(InfraError(Boundary.TOOL, message, retriable=False))
+    fields: Json = {"kind": kind, "boundary": error.boundary.value, "message": str(error)}
+    fields |= {"attempts": error.attempts, "retriable": error.retriable, "replay": error.replay}
+    return fields
+
+
+def error_from_json(raw: Json) -> Exception:
+    kind, message, attempts = raw["kind"], str(raw["message"]), int(raw.get("attempts") or 1)
+    if kind == "config":
+        return ConfigError(message)
+    if kind == "session_lost":
+        return EpisodeLost(message, attempts=attempts)
+    if kind == "unknown_outcome":
+        return OutcomeUnknown(message, attempts=attempts)
+    boundary, retriable, replay = Boundary(raw["boundary"]), bool(raw["retriable"]), bool(raw["replay"])
+    return InfraError(boundary, message, attempts=attempts, retriable=retriable, replay=replay)
+
+
+# Tools on the server's own event loop and threads: the light host.
+
+
+class LocalHost:
+    """Async tools run on this event loop, sync ones in daemon threads, as in a run without a server."""
+
+    def __init__(self, build: Callable[[], ToolSet]) -> None:
+        self._build = build
+        self._tools: ToolSet | None = None
+        self._running = 0
+
+    async def start(self) -> Sequence[ToolFacts]:
+        self._tools = self._build()
+        return await facts_of(self._tools)
+
+    async def open(self, context: ToolContext) -> None:
+        await self._set.open(context)
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        return await self._set.list(context)
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        self._running += 1
+        try:
+            return await self._set.call(call, context)
+        finally:
+            self._running -= 1
+
+    async def close(self, context: ToolContext) -> None:
+        await self._set.close(context)
+
+    async def stop(self) -> None:
+        tools, self._tools = self._tools, None
+        if tools is not None:
+            await shut(tools)
+
+    def health(self) -> HostHealth:
+        return HostHealth(self._running, alive=int(self._tools is not None))
+
+    @property
+    def _set(self) -> ToolSet:
+        if self._tools is None:
+            raise RuntimeError("the host is not started")
+        return self._tools
+
+
+# Tools by reference, as a command line or a worker process is given them.
+
+ToolReference = str | dict[str, Any]
+"""'module:function', 'file.py:function', a short name of the library, or a table with options.
+
+A table `{"sandbox": {...}}` is no tool: it says where those run that run the model's code.
+"""
+
+
+class ToolsFile(Config):
+    """What a file of tools says."""
+
+    tools: tuple[str | dict[str, Any], ...] = ()
+    """Tools, as in a recipe."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where tools that run the model's code run it."""
+
+    @property
+    def references(self) -> list[ToolReference]:
+        return [*self.tools, {"sandbox": self.sandbox.model_dump(mode="json")}]
+
+
+def load_tools(references: Sequence[ToolReference]) -> ToolSet:
+    """One tool set of all of them."""
+    from ludus.tools.library import build_toolset
+
+    places = [one["sandbox"] for one in references if _is_place(one)]
+    sandbox = SandboxConfig.parse(places[-1], "sandbox") if places else None
+    return build_toolset([one for one in references if not _is_place(one)], sandbox=sandbox)
+
+
+def _is_place(reference: ToolReference) -> TypeGuard[dict[str, Any]]:
+    return isinstance(reference, dict) and set(reference) == {"sandbox"}

@@ -14,7 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +30,16 @@ from typing import Protocol
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.tools.hosting.encoding import (
+from ludus.tools.hosting.host import (
+    EpisodeLost,
+    HostHealth,
+    OutcomeUnknown,
+    ToolFacts,
+    ToolReference,
+    error_from_json,
     facts_from_json,
-    result_from_json,
-    spec_from_json,
-    task_to_json,
 )
-from ludus.tools.hosting.host import EpisodeLost, HostHealth, OutcomeUnknown, ToolFacts
+from ludus.tools.wire import dump, result_from_json, spec_from_json, task_to_json
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +54,7 @@ class WorkerDied(Exception):
     """The worker is gone, and with it whatever it had not answered."""
 
 
-class Worker(Protocol):
+class ToolWorker(Protocol):
     """One place that holds a tool set of its own."""
 
     async def start(self) -> Json:
@@ -60,11 +71,11 @@ class Worker(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Placement:
     """Where an episode lives. `worker` is None while it has to be opened anew."""
 
     context: ToolContext
-    worker: Worker | None = None
+    worker: ToolWorker | None = None
     touched: bool = False
     lost: str = ""
 
@@ -72,12 +83,12 @@ class _Place:
 class PooledHost:
     """A host of several workers, each with its own tool set."""
 
-    def __init__(self, make_worker: Callable[[], Worker], workers: int) -> None:
+    def __init__(self, make_worker: Callable[[], ToolWorker], workers: int) -> None:
         if workers < 1:
             raise ConfigError(f"a host needs at least one worker, not {workers}")
         self._make_worker, self._wanted = make_worker, workers
-        self._alive: dict[Worker, set[str]] = {}
-        self._places: dict[str, _Place] = {}
+        self._alive: dict[ToolWorker, set[str]] = {}
+        self._places: dict[str, _Placement] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._facts: dict[str, ToolFacts] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -104,7 +115,7 @@ class PooledHost:
         return list(self._facts.values())
 
     async def open(self, context: ToolContext) -> None:
-        place = self._places[context.episode] = _Place(context)
+        place = self._places[context.episode] = _Placement(context)
         try:
             await self._settled(place)
         except BaseException:
@@ -152,7 +163,7 @@ class PooledHost:
     def health(self) -> HostHealth:
         return HostHealth(self._running, self._wanted, len(self._alive), self._restarted)
 
-    async def _called(self, call: ToolCall, place: _Place) -> ToolResult:
+    async def _called(self, call: ToolCall, place: _Placement) -> ToolResult:
         facts = self._facts.get(call.name)
         repeatable = facts is not None and facts.repeatable
         stateful = facts is None or facts.stateful  # one that was not there at the start may do anything
@@ -184,13 +195,13 @@ class PooledHost:
                     raise self._exhausted(f"the tool {call.name!r}", attempt) from death
                 _log.warning("%s while it ran %r; the call is repeated", death, call.name)
 
-    def _place(self, context: ToolContext) -> _Place:
+    def _place(self, context: ToolContext) -> _Placement:
         place = self._places.get(context.episode)
         if place is None:
             raise EpisodeLost(f"the episode {context.episode!r} is not open here")
         return place
 
-    def _lost(self, place: _Place, attempts: int = 1) -> EpisodeLost:
+    def _lost(self, place: _Placement, attempts: int = 1) -> EpisodeLost:
         return EpisodeLost(
             f"the state of episode {place.context.episode!r} is gone: {place.lost or 'its worker died'}",
             attempts=attempts,
@@ -200,7 +211,7 @@ class PooledHost:
         message = f"{what} lost its worker {attempts} times in a row"
         return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=False)
 
-    async def _settled(self, place: _Place) -> Worker:
+    async def _settled(self, place: _Placement) -> ToolWorker:
         """The episode's worker; where it has none, it is opened on the one with the fewest episodes."""
         if place.lost:
             raise self._lost(place)
@@ -226,7 +237,7 @@ class PooledHost:
                 return worker
         raise self._exhausted(f"opening the episode {episode!r}", _MOST_REPEATS + 1)
 
-    async def _least_loaded(self) -> Worker:
+    async def _least_loaded(self) -> ToolWorker:
         try:
             async with asyncio.timeout(_PATIENCE):
                 while not self._alive:
@@ -236,11 +247,11 @@ class PooledHost:
             raise InfraError(Boundary.SERVER, message) from None
         return min(self._alive, key=lambda worker: len(self._alive[worker]))
 
-    def _welcome(self, worker: Worker) -> None:
+    def _welcome(self, worker: ToolWorker) -> None:
         self._alive[worker] = set()
         self._some_alive.set()
 
-    def _bury(self, worker: Worker, how: str) -> None:
+    def _bury(self, worker: ToolWorker, how: str) -> None:
         """Note that it is gone; whoever finds out first does it."""
         if worker not in self._alive:
             return
@@ -254,7 +265,7 @@ class PooledHost:
                 place.lost = how if place.touched else ""
         _log.warning("%s; it held %d episodes and is replaced", how, len(episodes))
 
-    async def _keep(self, worker: Worker) -> None:
+    async def _keep(self, worker: ToolWorker) -> None:
         """Replace one worker, again and again, for as long as the host lives."""
         pause = _FIRST_PAUSE
         while True:
@@ -278,3 +289,202 @@ class PooledHost:
                     pause = min(pause * 2, _LONGEST_PAUSE)
             self._restarted += 1
             self._welcome(worker)
+
+
+# Worker processes: heavy tools side by side, each process with its own event loop and tool set.
+#
+# Who waits for whom. A request awaits its own future; one reader task per worker settles them, and ends
+# when the worker does. A ping goes out every few seconds: a worker that has said nothing at all for
+# `hang_seconds` (an async tool that blocks its event loop) is killed, and its host replaces it.
+
+# Frames between a host and its worker processes: a JSON head, and a text that need not be escaped.
+#
+# A long result travels as the text, so that it is neither quoted into JSON nor parsed out of it.
+
+_LENGTHS = struct.Struct("!QQ")
+
+
+def pack_frame(head: Json, text: str | None = None) -> list[bytes]:
+    """One frame, in pieces to be written one after the other."""
+    head_bytes = dump(head if text is None else {**head, "text": True})
+    text_bytes = b"" if text is None else text.encode("utf-8", "replace")
+    return [_LENGTHS.pack(len(head_bytes), len(text_bytes)) + head_bytes, text_bytes]
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Json, str | None]:
+    """The next frame; `IncompleteReadError` or `ConnectionError` when the other side is gone."""
+    head_length, text_length = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+    head: Json = json.loads(await reader.readexactly(head_length))
+    text = (await reader.readexactly(text_length)).decode() if text_length else ""
+    return head, text if head.pop("text", False) else None
+
+
+# Worker processes: heavy tools side by side, each process with its own event loop and tool set.
+#
+# Who waits for whom. A request awaits its own future; one reader task per worker settles them, and ends
+# when the worker does. A ping goes out every few seconds: a worker that has said nothing at all for
+# `hang_seconds` (an async tool that blocks its event loop) is killed, and its host replaces it.
+
+_START_SECONDS = 120.0
+_PING_SECONDS = 5.0
+
+
+class ProcessHost(PooledHost):
+    """A host of `workers` processes. Tools are given by reference, because each process builds its own."""
+
+    def __init__(
+        self, references: Sequence[ToolReference], workers: int = 2, *, hang_seconds: float = 60.0
+    ) -> None:
+        super().__init__(lambda: ProcessWorker(references, hang_seconds), workers)
+
+
+class ProcessWorker:
+    """One worker process, and the socket to it."""
+
+    def __init__(self, references: Sequence[ToolReference], hang_seconds: float) -> None:
+        self._references, self._hang_seconds = list(references), hang_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline = -1
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: dict[int, asyncio.Future[Json]] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._heard = time.monotonic()
+
+    async def start(self) -> Json:
+        ours = self._spawn()
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        self._send({"path": path, "references": self._references})
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                head, _ = await read_frame(self._reader)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ConfigError(f"{self._obituary()} before it was ready") from None
+        except TimeoutError:
+            raise ConfigError(
+                f"a worker process was not ready within {_START_SECONDS:g} seconds"
+            ) from None
+        if "error" in head:
+            raise error_from_json(head["error"])
+        self._heard = time.monotonic()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        reply: Json = head["reply"]
+        return reply
+
+    async def request(self, operation: str, body: Json) -> Json:
+        if self._ended.done():
+            raise WorkerDied(self._ended.result())
+        number = next(self._numbers)
+        future: asyncio.Future[Json] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._send({"number": number, "operation": operation, "body": body})
+            return await future
+        except asyncio.CancelledError:
+            self._send({"number": number, "operation": "cancel"})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    async def kill(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._bury()
+        if self._process is not None:
+            self._signal()
+            self._process.wait()
+            self._process = None
+            os.close(self._lifeline)
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+
+    def _spawn(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        watched, self._lifeline = os.pipe()
+        module = "ludus.tools.hosting.worker"
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(watched)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what tools print is for people to read; the server's own output is for programs
+                pass_fds=(theirs.fileno(), watched),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(self._lifeline)
+            raise ConfigError(f"a worker process could not be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(watched)
+        return ours
+
+    def _send(self, head: Json) -> None:
+        """Written to a buffer that admission bounds; the reader notices when nobody reads it any more."""
+        if self._writer is not None and not self._writer.is_closing():
+            for piece in pack_frame(head):
+                self._writer.write(piece)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                head, text = await read_frame(self._reader)
+                self._heard = time.monotonic()
+                self._settle(head, text)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._bury()
+
+    def _settle(self, head: Json, text: str | None) -> None:
+        future = self._waiting.get(head["number"])
+        if future is None or future.done():
+            return
+        if "error" in head:
+            future.set_exception(error_from_json(head["error"]))
+        else:
+            future.set_result(head["reply"] if text is None else {**head["reply"], "content": text})
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(_PING_SECONDS, self._hang_seconds / 2))
+            if time.monotonic() - self._heard > self._hang_seconds:
+                self._signal()
+            self._send({"number": 0, "operation": "ping"})
+
+    def _signal(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _bury(self) -> None:
+        if self._ended.done():
+            return
+        obituary = self._obituary()
+        self._ended.set_result(obituary)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerDied(obituary))
+
+    def _obituary(self) -> str:
+        """How it ended; one that closed its socket and lives on is ended here."""
+        if self._process is None:
+            return "a worker process never started"
+        try:
+            code = self._process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            self._signal()
+            code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"a worker process {how}"

@@ -14,16 +14,9 @@ import sys
 from ludus.core import process_worker
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext
-from ludus.tools.hosting import frames
-from ludus.tools.hosting.encoding import (
-    error_to_json,
-    facts_to_json,
-    result_to_json,
-    spec_to_json,
-    task_from_json,
-)
-from ludus.tools.hosting.host import facts_of
-from ludus.tools.hosting.loading import ToolReference, load_tools
+from ludus.tools.hosting.host import ToolReference, error_to_json, facts_of, facts_to_json, load_tools
+from ludus.tools.hosting.pool import pack_frame, read_frame
+from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 
 
 class HostedTools:
@@ -65,7 +58,7 @@ class _Program:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        setup, _ = await frames.read(self._reader)
+        setup, _ = await read_frame(self._reader)
         sys.path[:] = setup["path"]
         try:
             tools = HostedTools(setup["references"])
@@ -77,7 +70,7 @@ class _Program:
             return
         while True:
             try:
-                head, _ = await frames.read(self._reader)
+                head, _ = await read_frame(self._reader)
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
             self._take(tools, head)
@@ -104,7 +97,7 @@ class _Program:
         await self._writer.drain()
 
     def _send(self, head: Json, text: str | None = None) -> None:
-        for piece in frames.packed(head, text):
+        for piece in pack_frame(head, text):
             self._writer.write(piece)
 
 

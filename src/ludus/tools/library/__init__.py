@@ -1,8 +1,163 @@
-"""Tools that come with Ludus, and `build_toolset`, which makes a tool set of what a recipe names.
+"""What a short name in a list of tools stands for: options, and how tools are made of them."""
 
-Nothing here is imported before it is asked for: `TOOLS` holds names only.
-"""
+from __future__ import annotations
 
-from ludus.tools.library.building import TOOLS, build_toolset
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TOOLS", "build_toolset"]
+from ludus.core.config import Config
+from ludus.tools.tool import Tool
+
+if TYPE_CHECKING:
+    from ludus.tools.library.sandbox import EpisodeSessions
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import ToolSet
+from ludus.core.registry import Registry
+from ludus.tools.calling import Encode
+from ludus.tools.toolset import as_toolset
+
+if TYPE_CHECKING:
+    from ludus.sandbox import SandboxConfig
+    from ludus.tools.recording import RecordingConfig
+
+
+def _nothing(options: Any) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """Tools that belong together and work in an episode's sandbox session."""
+
+    options: type[Config]
+    """The model of the table that a recipe may give."""
+    build: Callable[[Any, EpisodeSessions], Sequence[Tool]]
+    """Tools of checked options."""
+    readable: Callable[[Any], tuple[str, ...]] = _nothing
+    """The files that the sandbox must be able to see."""
+
+
+# From what a recipe says about tools to one tool set.
+#
+# A tool is named by a short name (`"python"`), by a reference (`"shop.py:search"`), by the address of a
+# tool server (`"http://host:port"`), or by a table whose key `tool` is one of these and whose other keys
+# are options (`{tool = "sql", database = "shop.db"}`); in Python it may be the thing itself.
+
+TOOLS = Registry(
+    "tool",
+    {
+        "python": "ludus.tools.library.sandbox:PYTHON",
+        "bash": "ludus.tools.library.sandbox:BASH",
+        "files": "ludus.tools.library.files:FILES",
+        "sql": "ludus.tools.library.sql:SQL",
+        "calculator": "ludus.tools.library.calculator:calculator",
+    },
+)
+
+Spec = str | Mapping[str, Any] | Tool | ToolSet | Callable[..., Any]
+
+
+def build_toolset(
+    specs: Spec | Sequence[Spec] | None,
+    *,
+    encode: Encode | None = None,
+    max_tokens: int | None = None,
+    sandbox: SandboxConfig | None = None,
+    record: RecordingConfig | None = None,
+) -> ToolSet:
+    """One tool set. All sandbox tools of the list share one session per episode, made by `sandbox`.
+
+    With `record`, results are remembered and replayed, as they are before any cut by tokens.
+    """
+    if specs is None:
+        specs = []
+    if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
+        specs = [specs]
+    things: list[Any] = []
+    kits: list[tuple[Toolkit, Config]] = []
+    for spec in specs:
+        found, options = _found(spec)
+        if isinstance(found, Toolkit):
+            kits.append((found, _kit_options(found, options, spec)))
+        else:
+            things.append(_with_options(found, options, _name(spec)) if options else found)
+    if kits:
+        things.append(_sandboxed(kits, sandbox, encode, max_tokens))
+    if record is not None:
+        return record.wrap(things)
+    return as_toolset(things, encode=encode, max_tokens=max_tokens)
+
+
+def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
+    """What a spec names, and the options it gives."""
+    if isinstance(spec, str):
+        spec = {"tool": spec}
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    options = dict(spec)
+    name = options.pop("tool", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"a tool is a name, or a table whose key 'tool' names it: {spec!r:.200}")
+    if name.startswith(("http://", "https://")):
+        from ludus.tools.remote import RemoteTools
+
+        return _with_options(RemoteTools, options, name, name), {}
+    return TOOLS.load(name), options
+
+
+def _kit_options(kit: Toolkit, options: dict[str, Any], spec: Any) -> Config:
+    """The options as the kit takes them; whoever gave a name alone learns where options go."""
+    try:
+        return kit.options.parse(options, f"the tool {_name(spec)!r}")
+    except ConfigError as error:
+        if isinstance(spec, Mapping):
+            raise
+        raise ConfigError(
+            f'{error}\nA tool\'s options stand in a table, such as tools = [{{ tool = "{spec}", ... }}]: in a '
+            "recipe, or in the file that `ludus serve tools --config` reads"
+        ) from None
+
+
+def _name(spec: Any) -> str:
+    return str(spec.get("tool")) if isinstance(spec, Mapping) else str(spec)
+
+
+def _with_options(found: Any, options: Mapping[str, Any], name: str, *arguments: Any) -> Any:
+    """What a class or a factory makes of the options; unknown ones are refused by name."""
+    if isinstance(found, Tool) or not callable(found):
+        raise ConfigError(f"the tool {name!r} takes no options ({', '.join(options)})")
+    signature = inspect.signature(found)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in options:
+        if key not in signature.parameters and not takes_any:
+            near = get_close_matches(key, signature.parameters, n=1)
+            known = ", ".join(signature.parameters) or "none"
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {known}"
+            raise ConfigError(f"the tool {name!r} has no option {key!r}; {hint}")
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        raise ConfigError(f"the tool {name!r}: {error}") from error
+    return found(*arguments, **options)
+
+
+def _sandboxed(
+    kits: Sequence[tuple[Toolkit, Config]],
+    sandbox: SandboxConfig | None,
+    encode: Encode | None,
+    max_tokens: int | None,
+) -> ToolSet:
+    from ludus.sandbox import SandboxConfig
+    from ludus.tools.library.sandbox import EpisodeSessions, SandboxTools
+
+    config = sandbox or SandboxConfig()
+    seen = [path for kit, options in kits for path in kit.readable(options)]
+    readable = tuple(dict.fromkeys([*config.readable, *seen]))
+    sessions = EpisodeSessions(config.model_copy(update={"readable": readable}))
+    tools = [tool for kit, options in kits for tool in kit.build(options, sessions)]
+    return SandboxTools(tools, sessions, encode=encode, max_tokens=max_tokens)

@@ -15,9 +15,8 @@ from ludus.core.config import Config
 from ludus.core.failures import InfraError, ToolFault
 from ludus.core.messages import ToolContext, ToolResult
 from ludus.sandbox import Session
-from ludus.tools.library.kits import Kit
-from ludus.tools.library.sandboxed import SandboxTool
-from ludus.tools.library.sessions import Place
+from ludus.tools.library import Toolkit
+from ludus.tools.library.sandbox import SandboxTool, SessionLease
 
 _MOST_BYTES = 1_000_000
 _MOST_LINES = 500
@@ -32,7 +31,7 @@ class FileTool(SandboxTool):
     """What the file tools share: a session, and file errors told in the model's words."""
 
     @asynccontextmanager
-    async def _place(self, path: str, context: ToolContext) -> AsyncIterator[Place]:
+    async def _place(self, path: str, context: ToolContext) -> AsyncIterator[SessionLease]:
         if not path or "\0" in path:
             raise ToolFault("the path is empty or holds a NUL character")
         async with self.sessions.use(context) as place:
@@ -256,7 +255,7 @@ class FileOptions(Config):
     """How much of a file the model reads at once."""
 
 
-FILES = Kit(
+FILES = Toolkit(
     FileOptions,
     lambda options, sessions: [
         kind(sessions, max_chars=options.max_chars)

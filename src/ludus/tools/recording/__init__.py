@@ -4,26 +4,22 @@
 address. What a record is kept under is in `keys`.
 """
 
-from ludus.tools.recording.config import RecordingConfig
-from ludus.tools.recording.modes import Mode, OnDivergence, Scope
-from ludus.tools.recording.recorded import RecordedTools
-from ludus.tools.recording.redis_store import RedisStore
-from ludus.tools.recording.session import Statistics
-from ludus.tools.recording.sqlite_store import SQLiteStore
-from ludus.tools.recording.store import Store, StoreError, open_store
-from ludus.tools.recording.wrapping import recorded
+from ludus.tools.recording.keys import Mode, OnDivergence, Scope
+from ludus.tools.recording.lookup import RecordingStats
+from ludus.tools.recording.recorded_tools import RecordedTools, RecordingConfig, recorded
+from ludus.tools.recording.stores import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
 
 __all__ = [
     "Mode",
     "OnDivergence",
     "RecordedTools",
     "RecordingConfig",
+    "RecordingStats",
+    "RecordingStoreError",
     "RedisStore",
     "SQLiteStore",
     "Scope",
-    "Statistics",
     "Store",
-    "StoreError",
     "open_store",
     "recorded",
 ]

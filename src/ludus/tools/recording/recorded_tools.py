@@ -1,40 +1,105 @@
-"""A tool set that remembers: record what tools answer, replay it, or replay and call where nothing is known.
-
-Who waits for whom. The calls of an episode to stateful tools run one at a time, in the order in which they
-arrive, which for the calls of one turn is the order in which the model wrote them. So an episode's history
-is one sequence that depends on no scheduling: how long calls take, which ends first, what other episodes
-do. What is recorded is what such a sequence gave, and can be played again. Tools declared stateless keep
-out of this: they run at once, have no history, and share their records between all episodes; of equal
-stateless calls at the same time one is made, and the others wait for it (they try themselves if it fails
-or is cancelled). Nothing else waits, and nothing is queued but callers.
-
-A real tool that is called after some calls were replayed has not seen those. They are made on it first
-(*catching up*), and what it answers is compared with what was recorded, which is what the model has read.
-"""
+"""The real tools behind a recording: opened once for an episode, and only when they are needed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
+from pydantic import Field
+
+from ludus.core.config import Config, Place
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.recording.keys import (
     NO_HISTORY,
     Label,
+    Mode,
+    OnDivergence,
+    Scope,
     Unkeyable,
+    chosen,
     label_of,
     result_digest,
     root_history,
+    source_versions,
 )
-from ludus.tools.recording.lists import ToolLists
-from ludus.tools.recording.memory import CallMemory
-from ludus.tools.recording.modes import Mode, OnDivergence, Scope, chosen
-from ludus.tools.recording.real import RealTools, not_open
-from ludus.tools.recording.session import EpisodeSession, Statistics
-from ludus.tools.recording.store import Store
-from ludus.tools.toolset import malformed, unknown_tool
+from ludus.tools.recording.lookup import EpisodeSession, RecordedCalls, RecordedLists, RecordingStats
+from ludus.tools.recording.stores import Store, open_store
+from ludus.tools.tool import Tool
+from ludus.tools.toolset import as_toolset, malformed, shut, unknown_tool
+
+# the episodes whose real call is running around here
+_inside: ContextVar[frozenset[EpisodeSession]] = ContextVar("ludus_recording", default=frozenset())
+
+
+class RealTools:
+    """A tool set with lazy opening. Where there is none, nothing but `close` may be asked of it."""
+
+    def __init__(self, inner: ToolSet | None, statistics: RecordingStats) -> None:
+        self._inner, self._statistics = inner, statistics
+
+    @property
+    def tools(self) -> ToolSet:
+        assert self._inner is not None  # only replaying does without, and it never calls
+        return self._inner
+
+    def is_inside(self, session: EpisodeSession) -> bool:
+        """Whether we are called by a tool of this very episode: then its call is recorded as one."""
+        return session in _inside.get()
+
+    async def open(self, session: EpisodeSession, context: ToolContext) -> None:
+        async with session.opening:
+            if session.is_closed:
+                raise not_open(context)
+            if not session.is_open:
+                await self.tools.open(context)
+                session.is_open = True
+                self._statistics.opened += 1
+
+    async def call(self, session: EpisodeSession, call: ToolCall, context: ToolContext) -> ToolResult:
+        await self.open(session, context)
+        token = _inside.set(_inside.get() | {session})
+        try:
+            return await self.tools.call(call, context)
+        finally:
+            _inside.reset(token)
+
+    async def shut(self) -> None:
+        """Release what they hold for all episodes together."""
+        if self._inner is not None:
+            await shut(self._inner)
+
+    async def close(self, session: EpisodeSession, context: ToolContext) -> None:
+        async with session.opening:
+            session.is_closed = True
+            if session.is_open:
+                await self.tools.close(context)
+
+
+def not_open(context: ToolContext) -> InfraError:
+    """The failure of a call that comes before `open` or after `close`."""
+    message = f"a call in the episode {context.episode!r}, which is not open"
+    return InfraError(Boundary.TOOL, message, retriable=False)
+
+
+# A tool set that remembers: record what tools answer, replay it, or replay and call where nothing is
+# known.
+#
+# Who waits for whom. The calls of an episode to stateful tools run one at a time, in the order in which
+# they arrive, which for the calls of one turn is the order in which the model wrote them. So an episode's
+# history is one sequence that depends on no scheduling: how long calls take, which ends first, what other
+# episodes do. What is recorded is what such a sequence gave, and can be played again. Tools declared
+# stateless keep out of this: they run at once, have no history, and share their records between all
+# episodes; of equal stateless calls at the same time one is made, and the others wait for it (they try
+# themselves if it fails or is cancelled). Nothing else waits, and nothing is queued but callers.
+#
+# A real tool that is called after some calls were replayed has not seen those. They are made on it first
+# (*catching up*), and what it answers is compared with what was recorded, which is what the model has
+# read.
 
 _log = logging.getLogger(__name__)
 
@@ -69,12 +134,12 @@ class RecordedTools:
         if isinstance(stateless, str):
             raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
         self.stateless = frozenset(stateless)
-        self.statistics = Statistics()
+        self.statistics = RecordingStats()
         self._store = store
         self._real = RealTools(inner, self.statistics)
         self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
-        self._memory = CallMemory(store, self.mode, self.statistics)
-        self._lists = ToolLists(
+        self._memory = RecordedCalls(store, self.mode, self.statistics)
+        self._lists = RecordedLists(
             inner,
             store,
             name,
@@ -280,3 +345,75 @@ class RecordedTools:
             raise InfraError(Boundary.TOOL, session.broken, retriable=False)
         session.is_detached = True
         _log.warning("%s; going on with the real tool, unrecorded", message)
+
+
+# `recorded`: tools with a memory, in one line.
+
+
+def recorded(
+    tools: Any,
+    address: str | Path,
+    mode: Mode | str = Mode.REPLAY_OR_CALL,
+    *,
+    stateless: Iterable[str] = (),
+    versions: Mapping[str, str] | None = None,
+    scope: Scope | str = Scope.TASK,
+    on_divergence: OnDivergence | str = OnDivergence.FAIL,
+    name: str = "tools",
+) -> RecordedTools:
+    """`tools` (functions, tools, tool sets, or None to replay) with a memory at a path or an address.
+
+    Functions and tools given here have their own source as version, unless `versions` names one; those
+    inside a tool set are known by their specs alone. The rest is as for `RecordedTools`.
+    """
+    things = [] if tools is None else _one_by_one(tools)
+    return RecordedTools(
+        None if tools is None else as_toolset(things),
+        open_store(address, must_exist=chosen(Mode, mode, "mode") is Mode.REPLAY),
+        mode,
+        stateless=stateless,
+        versions={**source_versions(things), **(versions or {})},
+        scope=scope,
+        on_divergence=on_divergence,
+        name=name,
+    )
+
+
+def _one_by_one(tools: Any) -> list[Any]:
+    is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
+    return [tools] if is_one else list(tools)
+
+
+# The settings of a recording, as a recipe writes them.
+
+
+class RecordingConfig(Config):
+    """A memory for the results of tools."""
+
+    path: Place = Field(min_length=1)
+    """A SQLite file, or the address of a Redis server: redis://host:port/db."""
+    mode: Mode = Mode.REPLAY_OR_CALL
+    """record, replay, or replay_or_call."""
+    stateless: tuple[str, ...] = ()
+    """Tools whose result depends on their arguments alone; ['*'] for all of them."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of tools by name, in place of a digest of their source."""
+    scope: Scope = Scope.TASK
+    """Who shares the records of stateful tools: all attempts at a task, or each episode its own."""
+    name: str = Field(default="tools", min_length=1)
+    """What this set of tools is called there: two sets in one store have different names."""
+    on_divergence: OnDivergence = OnDivergence.FAIL
+    """What to do when a real tool, catching up, answers otherwise than recorded: fail or continue."""
+
+    def wrap(self, tools: Any) -> RecordedTools:
+        """`tools` with this memory."""
+        return recorded(
+            tools,
+            self.path,
+            self.mode,
+            stateless=self.stateless,
+            versions=self.versions,
+            scope=self.scope,
+            on_divergence=self.on_divergence,
+            name=self.name,
+        )

@@ -1,16 +1,23 @@
-"""What a tool server and its clients say to each other: bodies, headers, and kinds of errors.
-
-The server validates what it reads by these models and derives its OpenAPI document from them.
-"""
+"""What crosses process boundaries as JSON: tasks, messages, calls, results, and the tool server's HTTP API."""
 
 from __future__ import annotations
 
+import base64
+import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 
 from ludus.core.failures import Boundary, Fault
+from ludus.core.messages import Json, Media, Message, ToolCall, ToolResult, ToolSpec
+from ludus.core.task import Task
+from ludus.tools.calling import text_of
+
+# What a tool server and its clients say to each other: bodies, headers, and kinds of errors.
+#
+# The server validates what it reads by these models and derives its OpenAPI document from them.
 
 INSTANCE_HEADER = "Ludus-Instance"
 """In every answer: which server process gave it. A restart makes another one."""
@@ -254,3 +261,91 @@ class HealthBody(_Body):
     workers: int
     alive: int
     restarted: int
+
+
+# What passes between a run, a server and its workers, as plain JSON values. Nothing is ever pickled.
+
+
+def dump(value: Any) -> bytes:
+    """JSON as UTF-8. Never fails on odd text: what UTF-8 cannot carry (lone surrogates) becomes '?'."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=text_of)
+    return text.encode("utf-8", "replace")
+
+
+def task_to_json(task: Task) -> Json:
+    """A task without the bytes of its media. What JSON has no word for arrives as text."""
+    return {
+        "id": task.id,
+        "messages": [_message_to_json(message) for message in task.messages],
+        "target": _plain(task.target),
+        "envs": _plain(dict(task.envs)),
+        "metadata": _plain(dict(task.metadata)),
+    }
+
+
+def task_from_json(raw: Json) -> Task:
+    messages = tuple(_message_from_json(message) for message in raw.get("messages", ()))
+    metadata, envs = dict(raw.get("metadata") or {}), dict(raw.get("envs") or {})
+    return Task(str(raw.get("id", "")), messages, raw.get("target"), envs, metadata)
+
+
+def _message_to_json(message: Message) -> Json:
+    calls = [{"name": c.name, "arguments": _plain(c.arguments), "id": c.id} for c in message.tool_calls]
+    chat: Json = {"role": message.role, "content": message.content, "tool_calls": calls}
+    return {**chat, "name": message.name, "tool_call_id": message.tool_call_id}
+
+
+def _message_from_json(raw: Json) -> Message:
+    calls = tuple(
+        ToolCall(call["name"], call.get("arguments") or {}, call.get("id") or "")
+        for call in raw.get("tool_calls") or ()
+    )
+    return Message(raw["role"], raw["content"], calls, raw.get("name"), raw.get("tool_call_id"))
+
+
+def result_to_json(result: ToolResult, *, content: bool = True) -> Json:
+    """A result; without its content where that travels on its own."""
+    fields: Json = {"content": result.content} if content else {}
+    fields["reward"] = result.reward
+    fields["terminated"] = result.terminated
+    fields["fault"] = None if result.fault is None else result.fault.value
+    fields["media"] = [_media_to_json(media) for media in result.media]
+    fields["seconds"] = result.seconds
+    return fields
+
+
+def result_from_json(raw: Json, content: str | None = None) -> ToolResult:
+    fault = raw.get("fault")
+    return ToolResult(
+        content=str(raw["content"]) if content is None else content,
+        reward=raw.get("reward"),
+        terminated=bool(raw.get("terminated")),
+        fault=None if fault is None else Fault(fault),
+        media=tuple(_media_from_json(media) for media in raw.get("media") or ()),
+        seconds=float(raw.get("seconds") or 0.0),
+    )
+
+
+def _media_to_json(media: Media) -> Json:
+    data = None if media.data is None else base64.b64encode(media.data).decode("ascii")
+    return {"kind": media.kind, "sha256": media.sha256, "data": data}
+
+
+def _media_from_json(raw: Json) -> Media:
+    data = raw.get("data")
+    return Media(raw["kind"], raw["sha256"], None if data is None else base64.b64decode(data))
+
+
+def spec_to_json(spec: ToolSpec) -> Json:
+    return {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+
+
+def spec_from_json(raw: Json) -> ToolSpec:
+    return ToolSpec(raw["name"], raw["description"], raw["parameters"])
+
+
+def _plain(value: Any) -> Any:
+    try:
+        return to_jsonable_python(value, fallback=text_of)
+    except Exception:  # noqa: BLE001 - user classes and cycles: what is left is its text
+        return text_of(value)

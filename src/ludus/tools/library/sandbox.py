@@ -1,0 +1,276 @@
+"""One sandbox session per episode, shared by all sandbox tools of a tool set.
+
+Who waits for whom. The calls of one episode's turn arrive at once; they take the episode's session one
+after the other, in the order in which they came, because a session is one interpreter and one folder.
+Different episodes never wait for each other here: the sandbox's own queue bounds them. A session is
+opened by the first call that needs it, so an episode that runs no code costs nothing, and it is closed
+with the episode.
+
+A task may say what a session starts with, in its metadata: `sandbox = {files = {path: text}, setup = "Python
+code"}`. The model is not shown it; what the code defines is there for the model's own code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from ludus.core.config import Config
+from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec, waiting_for_others
+from ludus.core.task import Task
+from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionEnded, shared_sandbox
+from ludus.tools.calling import Encode
+from ludus.tools.library import Toolkit
+from ludus.tools.tool import Tool
+from ludus.tools.toolset import LocalTools
+
+GONE = "[A new session was started: the earlier variables, processes and files are gone.]"
+
+
+class SessionStart(Config):
+    """What the session of a task starts with."""
+
+    files: dict[str, str] = Field(default_factory=dict)
+    """Files by path, relative to the working directory."""
+    setup: str = ""
+    """Python code that runs first."""
+
+
+@dataclass(slots=True)
+class _Held:
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    session: Session | None = None
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class SessionLease:
+    """A session to work in. `note` tells the model that it is a fresh one in the middle of an episode."""
+
+    session: Session
+    note: str = ""
+    lost: bool = False
+
+    def saw(self, execution: Execution) -> Execution:
+        """`execution`, remembering whether the session survived it."""
+        self.lost = self.lost or execution.lost
+        return execution
+
+
+@asynccontextmanager
+async def _turn_of(held: _Held) -> AsyncIterator[None]:
+    """Our turn in a session; whoever waits for it leaves its slot to others."""
+    if held.turn.locked():
+        with waiting_for_others():
+            await held.turn.acquire()
+    else:
+        await held.turn.acquire()
+    try:
+        yield
+    finally:
+        held.turn.release()
+
+
+class EpisodeSessions:
+    """Hands out the session of an episode, one caller at a time."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self._held: dict[str, _Held] = {}
+
+    @asynccontextmanager
+    async def use(self, context: ToolContext) -> AsyncIterator[SessionLease]:
+        """The episode's session; one that the model's own program ended is replaced next time."""
+        held = self._held.setdefault(context.episode, _Held())
+        async with _turn_of(held):
+            if held.session is not None and held.session.was_ended_inside:
+                ended, held.session, held.lost = held.session, None, True
+                await ended.close()
+            note = GONE if held.lost else ""
+            if held.session is None:
+                held.session = await self._opened(context.task)
+                held.lost = False
+            place = SessionLease(held.session, note)
+            try:
+                yield place
+            except SessionEnded as ended:
+                fault = Fault.TOOL_TIMEOUT if ended.hung else Fault.TOOL_RAISED
+                raise ToolFault(f"{ended}: its variables and files are gone", fault) from ended
+            finally:
+                if place.lost or not held.session.alive:
+                    session, held.session, held.lost = held.session, None, True
+                    await session.close()
+
+    async def python_once(self, code: str, wall_seconds: float | None) -> Execution:
+        """Run a program that needs no session: nothing was there before it, and nothing is wanted after it."""
+        limits = self.config.limits
+        if wall_seconds is not None:
+            limits = limits.model_copy(update={"wall_seconds": wall_seconds})
+        try:
+            return await shared_sandbox(self.config).python(code, limits=limits)
+        except (ConfigError, OSError) as error:
+            raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
+
+    async def _opened(self, task: Task) -> Session:
+        start = SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
+        try:
+            session = await shared_sandbox(self.config).session(files=start.files)
+        except (ConfigError, OSError) as error:  # too little isolation, say: nothing for a model to read
+            raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
+        if start.setup:
+            execution = await session.python(start.setup)
+            if not execution.ok:
+                await session.close()
+                message = f"the setup of the task {task.id!r} failed: {execution.text()}"
+                raise InfraError(Boundary.SANDBOX, message, retriable=False)
+        return session
+
+    async def close(self, context: ToolContext) -> None:
+        """End the episode's session, if it ever had one."""
+        held = self._held.pop(context.episode, None)
+        if held is None:
+            return
+        async with held.turn:
+            session, held.session = held.session, None
+            if session is not None:
+                await session.close()
+
+
+# `python` and `bash`, and the tool set that gives every episode its sandbox session.
+
+_FAULTS = {
+    Outcome.RAISED: Fault.TOOL_RAISED,
+    Outcome.KILLED: Fault.TOOL_RAISED,
+    Outcome.TIMEOUT: Fault.TOOL_TIMEOUT,
+    Outcome.CPU: Fault.TOOL_TIMEOUT,
+    Outcome.MEMORY: Fault.LIMIT,
+    Outcome.PROCESSES: Fault.LIMIT,
+    Outcome.OUTPUT: Fault.LIMIT,
+}
+_NOTHING = "(no output)"
+
+
+class SandboxTool(Tool):
+    """A tool that works in the episode's session. The sandbox has the deadlines; what it loses stays lost.
+
+    What comes from a session is a stranger's word. Where it makes one of these tools raise, that is the model's
+    fault: called ours, it would leave the episode unscored, and a policy could learn that.
+    """
+
+    timeout = None
+    retries = 0
+    on_error = "fault"
+
+    def __init__(
+        self, sessions: EpisodeSessions, name: str | None = None, max_chars: int | None = None
+    ) -> None:
+        self.sessions = sessions
+        self.name = name or self.name
+        self.max_chars = max_chars or self.max_chars
+        super().__init__()
+
+
+class SandboxTools:
+    """Sandbox tools with a session per episode, opened by the first call and closed with the episode."""
+
+    def __init__(
+        self,
+        tools: Iterable[Tool],
+        sessions: EpisodeSessions,
+        *,
+        encode: Encode | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self._tools = LocalTools(tools, encode=encode, max_tokens=max_tokens)
+        self._sessions = sessions
+
+    async def open(self, context: ToolContext) -> None:
+        await self._tools.open(context)
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        return await self._tools.list(context)
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        return await self._tools.call(call, context)
+
+    async def close(self, context: ToolContext) -> None:
+        await self._sessions.close(context)
+
+
+class ProgramOptions(Config):
+    """Options of `python` and `bash`."""
+
+    name: str | None = None
+    """What the model calls it."""
+    seconds: float | None = None
+    """Wall time for one call; the sandbox's own limit when None."""
+    max_chars: int = 20_000
+    """How much of the output the model reads."""
+
+
+class PythonTool(SandboxTool):
+    """Run Python code in a session that lasts: variables, imports and files stay for the next call.
+
+    What is printed comes back, and the value of the last line if it is an expression. There is no
+    network, and there are limits on time and memory.
+
+    Args:
+        code: The code to run.
+    """
+
+    name = "python"
+
+    def __init__(self, sessions: EpisodeSessions, options: ProgramOptions) -> None:
+        super().__init__(sessions, options.name, options.max_chars)
+        self.seconds = options.seconds
+
+    async def run(self, code: str, context: ToolContext) -> ToolResult:
+        if context.one_call:
+            note, execution = "", await self.sessions.python_once(code, self.seconds)
+        else:
+            async with self.sessions.use(context) as place:
+                execution = place.saw(await place.session.python(code, wall_seconds=self.seconds))
+            note = place.note
+        exited_well = execution.outcome is Outcome.EXITED and not execution.exit_code
+        default = None if execution.ok or exited_well else Fault.TOOL_RAISED
+        return ToolResult(_said(note, execution), fault=_FAULTS.get(execution.outcome, default))
+
+
+class BashTool(SandboxTool):
+    """Run a command in a bash shell that lasts: the folder, variables and files stay for the next call.
+
+    What it writes to stdout and stderr comes back. There is no network, and there are limits on time
+    and memory.
+
+    Args:
+        command: The command, or several lines of them.
+    """
+
+    name = "bash"
+
+    def __init__(self, sessions: EpisodeSessions, options: ProgramOptions) -> None:
+        super().__init__(sessions, options.name, options.max_chars)
+        self.seconds = options.seconds
+
+    async def run(self, command: str, context: ToolContext) -> ToolResult:
+        async with self.sessions.use(context) as place:
+            execution = place.saw(await place.session.shell(command, wall_seconds=self.seconds))
+        # A status that is not zero is how commands answer (`grep` found nothing): no fault by itself.
+        answered = execution.outcome in (Outcome.OK, Outcome.RAISED, Outcome.EXITED)
+        return ToolResult(
+            _said(place.note, execution), fault=None if answered else _FAULTS.get(execution.outcome)
+        )
+
+
+def _said(note: str, execution: Execution) -> str:
+    text = execution.text() or _NOTHING
+    return f"{note}\n{text}" if note else text
+
+
+PYTHON = Toolkit(ProgramOptions, lambda options, sessions: [PythonTool(sessions, options)])
+BASH = Toolkit(ProgramOptions, lambda options, sessions: [BashTool(sessions, options)])

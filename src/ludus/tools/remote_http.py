@@ -1,0 +1,391 @@
+"""HTTP to one tool server: pooled connections, whole or streamed answers, and what a broken one means.
+
+There is one aiohttp session per event loop, made when first needed. It is closed by `close`, or with the event
+loop: an async generator holds it, and event loops close their async generators when they shut down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import secrets
+import weakref
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.failures import MissingExtraError
+from ludus.core.messages import Json
+from ludus.tools.wire import DEADLINE_HEADER, INSTANCE_HEADER, JSON_TYPE, STREAM_TYPE
+
+if TYPE_CHECKING:
+    import aiohttp
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.messages import ToolResult
+from ludus.tools.hosting.host import OutcomeUnknown
+from ludus.tools.wire import ErrorKind, result_from_json
+
+_CONNECT_SECONDS = 5.0
+_MOST_BYTES = 256 * 1024 * 1024
+
+
+def own_token() -> tuple[str, Path]:
+    """The token by which servers and clients of one user on one machine know each other, and its file.
+
+    Other users of the machine reach our loopback too. The file is made at first need, for its owner alone;
+    `OSError` where that cannot be done.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(state, "ludus", "token")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.exists():
+        made = path.with_name(f"token.{secrets.token_hex(8)}")
+        made.touch(mode=0o600, exist_ok=False)
+        try:
+            made.write_text(secrets.token_urlsafe(32))
+            with contextlib.suppress(FileExistsError):  # somebody else was first
+                path.hardlink_to(made)  # whole, or not at all
+        finally:
+            made.unlink()
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a file that its owner alone can read")
+    return path.read_text(encoding="ascii").strip(), path
+
+
+class NotConnected(Exception):
+    """No connection was made, so nothing was sent."""
+
+
+class ResponseLost(Exception):
+    """The request may have arrived, but its answer did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerResponse:
+    """An answer. `content` is the text of a result that came as a stream."""
+
+    status: int
+    body: Json
+    instance: str
+    content: str | None = None
+
+
+class ToolHttpClient:
+    """Sends requests, each once. Whether to send again is decided by who knows what it was."""
+
+    def __init__(self, token: str | None, connections: int) -> None:
+        """`connections` are the most at a time; requests beyond wait for one of them."""
+        self._connections = connections
+        self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]]
+        self._clients = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
+        self._sessions = weakref.WeakKeyDictionary()
+
+    async def send(
+        self, method: str, url: str, data: bytes | None, seconds: float | None
+    ) -> ServerResponse:
+        """One attempt; `TimeoutError` when the answer takes longer than `seconds`."""
+        aiohttp = _aiohttp()
+        session = self._sessions.get(asyncio.get_running_loop()) or await self._session()
+        headers = {} if seconds is None else {DEADLINE_HEADER: str(max(0, int(seconds * 1000)))}
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                session.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                return await _read(response)
+        except aiohttp.ClientConnectorError as error:
+            raise NotConnected(f"{url}: {error}") from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise NotConnected(f"{url}: no connection within {_CONNECT_SECONDS:g} seconds") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ResponseLost(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connections of this event loop."""
+        client = self._clients.get(asyncio.get_running_loop())
+        if client is not None:
+            await client.aclose()
+
+    async def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        client = self._client()
+        session: aiohttp.ClientSession = await anext(client)
+        self._clients[loop], self._sessions[loop] = client, session
+        return session
+
+    async def _client(self) -> AsyncGenerator[Any, None]:
+        aiohttp, loop = _aiohttp(), asyncio.get_running_loop()
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        try:
+            yield session
+        finally:
+            # Kept, it would keep its event loop alive, which is what lets go of it.
+            self._clients.pop(loop, None)
+            self._sessions.pop(loop, None)
+            await session.close()
+
+
+async def _read(response: aiohttp.ClientResponse) -> ServerResponse:
+    instance = response.headers.get(INSTANCE_HEADER, "")
+    if response.content_type == STREAM_TYPE:
+        body, content = await _read_stream(response)
+        return ServerResponse(response.status, body, instance, content)
+    data = bytearray()
+    async for piece in response.content.iter_any():
+        data += piece
+        _check_size(len(data))
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ResponseLost(f"status {response.status} with a body that is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ResponseLost(f"status {response.status} with a body that is no object")
+    if response.status >= 500 and not isinstance(body.get("error"), dict):
+        raise ResponseLost(
+            f"status {response.status} from something that is no tool server: a proxy, perhaps"
+        )
+    return ServerResponse(response.status, body, instance)
+
+
+async def _read_stream(response: aiohttp.ClientResponse) -> tuple[Json, str]:
+    """A result in lines: a head, pieces of text, and an end that says how much there was."""
+    head: Json | None = None
+    pieces: list[str] = []
+    rest, size = b"", 0
+    try:
+        async for data in response.content.iter_any():
+            size += len(data)
+            _check_size(size)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                message = json.loads(line)
+                if "result" in message:
+                    head = message["result"]
+                elif "text" in message:
+                    pieces.append(message["text"])
+                elif message.get("end") == sum(map(len, pieces)) and head is not None:
+                    return head, "".join(pieces)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ResponseLost(f"a stream that could not be read: {error}") from error
+    raise ResponseLost("a stream that ended too early")
+
+
+def _check_size(size: int) -> None:
+    if size > _MOST_BYTES:
+        raise ResponseLost(f"an answer of more than {_MOST_BYTES:,} bytes")
+
+
+def _affordable(connections: int) -> int:
+    """At most half as many as this process may have open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return connections if soft == resource.RLIM_INFINITY else min(connections, max(1, soft // 2))
+
+
+def _aiohttp() -> Any:
+    with contextlib.suppress(ImportError):
+        import aiohttp
+
+        return aiohttp
+    raise MissingExtraError("aiohttp", "serve", "calling tools on a server")
+
+
+# How long to keep trying, and how long to pause in between.
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 5.0
+_FIRST_CONTACT_SECONDS = 10.0
+
+
+class Contact:
+    """Whether any server was ever reached; one that never was is more likely misspelt than restarting."""
+
+    def __init__(self) -> None:
+        self.was_made = False
+
+
+class RetryBudget:
+    """One operation's attempts: exponential backoff with full jitter, within one deadline."""
+
+    def __init__(
+        self, seconds: float, unreachable_seconds: float, contact: Contact | None = None
+    ) -> None:
+        self._contact = contact or Contact()
+        if not self._contact.was_made:
+            unreachable_seconds = min(unreachable_seconds, _FIRST_CONTACT_SECONDS)
+        self._seconds, self._unreachable_seconds = seconds, unreachable_seconds
+        self._deadline = time.monotonic() + seconds
+        self._unreachable_since: float | None = None
+        self.attempts = 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Always a little, so that the last attempt is answered by the server and not by the clock."""
+        return max(0.001, self._deadline - time.monotonic())
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether there is no time for another attempt."""
+        now, since = time.monotonic(), self._unreachable_since
+        return now >= self._deadline or (since is not None and now - since > self._unreachable_seconds)
+
+    def reached(self) -> None:
+        """A server answered, whatever it said."""
+        self._contact.was_made = True
+        self._unreachable_since = None
+
+    def unreachable(self) -> None:
+        """No server could be reached."""
+        if self._unreachable_since is None:
+            self._unreachable_since = time.monotonic()
+
+    async def pause(self, problem: str, at_least: float = 0.0) -> None:
+        """Wait before the next attempt, for as long as a server asked and some more; or give up."""
+        if self.gave_up:
+            message = f"no result from the tool server after {self.attempts} attempts: {problem}"
+            if self._contact.was_made:
+                raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
+            message += "; is the address right, and was it started (ludus serve tools ...)?"
+            raise InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)
+        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self.attempts, 20))
+        delay = at_least + random.uniform(0.0, longest)
+        await asyncio.sleep(min(delay, self.seconds_left))
+
+    def too_late(self) -> InfraError:
+        """The failure of an attempt that was not answered in time."""
+        message = f"no answer from the tool server within {self._seconds:g} seconds"
+        return InfraError(Boundary.SERVER, message, attempts=self.attempts)
+
+
+# What to send, to whom, and what answers mean, without sending anything.
+
+_DEEPEST = 100
+_LONGEST_RETRY_AFTER = 60.0
+_OUR_MISTAKE = frozenset({ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND})
+
+
+def normalized(address: str) -> str:
+    """`http://host:port`, also of `host:port`; anything else is refused."""
+    full = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(full)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.username:
+        raise ConfigError(f"{address!r} is no address of a tool server; write http://host:port")
+    return full.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nothing else, as its name says."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def in_order(addresses: Sequence[str], episode: str) -> list[str]:
+    """The addresses, the episode's own first. Adding or losing one moves only the episodes it had."""
+
+    def weight(address: str) -> bytes:
+        text = f"{address}\n{episode}".encode("utf-8", "replace")
+        return hashlib.blake2b(text, digest_size=8).digest()
+
+    return sorted(addresses, key=weight)
+
+
+def unsendable(arguments: Any) -> str:
+    """What is wrong with arguments that no JSON can carry or that are nested too deeply; or nothing."""
+    level, depth = [arguments], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            return f"the arguments are nested more than {_DEEPEST} levels deep"
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                if not all(isinstance(key, str) for key in value):
+                    return "the names of arguments must be text"
+                inner.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                inner.extend(value)
+        level = [value for value in inner if isinstance(value, (dict, list, tuple))]
+    return "" if isinstance(arguments, dict) else "the arguments must be an object"
+
+
+def result_of(reply: ServerResponse) -> ToolResult:
+    """The result in an answer."""
+    try:
+        return result_from_json(reply.body, reply.content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise nonsense(error) from error
+
+
+def error_of(reply: ServerResponse) -> tuple[ErrorKind, str, Json]:
+    """The kind and message of an answer that is no result, and all else it says."""
+    error = reply.body.get("error")
+    try:
+        assert isinstance(error, dict)
+        return ErrorKind(error["kind"]), str(error["message"]), error
+    except (AssertionError, KeyError, ValueError) as problem:
+        raise nonsense(f"status {reply.status}") from problem
+
+
+def retry_after(error: Json) -> float:
+    """How long the server asks us to wait, within reason."""
+    seconds = error.get("retry_after")
+    return (
+        min(max(float(seconds), 0.0), _LONGEST_RETRY_AFTER) if isinstance(seconds, (int, float)) else 0.0
+    )
+
+
+def failure_of(kind: ErrorKind, message: str, error: Json, attempts: int) -> Exception:
+    """What an error means to an episode."""
+    if kind in _OUR_MISTAKE:
+        return ConfigError(f"the tool server refused us: {message}")
+    if kind is ErrorKind.UNKNOWN_OUTCOME:
+        return OutcomeUnknown(message, attempts=attempts)
+    if kind is ErrorKind.FAILED:
+        tried = error.get("attempts")
+        attempts = tried if isinstance(tried, int) else attempts
+        again, replay = error.get("retriable") is True, error.get("replay") is True
+        return InfraError(_boundary(error), message, attempts=attempts, retriable=again, replay=replay)
+    again = kind in (ErrorKind.EXPIRED, ErrorKind.CANCELLED, ErrorKind.SLOW_CLIENT)
+    message = f"the tool server answered {kind.value}: {message}"
+    return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=again)
+
+
+def nonsense(what: object) -> InfraError:
+    """Something answers at the address, but not a tool server that we understand."""
+    message = f"an answer that a tool server of this version does not give: {what}"
+    return InfraError(Boundary.SERVER, message, retriable=False)
+
+
+def _boundary(error: Json) -> Boundary:
+    try:
+        return Boundary(str(error.get("boundary")))
+    except ValueError:
+        return Boundary.SERVER
