@@ -1,6 +1,7 @@
 """Environments: state with a life cycle, held by one episode at a time and handed out by a pool."""
 
-from ludus.envs.checker import Finding, Severity, check_env
+from ludus.core.registry import Registry
+from ludus.envs.checker import EnvFinding, Severity, check_env
 from ludus.envs.env import (
     Env,
     Observation,
@@ -13,13 +14,15 @@ from ludus.envs.env import (
     step_env,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
-from ludus.envs.registry import ENVS
+
+ENVS = Registry("environment", {"safe": "ludus.envs.safe:Safe"})
+"""Short names of the prebuilt environments; each is imported when it is first loaded."""
 
 __all__ = [
     "ENVS",
     "Env",
+    "EnvFinding",
     "EnvPool",
-    "Finding",
     "Lease",
     "Observation",
     "PoolConfig",

@@ -27,7 +27,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EnvFinding:
     """One thing that is wrong, and what to do about it."""
 
     severity: Severity
@@ -47,7 +47,7 @@ async def check_env(
     actions: Sequence[Action] | None = None,
     *,
     name: str = "env",
-) -> list[Finding]:
+) -> list[EnvFinding]:
     """Play `actions` (texts for `step`, or tool calls) twice; an empty list means nothing was found.
 
     Without actions, those that the environment offers are used: the first of `available_actions()`, or each
@@ -70,7 +70,7 @@ class _Check:
         self._guessed: list[ToolCall] = []
         """Calls that nobody said would work."""
         self._open: list[Any] = []
-        self.findings: list[Finding] = []
+        self.findings: list[EnvFinding] = []
 
     async def run(self) -> None:
         try:
@@ -242,12 +242,12 @@ class _Check:
         return ToolContext("check", self._task, {self._name: env})
 
     def _error(self, problem: str, fix: str) -> None:
-        self._add(Finding(Severity.ERROR, problem, fix))
+        self._add(EnvFinding(Severity.ERROR, problem, fix))
 
     def _warn(self, problem: str, fix: str) -> None:
-        self._add(Finding(Severity.WARNING, problem, fix))
+        self._add(EnvFinding(Severity.WARNING, problem, fix))
 
-    def _add(self, finding: Finding) -> None:
+    def _add(self, finding: EnvFinding) -> None:
         if finding not in self.findings:
             self.findings.append(finding)
 

@@ -13,8 +13,13 @@ killed cannot close anything: what must not outlive it has to watch its parent, 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import inspect
 import logging
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -24,11 +29,10 @@ from typing import Any
 from pydantic import Field
 
 from ludus.core.config import Config
-from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
 from ludus.core.user_code import located, show_once
-from ludus.envs.env import Observation, reset_env
-from ludus.envs.instances import Instance, Workshop
+from ludus.envs.env import Env, Observation, call_env, reset_env
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +54,131 @@ class PoolConfig(Config):
     """Seconds after which an instance is replaced, between episodes; for ever when left out."""
     max_uses: int | None = Field(default=None, ge=1)
     """Episodes after which an instance is replaced; any number when left out."""
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One environment, its age and its use."""
+
+    env: Any
+    born: float
+    uses: int = 0
+    expiry: asyncio.TimerHandle | None = None
+
+
+class InstanceFactory:
+    """Makes and closes instances; what is still alive when the interpreter ends is closed then."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        name: str,
+        make_timeout: float | None,
+        close_timeout: float,
+        retries: int,
+    ) -> None:
+        self._factory = factory
+        self._name = name
+        self._make_timeout, self._close_timeout = make_timeout, close_timeout
+        self._retries = retries
+        self._living: set[Instance] = set()
+        self.created = 0
+        self.closed = 0
+        self.failures = 0
+        _factories.add(self)
+
+    async def make(self) -> Instance:
+        """A new instance; a factory that fails is tried again."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                env = await self._build()
+                break
+            except Exception as error:
+                self.failures += 1
+                if not isinstance(error, LudusError):
+                    show_once(_log, f"making the environment {self._name!r}", error)
+                if attempt > self._retries:
+                    raise
+        instance = Instance(env, time.monotonic())
+        self._living.add(instance)
+        self.created += 1
+        return instance
+
+    async def _build(self) -> Any:
+        if inspect.iscoroutinefunction(self._factory):
+            return await call_env(self._factory, timeout=self._make_timeout)
+        is_wanted, guard = True, threading.Lock()
+
+        def build() -> Any:
+            env = self._factory()
+            with guard:
+                if is_wanted:
+                    return env
+            _close_now(env)  # it came after its deadline: nobody else knows of it
+            return None
+
+        try:
+            return await call_env(build, timeout=self._make_timeout)
+        except BaseException:
+            with guard:
+                is_wanted = False
+            raise
+
+    async def is_healthy(self, instance: Instance) -> bool:
+        """Whether a used instance may be handed out again."""
+        check = getattr(instance.env, "is_healthy", None)
+        is_own = getattr(type(instance.env), "is_healthy", None) is not Env.is_healthy
+        if not instance.uses or check is None or not is_own:
+            return True
+        try:
+            good = bool(await call_env(check, timeout=self._close_timeout))
+        except Exception as error:  # noqa: BLE001 - whatever it raised, it is not healthy
+            show_once(_log, f"the health check of the environment {self._name!r}", error)
+            good = False
+        self.failures += not good
+        return good
+
+    async def close(self, instance: Instance) -> None:
+        """Close an instance, whatever its `close` does; the deadline bounds it."""
+        close = getattr(instance.env, "close", None)
+        try:
+            if close is not None:
+                await call_env(close, timeout=self._close_timeout)
+        except Exception as error:  # noqa: BLE001 - an environment that cannot close must not stop us
+            self.failures += 1
+            show_once(_log, f"closing the environment {self._name!r}", error)
+        finally:
+            self._living.discard(instance)
+            self.closed += 1
+
+    def close_at_exit(self) -> None:
+        """Close what is left; the event loop is gone by then."""
+        for instance in list(self._living):
+            thread = threading.Thread(target=_close_now, args=(instance.env,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                _close_now(instance.env)  # some versions of Python start no threads at exit
+            else:
+                thread.join(self._close_timeout)
+
+
+def _close_now(env: Any) -> None:
+    with contextlib.suppress(Exception):
+        value = env.close() if hasattr(env, "close") else None
+        if inspect.iscoroutine(value):
+            asyncio.run(value)
+
+
+_factories: weakref.WeakSet[InstanceFactory] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for workshop in list(_factories):
+        workshop.close_at_exit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +227,7 @@ class EnvPool:
         self.name, self.size, self.max_wait = name, size, max_wait
         self._time_to_live, self._max_uses = time_to_live, max_uses
         self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
-        self._workshop = Workshop(factory, name, reset_timeout, close_timeout, reset_retries)
+        self._instances = InstanceFactory(factory, name, reset_timeout, close_timeout, reset_retries)
         self._idle: list[Instance] = []
         self._places = 0
         """Instances that are there, being made or being closed: never more than `size`."""
@@ -117,9 +246,9 @@ class EnvPool:
             in_use=len(self._leases),
             idle=len(self._idle),
             waiting=len(self._waiting),
-            created=self._workshop.created,
-            closed=self._workshop.closed,
-            failures=self._workshop.failures,
+            created=self._instances.created,
+            closed=self._instances.closed,
+            failures=self._instances.failures,
         )
 
     @asynccontextmanager
@@ -185,7 +314,7 @@ class EnvPool:
                 self._retire(instance)  # its state is unknown
                 if not isinstance(error, Exception) or isinstance(error, ConfigError):
                     raise
-                self._workshop.failures += 1
+                self._instances.failures += 1
                 if not isinstance(error, InfraError):
                     show_once(_log, f"resetting the environment {self.name!r}", error)
                 if attempt > self._reset_retries:
@@ -205,7 +334,7 @@ class EnvPool:
             instance = await self._next_free(max(0.0, end - time.monotonic()), first)
             is_fit = False
             try:
-                is_fit = not self._is_worn_out(instance) and await self._workshop.is_healthy(instance)
+                is_fit = not self._is_worn_out(instance) and await self._instances.is_healthy(instance)
             finally:
                 if not is_fit:
                     self._retire(instance)
@@ -257,7 +386,7 @@ class EnvPool:
 
     async def _make(self) -> None:
         try:
-            instance = await self._workshop.make()
+            instance = await self._instances.make()
         except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
             self._places -= 1
             message = f"an environment {self.name!r} could not be made: {located(error)}"
@@ -304,7 +433,7 @@ class EnvPool:
         self._start(self._close_one(instance), self._closing)
 
     async def _close_one(self, instance: Instance) -> None:
-        await self._workshop.close(instance)
+        await self._instances.close(instance)
         self._places -= 1
 
     def _start(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
