@@ -27,8 +27,8 @@ test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two hal
 	wait $$others; second=$$?; cat $(VENV)/others.log; \
 	wait $$types && exit $$((first ? first : second))
 
-test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers
-	$(BIN)/python -m pytest -m slow --timeout 1800
+test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers, and properties with more examples
+	$(BIN)/python -m pytest -m 'slow or hypothesis' --hypothesis-profile thorough --timeout 1800
 
 test-gpu: $(VENV)/.installed-dev  ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

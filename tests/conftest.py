@@ -19,7 +19,10 @@ os.environ.setdefault("LUDUS_TOKEN", "")
 # What imports make stays; looking for garbage among it takes a quarter of their time.
 gc.disable()
 
-settings.register_profile("ludus", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+# `make test-slow` plays the same properties with the other profile.
+common = settings(deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.register_profile("ludus", common, max_examples=25)
+settings.register_profile("thorough", common, max_examples=250)
 settings.load_profile("ludus")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import batch_from, batches
 from reference_advantages import length
@@ -42,7 +42,6 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @each_estimator
-@settings(max_examples=40)
 @given(batch=batches, seed=st.integers(0, 1000))
 def test_the_order_of_trajectories_does_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
     order = list(range(len(batch)))
@@ -53,7 +52,6 @@ def test_the_order_of_trajectories_does_not_matter(name: str, batch: list[Attemp
 
 
 @each_estimator
-@settings(max_examples=40)
 @given(batch=batches, seed=st.integers(0, 1000))
 def test_the_way_tokens_are_packed_does_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
     """Tokens of different trajectories may lie interleaved, as long as each one's stay in order."""
@@ -78,7 +76,6 @@ def test_the_way_tokens_are_packed_does_not_matter(name: str, batch: list[Attemp
 
 
 @each_estimator
-@settings(max_examples=40)
 @given(batch=batches, seed=st.integers(0, 1000))
 def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) -> None:
     """More tokens heard, whatever a critic or a penalty says at them: what was said is worth the same."""
@@ -108,7 +105,6 @@ def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) 
 
 
 @each_estimator
-@settings(max_examples=40)
 @given(batch=batches)
 def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attempt]) -> None:
     """Beside its groups, a batch has the same ones again, as groups of their own."""
@@ -138,7 +134,6 @@ def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attem
 
 
 @each_estimator
-@settings(max_examples=40)
 @given(batch=batches)
 def test_only_actions_are_credited(name: str, batch: list[Attempt]) -> None:
     inputs = inputs_from(batch)
@@ -146,7 +141,6 @@ def test_only_actions_are_credited(name: str, batch: list[Attempt]) -> None:
 
 
 @each_loss
-@settings(max_examples=30)
 @given(
     aggregation=st.sampled_from(sorted(algos.AGGREGATIONS)),
     count=st.integers(1, 7),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import PROGRAM
+from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
 from ludus.cli.errors import explained
@@ -93,22 +92,14 @@ def ludus(*arguments: str) -> str:
     return done.output
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def wait_for_checkpoint(process: subprocess.Popen[str], run: RunFolder, step: int) -> None:
-    for _ in range(600):
-        if process.poll() is not None:
+def wait_for_checkpoint(process: Started, run: RunFolder, step: int) -> None:
+    for _ in range(1000):
+        if process.returncode is not None:
             raise AssertionError(f"it ended early: {process.communicate()}")
         if any(checkpoint.step >= step for checkpoint in run.checkpoints()):
             return
-        time.sleep(0.1)
-    process.kill()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
     raise AssertionError("no checkpoint appeared")
 
 
@@ -154,11 +145,11 @@ def test_an_environment_in_a_file_is_what_the_tasks_call_it(tmp_path: Path) -> N
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
-    process = started("train", "recipe.toml", "rl.steps=100000", "run.folder=stopped")
+    process = Started(COMMAND, "train", "recipe.toml", "rl.steps=100000", "run.folder=stopped")
     run = RunFolder(project / "stopped")
     wait_for_checkpoint(process, run, step=1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=50)
+    _, errors = process.communicate()
     assert process.returncode == 130
     assert "ludus train --resume" in errors and "Traceback" not in errors
     latest = run.latest_checkpoint()
@@ -172,11 +163,11 @@ def test_stopping_in_the_warm_start_loses_nothing(project: Path) -> None:
         '{"messages": [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]}\n'
     )
     warm = ["warm_start.demonstrations=demos.jsonl", "warm_start.steps=100000", "run.folder=imitating"]
-    process = started("train", "recipe.toml", *warm)
+    process = Started(COMMAND, "train", "recipe.toml", *warm)
     run = RunFolder(project / "imitating")
     wait_for_checkpoint(process, run, step=2)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=50)
+    _, errors = process.communicate()
     assert process.returncode == 130 and "ludus train --resume" in errors
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
@@ -192,18 +183,17 @@ def test_a_run_can_be_used_from_another_folder(project: Path, monkeypatch: pytes
 @pytest.mark.parametrize("words", [["--bogus"], ["train", "--bogus"], ["nonsense"], ["eval"], []])
 def test_usage_errors_are_no_tracebacks(words: list[str]) -> None:
     """Through the real entry point, where the command line's own exceptions must be caught."""
-    process = started(*words)
-    _, errors = process.communicate(timeout=50)
-    assert process.returncode == 2
-    assert "Traceback" not in errors
+    done = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 def test_a_killed_run_goes_on(project: Path) -> None:
     """SIGKILL at any moment: the run resumes from its last checkpoint, and no step is recorded twice."""
-    process = started("train", "recipe.toml", "rl.steps=4", "run.folder=killed")
+    process = Started(COMMAND, "train", "recipe.toml", "rl.steps=4", "run.folder=killed")
     run = RunFolder(project / "killed")
     wait_for_checkpoint(process, run, step=1)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
     ludus("train", "--resume", "killed")
     steps = [row["step"] for row in run.metrics() if "reward" in row]
@@ -408,19 +398,8 @@ if __name__ == "__main__":
 """
 
 
-def scripted(*arguments: str) -> subprocess.Popen[str]:
-    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + SCRIPT
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_a_script_shows_its_folder_and_progress_and_a_short_result(project: Path) -> None:
-    said, errors = scripted("2").communicate(timeout=50)
+    said, errors = Started(SCRIPT, "2").communicate()
     assert "run folder: made" in errors
     assert "RL 2/2" in errors and "held-out tasks after step 2: success" in errors
     assert said.startswith("Result(run=") and len(said.splitlines()[0]) < 300
@@ -428,11 +407,11 @@ def test_a_script_shows_its_folder_and_progress_and_a_short_result(project: Path
 
 
 def test_ctrl_c_in_a_script_says_what_was_saved_and_how_to_go_on(project: Path) -> None:
-    process = scripted("100000")
+    process = Started(SCRIPT, "100000")
     run = RunFolder(project / "made")
     wait_for_checkpoint(process, run, step=1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=50)
+    _, errors = process.communicate()
     latest = run.latest_checkpoint()
     assert latest is not None
     assert f"stopped; saved after step {latest.step} in " in errors

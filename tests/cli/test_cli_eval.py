@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from cli_process import PROGRAM
+from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
@@ -59,18 +56,7 @@ loop = "odd_task.py:Short"
 cache_tokens = 4096
 max_running = 16
 """
-COMMAND = ("eval", "recipe.toml", "--attempts", "2", "--results")
-
-
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ODD_SECONDS": "0.15"},
-        cwd=folder,
-    )
+MEASURE = ("eval", "recipe.toml", "--attempts", "2", "--results")
 
 
 def ludus(*arguments: str) -> str:
@@ -94,13 +80,14 @@ def project(tmp_path: Path) -> Path:
 def test_an_evaluation_that_was_stopped_goes_on(
     project: Path, ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = started(project, *COMMAND, "stopped")
+    monkeypatch.chdir(project)
+    process = Started(COMMAND, *MEASURE, "stopped", ODD_SECONDS="0.15")
     for _ in range(600):
-        if len(list(project.glob("stopped/*/*/parts/*.parquet"))) >= 3 or process.poll() is not None:
+        if len(list(project.glob("stopped/*/*/parts/*.parquet"))) >= 3 or process.returncode is not None:
             break
         time.sleep(0.05)
     process.send_signal(ending)
-    said, errors = process.communicate(timeout=50)
+    said, errors = process.communicate()
     assert process.returncode == (130 if ending is signal.SIGINT else -signal.SIGKILL), errors
     assert "Traceback" not in errors
     if ending is signal.SIGINT:
@@ -109,8 +96,7 @@ def test_an_evaluation_that_was_stopped_goes_on(
     assert 3 <= kept < 10
     (project / "played.txt").unlink()
 
-    monkeypatch.chdir(project)
-    assert f"{kept} tasks had been played before" in ludus(*COMMAND, "stopped")
+    assert f"{kept} tasks had been played before" in ludus(*MEASURE, "stopped")
     assert len((project / "played.txt").read_text().split()) == 2 * (10 - kept)
-    ludus(*COMMAND, "whole")
+    ludus(*MEASURE, "whole")
     assert measured(project / "stopped") == measured(project / "whole")

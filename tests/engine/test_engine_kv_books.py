@@ -94,7 +94,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(stateful_step_count=40)
 
 
 def test_misuse_of_the_ledger_is_noticed() -> None:

@@ -19,11 +19,7 @@ from ludus.observe import (
 )
 
 
-@settings(
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(trajectories, max_size=4))
 def test_nothing_is_lost(tmp_path, written):
     path = tmp_path / "t.parquet"

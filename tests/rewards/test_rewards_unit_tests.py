@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError, InfraError
@@ -698,7 +698,6 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60)
 @given(plain)
 def test_plain_data_survives_the_way(value: Any) -> None:
     text = write(Encoder(refuse).encode(value))
@@ -708,7 +707,6 @@ def test_plain_data_survives_the_way(value: Any) -> None:
     assert back == value
 
 
-@settings(max_examples=50)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3),

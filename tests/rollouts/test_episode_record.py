@@ -133,7 +133,7 @@ def episodes(draw: st.DrawFn) -> tuple[Rollout, ScriptedTools, Task]:
     return playing, answers, draw(conversations())
 
 
-@settings(max_examples=250)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(episodes())
 def test_the_record_is_exact_and_the_budgets_hold(drawn: tuple[Rollout, ScriptedTools, Task]) -> None:
     playing, tools, task = drawn
@@ -203,7 +203,6 @@ def check_reminders(trajectory: Trajectory, max_turns: int) -> None:
     assert turn == trajectory.turns
 
 
-@settings(max_examples=60)
 @given(st.data(), st.sampled_from(["keep", "split"]))
 def test_a_template_that_forgets_thoughts(data: st.DataObject, history: Any) -> None:
     """Splitting gives one row for each rewritten history; keeping gives one row, as it was generated."""

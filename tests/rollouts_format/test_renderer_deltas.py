@@ -35,6 +35,9 @@ LOOKUP = ToolSpec(
     "Look a key up.",
     {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 )
+EXAMPLES = settings.default.max_examples // 5
+"""For each of many tokenizers, templates and formats."""
+
 WORDS = st.text("abcé .,:+\n", min_size=1, max_size=12).map(str.strip).filter(bool)
 
 
@@ -84,7 +87,7 @@ def play(
 @pytest.mark.parametrize("kind", [TemplatedBytes, hf_tokenizer])
 @pytest.mark.parametrize("format", sorted(FORMATS))
 @pytest.mark.parametrize("template", sorted(PRESERVING))
-@settings(max_examples=10)
+@settings(max_examples=EXAMPLES)
 @given(script=turns(), system=st.none() | WORDS, question=WORDS)
 def test_appended_turns_read_like_the_whole_conversation(
     kind, template, format, script, system, question
@@ -145,7 +148,7 @@ def inline_renderer(kind, template: str, format: str) -> Renderer:
 @pytest.mark.parametrize("kind", [TemplatedBytes, hf_tokenizer])
 @pytest.mark.parametrize("format", sorted(FRAMES))
 @pytest.mark.parametrize("template", [*sorted(PRESERVING), *sorted(REWRITING)])
-@settings(max_examples=10)
+@settings(max_examples=EXAMPLES)
 @given(script=st.lists(st.tuples(WORDS, CODE, WORDS), min_size=1, max_size=3), last=WORDS)
 def test_inline_results_stand_raw_in_the_turn_that_called(kind, template, format, script, last):
     """The whole text is the prompt, and then words and results in turn, with nothing between them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from functools import cache
 
@@ -26,8 +25,8 @@ from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
 
-EXAMPLES = int(os.environ.get("LUDUS_INJECTION_EXAMPLES", "12"))
-"""More of them are worth a long run by hand."""
+EXAMPLES = settings.default.max_examples // 5
+"""For each of many tokenizers, templates and formats."""
 
 HALVES = [text[:cut] for text in (*SPECIALS, *TAGS) for cut in (1, 4, -1)]
 OTHER_HALVES = [text[cut:] for text in (*SPECIALS, *TAGS) for cut in (1, 4, -1)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recording_samples import Notebook, episode, redis_server
 
@@ -326,7 +326,6 @@ turns_of_calls = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(turns_of_calls, min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
 async def test_no_scheduling_changes_what_is_replayed(
     scripts: list[list[list[ToolCall]]], seed: int, through_combined: bool
@@ -379,7 +378,6 @@ async def test_the_real_tool_catches_up_before_it_is_called(store: MemoryStore) 
     )
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([write("a"), write("b"), READ]), max_size=5), max_size=8))
 async def test_a_cache_never_changes_what_a_deterministic_tool_says(
     scripts: list[list[ToolCall]],

@@ -273,7 +273,7 @@ typed_values = st.recursive(leaves, containers, max_leaves=3).flatmap(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(st.lists(typed_values, max_size=4))
 def test_a_value_written_as_json_comes_back_equal(pairs: list[tuple[Any, Any]]):
     names = [f"p{i}" for i in range(len(pairs))]
@@ -334,7 +334,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(anything | st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), anything))
 def test_any_json_at_all_is_either_fitted_or_refused_with_a_reason(arguments: Any):
     def function(a: int, b: list[Point], c: Literal["x", 1] = "x", d: dict[str, Card] | None = None): ...

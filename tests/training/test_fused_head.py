@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ def slopes(results: tuple[Tensor, Tensor], inputs: list[Tensor]) -> list[Tensor]
     return list(torch.autograd.grad(loss, inputs))
 
 
-@settings(max_examples=40)
 @given(
     count=st.integers(1, 40),
     vocabulary=st.integers(2, 60),

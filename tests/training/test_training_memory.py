@@ -126,7 +126,7 @@ def test_nothing_counts_twice_in_bf16(monkeypatch: pytest.MonkeyPatch, where: st
         assert float((wanted - found).abs().max()) < 0.03 * float(wanted.abs().max())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(fates=st.lists(st.sampled_from(["well", "forward", "within"]), max_size=10))
 def test_failures_at_any_time_leave_the_step_as_it_is(fates: list[str]) -> None:
     """Whatever fails, and whenever, each parameter gets each row's gradient once."""
