@@ -16,7 +16,9 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from ludus.cli.main import app
 from ludus.core.config_problems import OTHER_WORDS
 from ludus.core.failures import ConfigError
 
@@ -52,7 +54,6 @@ def options(command: Any, path: str = "ludus") -> Iterator[str]:
 def surface() -> str:
     import typer
 
-    from ludus.cli.main import app
     from ludus.training import Recipe
 
     return "\n".join([*names(), *keys(Recipe), *options(typer.main.get_command(app))]) + "\n"
@@ -121,25 +122,6 @@ def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path) -> None:
         assert not made.is_valid(raw | wrong), wrong
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("rl.kl", "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence"),
-        ("stage.0.pairs", "stage.pairs"),
-        ("warm_start.optimizer.learning_rate", "learning_rate = 0.001"),
-        ("budgets", "budgets.max_turns = 8"),
-        ("rl.optimiser", "did you mean rl.optimizer"),
-        ("scale_rewards", "did you mean rl.algorithm = dr_grpo?"),
-        ("rl.learning_rate", "did you mean rl.optimizer.learning_rate or rl.critic."),
-        ("stage.dpo.beta", "did you mean stage.0.beta?"),
-    ],
-)
-def test_settings_are_shown_by_name(key: str, expected: str, tmp_path: Path) -> None:
-    said, loaded = loaded_by("from ludus.cli.main import run; run()", tmp_path, "settings", key)
-    assert expected in said
-    assert loaded == []
-
-
 @pytest.mark.parametrize("key", ["beta", "trainer.stage.dpo.beta", *sorted(OTHER_WORDS)])
 def test_every_hint_of_the_settings_is_a_setting(key: str) -> None:
     """TRL's and verl's words too: what a hint names is shown when it is asked for."""
@@ -154,17 +136,18 @@ def test_every_hint_of_the_settings_is_a_setting(key: str) -> None:
             assert described(one.partition(" = ")[0]), one
 
 
-def run_cli(folder: Path, *words: str) -> str:
-    program = "from ludus.cli.main import run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def ludus(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
-def test_init_writes_a_recipe_that_passes_its_check(tmp_path: Path) -> None:
-    said = run_cli(tmp_path, "init", "my-agent")
+def test_init_writes_a_recipe_that_passes_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = ludus("init", "my-agent")
     assert "ludus train my-agent.toml" in said
     assert {path.name for path in tmp_path.iterdir()} == {
         "my-agent.toml",
@@ -173,7 +156,7 @@ def test_init_writes_a_recipe_that_passes_its_check(tmp_path: Path) -> None:
     }
     text = (tmp_path / "my-agent.toml").read_text()
     assert text.startswith("#:schema ludus.schema.json\n") and text.count("#") > 10, "it is commented"
-    assert "my-agent.toml: ok" in run_cli(tmp_path, "check", "recipe", "my-agent.toml")
+    assert "my-agent.toml: ok" in ludus("check", "recipe", "my-agent.toml")
 
 
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])
@@ -208,49 +191,55 @@ def test_the_wheel_has_the_recipes_and_the_code_that_they_name() -> None:
 HEAVY = ("torch", "transformers", "tokenizers", "pyarrow", "pandas", "matplotlib", "datasets")
 
 
-def loaded_by(program: str, folder: Path, *arguments: str) -> tuple[str, list[str]]:
-    """What a program writes, and which heavy packages a process of its own has imported at its end."""
-    shown = f"print('\\nLOADED', *set({HEAVY!r}) & set(sys.modules))"
-    code = f"import atexit, sys; atexit.register(lambda: {shown})"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{program}", *arguments],
-        capture_output=True, text=True, check=False, cwd=folder,
-    )  # fmt: skip
-    said, _, loaded = done.stdout.rpartition("LOADED")
-    return said + done.stderr, loaded.split()
-
-
-@pytest.mark.parametrize("name", ["tool", "reward", "Env", "Agent", "Recipe", "Task"])
-def test_importing_ludus_is_light(name: str, tmp_path: Path) -> None:
-    """Writing a tool must not load torch."""
-    assert loaded_by(f"import ludus; ludus.{name}; dir(ludus)", tmp_path) == ("\n", [])
-
-
 BROKEN = "[model]\nname = 'x'\n[rl]\nstepps = 1\n"
 MISSING = "rewards = ['exact_match']\n[model]\nname = 'x'\n[tasks]\ntrain = 'missing.jsonl'\n"
+COMMANDS = {
+    "--help": "Train language-model agents",
+    "train nope.toml": "there is no file nope.toml",
+    "check recipe nope.toml": "there is no file nope.toml",
+    "eval nope.toml": "nope.toml is neither a recipe",
+    "train broken.toml": "unknown key; did you mean 'steps'?",
+    "check recipe broken.toml": "unknown key; did you mean 'steps'?",
+    "train missing.toml": "missing.jsonl cannot be read",
+    "check recipe missing.toml rl.kl=0.1": "missing.jsonl cannot be read",
+    "check env safe": "give it one of its own by --tasks",
+    "settings rl.kl": "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence",
+    "settings stage.0.pairs": "stage.pairs",
+    "settings warm_start.optimizer.learning_rate": "learning_rate = 0.001",
+    "settings budgets": "budgets.max_turns = 8",
+    "settings rl.optimiser": "did you mean rl.optimizer",
+    "settings scale_rewards": "did you mean rl.algorithm = dr_grpo?",
+    "settings rl.learning_rate": "did you mean rl.optimizer.learning_rate or rl.critic.",
+    "settings stage.dpo.beta": "did you mean stage.0.beta?",
+}
+LIGHT = f"""
+import sys, ludus
+loaded = lambda: print("LOADED", *set({HEAVY!r}) & set(sys.modules))
+ludus.tool, ludus.reward, ludus.Env, ludus.Agent, ludus.Recipe, ludus.Task, dir(ludus)
+loaded()
+from ludus.cli.errors import explained
+from ludus.cli.main import app
+for command in sys.argv[1:]:
+    explained(lambda **options: app(command.split(), **options))
+    loaded()
+"""
 
 
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ("--help", "Train language-model agents"),
-        ("train nope.toml", "there is no file nope.toml"),
-        ("check recipe nope.toml", "there is no file nope.toml"),
-        ("eval nope.toml", "nope.toml is neither a recipe"),
-        ("train broken.toml", "unknown key; did you mean 'steps'?"),
-        ("check recipe broken.toml", "unknown key; did you mean 'steps'?"),
-        ("train missing.toml", "missing.jsonl cannot be read"),
-        ("check recipe missing.toml rl.kl=0.1", "missing.jsonl cannot be read"),
-        ("check env safe", "give it one of its own by --tasks"),
-    ],
-)
-def test_mistakes_are_told_before_torch_is_imported(command: str, expected: str, tmp_path: Path) -> None:
+def test_neither_writing_code_nor_mistakes_nor_settings_load_torch(tmp_path: Path) -> None:
+    """One process, one command after another: what each says, and which heavy packages are imported by then."""
     (tmp_path / "broken.toml").write_text(BROKEN)
     (tmp_path / "missing.toml").write_text(MISSING)
-    program = "from ludus.cli.main import run; run()"
-    said, loaded = loaded_by(program, tmp_path, *command.split())
-    assert expected in said
-    assert loaded == []
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", LIGHT, *COMMANDS],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    imported, *parts = done.stdout.split("LOADED")
+    assert imported == "", "importing ludus says nothing"
+    lines = [part.partition("\n") for part in parts]
+    loaded, said = [line.split() for line, _, _ in lines], [text for _, _, text in lines]
+    assert [name for name, heavy in zip(["import", *COMMANDS], loaded, strict=True) if heavy] == []
+    for (command, expected), text in zip(COMMANDS.items(), said[:-1], strict=True):
+        assert expected in text, command
 
 
 def test_the_algorithms_that_recipes_know_without_torch_are_those_that_need_no_options() -> None:

@@ -15,7 +15,7 @@ from ludus.engine import EmbeddedEngine, EngineConfig
 def _requests(count: int) -> list[tuple[list[int], Sampling]]:
     lengths = [5 + 7 * i % 40 for i in range(count)]
     return [
-        (prompt, Sampling(max_tokens=30, temperature=0.8, seed=i))
+        (prompt, Sampling(max_tokens=16, temperature=0.8, seed=i))
         for i, prompt in enumerate(prompts(lengths, seed=3))
     ]
 

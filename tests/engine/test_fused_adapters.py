@@ -44,6 +44,8 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "scales that differ": {"alpha_pattern": {"v_proj": 1, "gate_proj": 9}},
     "dropout at rest": {"lora_dropout": 0.5},
 }
+INTERPRETED = ("keys and the last product", "ranks that differ")
+"""Where adapters lie beside bases without one, and of two widths; the interpreter takes a second for each."""
 LEFT: dict[str, dict[str, Any]] = {
     "magnitudes": {"use_dora": True},
     "biases": {"lora_bias": True},
@@ -89,9 +91,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def both(model: Any, recomputed: int = 0) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
     """Hidden states and gradients: the module's, and those of the fused forward."""
-    tokens = torch.randint(0, 60, (19,), generator=torch.Generator().manual_seed(1))
-    context = PackedContext([12, 7])
-    slope = torch.randn(19, 32, generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, 60, (11,), generator=torch.Generator().manual_seed(1))
+    context = PackedContext([7, 4])
+    slope = torch.randn(11, 32, generator=torch.Generator().manual_seed(2))
     blueprint = blueprint_of(decoder_of(model))
     assert blueprint is not None
     states, gradients = [], []
@@ -118,11 +120,22 @@ def assert_same(model: Any, recomputed: int = 0) -> None:
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("settings", COMPUTED.values(), ids=COMPUTED)
-def test_states_and_gradients_are_those_of_peft(
-    settings: dict[str, Any], operations: None, called: list[str]
-) -> None:
-    model = adapted(**settings)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_states_and_gradients_are_those_of_peft(name: str, called: list[str]) -> None:
+    assert_like_peft(name, called)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [one if one in INTERPRETED else pytest.param(one, marks=pytest.mark.slow) for one in COMPUTED],
+)
+@pytest.mark.parametrize("operations", ["compiled"], indirect=True)
+def test_the_kernels_give_those_of_peft_too(name: str, operations: None, called: list[str]) -> None:
+    assert_like_peft(name, called)
+
+
+def assert_like_peft(name: str, called: list[str]) -> None:
+    model = adapted(**COMPUTED[name])
     expected = sum(1 for module in model.modules() if type(module) is peft.tuners.lora.Linear)
     assert_same(model, recomputed=1)
     assert len(called) == expected, "the fused forward calls none of them"

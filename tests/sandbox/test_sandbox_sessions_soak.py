@@ -43,6 +43,10 @@ _GUARD_SECONDS = 50.0
 _LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256)
 
 
+in_both = pytest.mark.parametrize("sandbox", ["namespaces", "bare"], indirect=True)
+"""Without namespaces too; of the other tests, the slow ones."""
+
+
 @contextlib.contextmanager
 def arranged(arrangement: str) -> Iterator[None]:
     """With namespaces, or as on a machine that refuses them."""
@@ -64,7 +68,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@pytest.fixture(params=["namespaces", "bare"])
+@pytest.fixture(params=["namespaces", pytest.param("bare", marks=pytest.mark.slow)])
 async def sandbox(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Sandbox]:
     """A sandbox after which nothing is left."""
     before = host.belongings()
@@ -218,6 +222,7 @@ def test_sessions_are_what_the_model_says(arrangement: str, steps: list[tuple[ob
 # --- single properties ---
 
 
+@in_both
 async def test_an_interrupt_keeps_the_state_and_c_code_loses_it(sandbox: Sandbox) -> None:
     session = await sandbox.session()
     await session.python("kept = 41")
@@ -236,6 +241,7 @@ async def test_an_interrupt_keeps_the_state_and_c_code_loses_it(sandbox: Sandbox
         await session.python("kept")
 
 
+@in_both
 async def test_a_fork_has_everything_and_shares_nothing(sandbox: Sandbox) -> None:
     session = await sandbox.session(files={"given": "0123456789"})
     await session.python(
@@ -308,21 +314,21 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("what", list(REFUSALS))
-async def test_what_cannot_be_forked_is_refused_by_name(sandbox: Sandbox, what: str) -> None:
-    code, word = REFUSALS[what]
-    session = await sandbox.session()
-    await session.python("kept = 5")
-    assert (await session.python(code)).ok
-    with pytest.raises(CannotFork) as refusal:
-        await session.fork()
-    assert word in refusal.value.reason
-    with pytest.raises(CannotFork):
-        await session.snapshot()
-    assert await shown(session, "kept") == 5
-    await session.close()
+async def test_what_cannot_be_forked_is_refused_by_name(sandbox: Sandbox) -> None:
+    for code, word in REFUSALS.values():
+        session = await sandbox.session()
+        await session.python("kept = 5")
+        assert (await session.python(code)).ok
+        with pytest.raises(CannotFork) as refusal:
+            await session.fork()
+        assert word in refusal.value.reason
+        with pytest.raises(CannotFork):
+            await session.snapshot()
+        assert await shown(session, "kept") == 5
+        await session.close()
 
 
+@in_both
 async def test_snapshots_outlive_what_they_were_taken_from(sandbox: Sandbox) -> None:
     session = await sandbox.session()
     await session.python("x = 1\nopen('f', 'w').write('first')")
@@ -391,7 +397,7 @@ def test_closing_in_every_order_leaves_nothing(arrangement: str) -> None:
         async with Sandbox(SandboxConfig(workers=1, limits=_LIMITS)) as box:
             idle = set(host.descendants(os.getpid()))
             orders = list(itertools.permutations(range(4)))
-            for order in orders[:: 2 if arrangement == "namespaces" else 6]:
+            for order in orders[:: 4 if arrangement == "namespaces" else 8]:
                 first = await box.session()
                 second = await first.fork()
                 snapshot = await first.snapshot()
@@ -487,6 +493,7 @@ async def test_orphans_do_not_use_up_the_processes(sandbox: Sandbox) -> None:
     await session.close()
 
 
+@in_both
 async def test_what_runs_in_the_background_is_held_to_the_limits(sandbox: Sandbox) -> None:
     session = await sandbox.session(limits=_LIMITS.model_copy(update={"memory_mb": 128}))
     code = """
@@ -628,7 +635,7 @@ async def killer(sandbox: Sandbox, every_seconds: float, dice: random.Random, do
                 os.kill(dice.choice(found), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("arrangement", ["namespaces", "bare"])
+@pytest.mark.parametrize("arrangement", ["namespaces", pytest.param("bare", marks=pytest.mark.slow)])
 def test_killed_workers_cost_no_execution(arrangement: str) -> None:
     leave_nothing_of_other_tests()
     before = pids_below()
@@ -640,7 +647,7 @@ def test_killed_workers_cost_no_execution(arrangement: str) -> None:
         ):
             done = Done()
             killing = asyncio.create_task(killer(box, 0.4, random.Random(3), done))
-            await asyncio.gather(one_shots(box, 200, done=done), short_sessions(box, 60))
+            await asyncio.gather(one_shots(box, 120, done=done), short_sessions(box, 40))
             killing.cancel()
             assert (await box.python("1 + 1")).value == "2"
 

@@ -42,7 +42,7 @@ def check(case: schemathesis.Case, server: ServerProcess) -> None:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=12, suppress_health_check=LENIENT, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, suppress_health_check=LENIENT, phases=[Phase.explicit, Phase.generate])
 def test_every_operation_answers_as_documented(case: schemathesis.Case, server: ServerProcess) -> None:
     check(case, server)
 

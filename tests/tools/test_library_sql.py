@@ -221,29 +221,35 @@ FORGED = {
 
 
 @pytest.mark.parametrize("code", RUINED.values(), ids=RUINED)
+@pytest.mark.parametrize("has_copy", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_sandbox
-async def test_a_session_that_the_model_ruined_is_the_models(shop: Path, code: str) -> None:
+async def test_a_session_that_the_model_ruined_is_the_models(
+    shop: Path, code: str, has_copy: bool
+) -> None:
     """Called ours, the episode would be unscored, and a policy could learn to ruin it."""
-    for queries in (1, 0):  # with a copy that is there already, and without one
-        desk = Desk(shop, mode="scratch", seconds=1)
-        for _ in range(queries):
-            assert (await desk("sql", query="select 1")).fault is None
-        await desk("python", code="import os, resource, sys\n" + code)
-        found = await desk("sql", query="insert into users values (9, 'Eve', 0)")
-        assert found.fault is not None or "1 row changed" in found.content, found
-        assert (await desk("schema")).content
-        await desk.tools.close(desk.context)
+    desk = Desk(shop, mode="scratch", seconds=1)
+    if has_copy:
+        assert (await desk("sql", query="select 1")).fault is None
+    await desk("python", code="import os, resource, sys\n" + code)
+    found = await desk("sql", query="insert into users values (9, 'Eve', 0)")
+    assert found.fault is not None or "1 row changed" in found.content, found
+    assert (await desk("schema")).content
+    await desk.tools.close(desk.context)
 
 
 @pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize(
+    ("mode", "tool"), [("scratch", "sql"), pytest.param("read_only", "schema", marks=pytest.mark.slow)]
+)
 @on_sandbox
-async def test_an_answer_that_the_model_forges_is_the_models(shop: Path, text: str) -> None:
-    for mode, tool in (("scratch", "sql"), ("read_only", "schema")):
-        desk = Desk(shop, mode=mode, seconds=1)
-        await desk("python", code="import os, sys" + SAY.format(text=text))
-        found = await desk(tool, **({"query": "select 1"} if tool == "sql" else {}))
-        assert found.fault is Fault.TOOL_RAISED, found
-        await desk.tools.close(desk.context)
+async def test_an_answer_that_the_model_forges_is_the_models(
+    shop: Path, text: str, mode: str, tool: str
+) -> None:
+    desk = Desk(shop, mode=mode, seconds=1)
+    await desk("python", code="import os, sys" + SAY.format(text=text))
+    found = await desk(tool, **({"query": "select 1"} if tool == "sql" else {}))
+    assert found.fault is Fault.TOOL_RAISED, found
+    await desk.tools.close(desk.context)
 
 
 @on_sandbox

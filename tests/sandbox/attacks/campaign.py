@@ -98,6 +98,9 @@ class Campaign:
         for _ in range(rounds):
             # without namespaces there are no slots: every program has a process of its own
             forked = [replace(c, kind="forked") for c in cases if c.kind == "python" and not self._bare]
+            if rounds == 1:  # each program in a slot or in a process of its own, as the dice fall
+                other = {c.name: c for c in forked if self._dice.random() < 0.5}
+                cases, forked = [other.get(c.name, c) for c in cases], []
             work = [self._attack(sandbox, canaries, case) for case in (*cases, *forked)]
             work += [self._attack(sandbox, canaries, case) for case in cases if case.name == _DICE]
             work += [self._honest(sandbox) for _ in range(max(4, len(cases) // 4))]
