@@ -195,13 +195,13 @@ BROKEN = "[model]\nname = 'x'\n[rl]\nstepps = 1\n"
 MISSING = "rewards = ['exact_match']\n[model]\nname = 'x'\n[tasks]\ntrain = 'missing.jsonl'\n"
 COMMANDS = {
     "--help": "Train language-model agents",
-    "train nope.toml": "there is no file nope.toml",
-    "check recipe nope.toml": "there is no file nope.toml",
+    "train nope.toml": "nope.toml ('nope.toml' in the working directory)",
+    "check recipe nope.toml": "nope.toml ('nope.toml' in the working directory)",
     "eval nope.toml": "nope.toml is neither a recipe",
     "train broken.toml": "unknown key; did you mean 'steps'?",
     "check recipe broken.toml": "unknown key; did you mean 'steps'?",
-    "train missing.toml": "missing.jsonl cannot be read",
-    "check recipe missing.toml rl.kl=0.1": "missing.jsonl cannot be read",
+    "train missing.toml": "missing.jsonl ('missing.jsonl' in the working directory; a path",
+    "check recipe missing.toml rl.kl=0.1": "missing.jsonl ('missing.jsonl' in the working directory; a path",
     "check env safe": "give it one of its own by --tasks",
     "settings rl.kl": "rl.kl = 0.0    (number, ≥ 0)\n    Weight of the divergence",
     "settings stage.0.pairs": "stage.pairs",

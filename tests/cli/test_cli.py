@@ -204,7 +204,16 @@ def test_a_killed_run_goes_on(project: Path) -> None:
     ("arguments", "message"),
     [
         (("train",), "give either a recipe, or --resume"),
-        (("train", "nothing.toml"), "there is no file nothing.toml"),
+        (("train", "nothing.toml"), "nothing.toml ('nothing.toml' in the working directory)"),
+        (("train", "."), ". is a folder, and a recipe is a TOML file: did you mean recipe.toml?"),
+        (("check", "recipe", "data"), "data is a folder, and a recipe is a TOML file; it holds none"),
+        (("train", "a-run"), "it is a run's, and `ludus train --resume a-run` goes on with that run"),
+        (("train", "a-model"), "it holds a model, which a recipe trains by model.name=a-model"),
+        (("train", "recipe.toml", "model.scratch.width=6400000"), "lower model.scratch.width (6400000)"),
+        (
+            ("train", "recipe.toml", "model.scratch.layers=9999999"),
+            "GiB: lower model.scratch.width (32)",
+        ),
         (("train", "recipe.toml", "rl.stepz=3"), "did you mean 'steps'"),
         (("train", "recipe.toml", "rl.steps"), "key=value"),
         (("train", "--resume", "nowhere"), "is not a run"),
@@ -229,7 +238,19 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("rollout", "recipe.toml", "--temperature", "inf"), "error: --temperature cannot be inf"),
         (("eval", "recipe.toml", "--temperature", "nan"), "--temperature"),
         (("train", "recipe.toml", "rewards=[{reward = 'f1', weight = inf}]"), "rewards.0.weight: must"),
-        (("train", "recipe.toml", "tasks.train=no.jsonl"), "tasks.train: "),
+        (
+            ("train", "recipe.toml", "tasks.train=no.jsonl"),
+            "tasks.train: there is no file HERE/no.jsonl (",
+        ),
+        (("train", "recipe.toml", "tasks.train=no.parquet"), "there is no file HERE/no.parquet ("),
+        (
+            ("train", "recipe.toml", "tasks.train=no.py:f"),
+            "there is no file HERE/no.py ('no.py' in the working",
+        ),
+        (
+            ("train", "recipe.toml", "model.name=./no"),
+            "there is no folder HERE/no ('./no' in the working",
+        ),
         (
             ("check", "recipe", "recipe.toml", GROWING.replace("VALUE", "0")),
             "rl.curriculum.0: budgets.max",
@@ -239,10 +260,13 @@ def test_a_killed_run_goes_on(project: Path) -> None:
 def test_mistakes_are_explained(
     project: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("data/x", "a-run/recipe.json", "a-model/config.json"):
+        (project / name).parent.mkdir()
+        (project / name).write_text("{}")
     code = explained(lambda **options: app(list(arguments), **options))
     said = capsys.readouterr().err
     assert code == 2
-    assert message in " ".join(said.split()) and "Traceback" not in said
+    assert message.replace("HERE", str(project)) in " ".join(said.split()) and "Traceback" not in said
     assert not (project / "runs").exists(), "what is refused leaves no folder"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -33,8 +34,9 @@ from ludus.training.api import resolve
 from ludus.training.checkpoint import Progress, save_learner, save_model
 from ludus.training.imitation import trajectory_of
 from ludus.training.learner import Learner
-from ludus.training.models import fit_tokenizer
+from ludus.training.models import fit_tokenizer, scratch_model, scratch_parameters
 from ludus.training.parts import demonstrations_of, resolve_part
+from ludus.training.recipe import ScratchConfig
 from ludus.training.settings import OptimizerConfig
 from ludus.training.steps import best_of, check_extension, finished_text, idle_patience, is_exhausted
 from ludus.training.workshop import build_rollout
@@ -588,6 +590,34 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         ludus.train(**tables, **unmeasured, demonstrations=[ANSWER])
 
 
+@pytest.mark.parametrize("kind", ["sft", "expert", "dpo", "kto"])
+def test_a_batch_larger_than_the_data_is_warned_of_before_the_first_step(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = [ANSWER[0], {"role": "assistant", "content": "4"}]
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": ANSWER, "rejected": wrong}))
+    pairs = {"kind": "dpo", "loss": kind, "steps": 1, "batch": 3, "pairs": str(tmp_path / "pairs.jsonl")}
+    is_sft = kind in ("sft", "expert")
+    stage = {"kind": "sft", "steps": 1, "batch": 9} if is_sft else pairs
+    shown = {"demonstrations": [ANSWER] if kind == "sft" else expert} if is_sft else {}
+    tables = {name: table for name, table in settings(tmp_path / "run").items() if name != "rl"}
+    ludus.train(**tables, stage=[stage], **code(), **shown)
+    count = {"sft": 1, "expert": 6, "dpo": 1, "kto": 2}[kind]
+    before, _, told = capsys.readouterr().err.partition(
+        f"stage.0.batch = {stage['batch']} is larger than"
+    )
+    assert told.startswith(f" the data ({count} ") and f"Set stage.0.batch={count}, or less\n" in told
+    assert "larger than the data" not in told and "1/1" in told and "1/1" not in before, "once, at first"
+
+
+@pytest.mark.parametrize("shape", [{}, {"layers": 3, "width": 48, "heads": 6, "kv_heads": 3}])
+def test_the_size_of_a_model_from_scratch_is_known_before_it_is_made(shape: dict[str, int]) -> None:
+    tokenizer = fit_tokenizer(["a plus b? add"] * 20, 300)
+    config = ScratchConfig(**shape)
+    made = scratch_model(config, tokenizer, seed=0)
+    assert scratch_parameters(config, len(tokenizer)) == sum(p.numel() for p in made.parameters())
+
+
 class Weightless(torch.nn.Module):
     def save_pretrained(self, folder: Path) -> None:
         """There is nothing to save."""
@@ -610,10 +640,33 @@ def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(LudusError, match=r"could not be written to .* MiB are free"):
+        with pytest.raises(LudusError, match=r"the optimizer's state could not be written to .*"):
             save_learner(tmp_path, learner)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [(3_000, "parquet|jsonl"), (60_000, "the model"), (120_000, "optimizer")],
+)
+def test_a_run_that_finds_no_room_says_where_and_how_to_go_on(
+    tmp_path: Path, limit: int, what: str
+) -> None:
+    """A limit on the size of files stands in for a full disk: the system refuses the same writes."""
+    tables = settings(tmp_path / "run", rl={"steps": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(LudusError) as raised:
+            ludus.train(**tables, **code())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = str(raised.value)
+    assert f"could not be written to {tmp_path / 'run'}, where " in said and "MiB are free" in said
+    assert re.search(what, said) and "Make room, then go on with: ludus.train(resume=" in said
+    ludus.train(resume=tmp_path / "run", **code())
+    assert RunFolder(tmp_path / "run").checkpoints()[-1].step == 1
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, folders: tu
     scratch["model"] = {"scratch": {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1}}
     with pytest.raises(ConfigError, match=r"has another tokenizer than the student: \d+ of \d+ tokens"):
         ludus.train(**scratch, tasks=[{"prompt": "quite other words " * 20}], agent=Talker())
-    with pytest.raises(ConfigError, match=r"stage.0.teacher = '/no/such' *: there is no such folder"):
+    with pytest.raises(
+        ConfigError, match=r"stage.0.teacher = '/no/such' *: there is no folder /no/such"
+    ):
         ludus.train(**settings(tmp_path / "run", student, "/no/such"), tasks=tasks(2))
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from ludus.core.config_problems import explained, refuse_lookalikes
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, not_there
 from ludus.core.messages import Json
 
 
@@ -67,7 +67,7 @@ def read_toml(path: str | Path) -> Json:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
+        raise ConfigError(not_there(path, beside_recipe=False)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
 

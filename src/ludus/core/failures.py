@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from ludus.core.user_code import located
 
@@ -84,6 +85,14 @@ def lost_warning(failures: Sequence[Failure], played: int, which: str) -> str | 
         f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.0%}) failed through no fault "
         f"of the model's and were not scored. {most_frequent(failures)}"
     )
+
+
+def not_there(path: str | Path, what: str = "file", *, beside_recipe: bool = True) -> str:
+    """That there is no such file, in full, and what a relative path was relative to."""
+    if Path(path).is_absolute():
+        return f"there is no {what} {path}"
+    first = "; a path in a recipe is looked for beside the recipe first" if beside_recipe else ""
+    return f"there is no {what} {Path(path).absolute()} ({str(path)!r} in the working directory{first})"
 
 
 class LudusError(Exception):

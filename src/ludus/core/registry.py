@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.user_code import located
 
 
@@ -112,9 +112,9 @@ def _load_module(name: str, reference: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(not_there(path))
+    path = path.resolve()
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     name = f"ludus_user_{path.stem}_{digest}"
     if name in sys.modules:

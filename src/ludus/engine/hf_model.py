@@ -163,8 +163,15 @@ def _memory(model: nn.Module, share: float | None) -> float:
     device = device_of(model)
     if device.type == "cuda":
         return (share or _SHARE["cuda"]) * torch.cuda.mem_get_info(device)[0]
+    return (share or _SHARE["cpu"]) * all_memory(device)
+
+
+def all_memory(device: torch.device) -> int:
+    """The bytes of a GPU, or of this machine, as far as its container lets it use them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return (share or _SHARE["cpu"]) * min([installed, *_container_limits()])
+    return min([installed, *_container_limits()])
 
 
 def _container_limits() -> list[int]:

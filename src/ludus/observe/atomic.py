@@ -35,8 +35,13 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """A path to write a file to; it replaces `path` when the block ends, and vanishes when it raises."""
     with _temporary(Path(path)) as temporary:
-        yield temporary
-        _sync(temporary)
+        try:
+            yield temporary
+            _sync(temporary)
+        except OSError as error:  # of a full disk, Python does not say where
+            if error.errno is None or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         temporary.replace(path)
         _sync(Path(path).parent)
 

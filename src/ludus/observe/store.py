@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import Boundary, Failure, LudusError
+from ludus.core.failures import Boundary, Failure, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.atomic import atomic_file
@@ -136,7 +136,7 @@ def _read(path: str | Path) -> Iterator[tuple[int, Trajectory]]:
     import pyarrow.parquet as pq
 
     if not Path(path).is_file():
-        raise StoreError(f"there is no file {path}")
+        raise StoreError(not_there(path, beside_recipe=False))
     try:
         with pq.ParquetFile(path) as file:
             _check_format(path, (file.schema_arrow.metadata or {}).get(_FORMAT_KEY))

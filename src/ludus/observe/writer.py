@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.trajectory import Group
 from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write, remove
 from ludus.observe.checkpoints import (
@@ -110,7 +110,7 @@ class RunWriter(RunFolder):
         """Go on with a run. What came after its checkpoint is still there: see `truncate_after`."""
         writer = cls(path)
         if not writer.path.exists():
-            raise ConfigError(f"{path} is not a run: there is no such folder")
+            raise ConfigError(f"{path} is not a run: {not_there(path, 'folder', beside_recipe=False)}")
         if not writer.is_run:
             raise ConfigError(f"{path} is not a run: it has no {RECIPE}")
         with writer._locked():

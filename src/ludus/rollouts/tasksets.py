@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError, MissingExtraError
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError, not_there
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import located
@@ -118,6 +118,8 @@ def _counted(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(not_there(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
@@ -148,6 +150,8 @@ def _parquet_rows(path: Path) -> list[Any]:
 
     try:
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+    except FileNotFoundError:
+        raise ConfigError(not_there(path)) from None
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
     return rows

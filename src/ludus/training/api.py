@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
@@ -34,7 +36,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.anchoring import anchored, beside
 from ludus.training.beginning import check_parts, with_steps
-from ludus.training.checkpoint import load_progress
+from ludus.training.checkpoint import UnsavedError, load_progress
 from ludus.training.display import displayed
 from ludus.training.evaluating.players import player_of
 from ludus.training.evaluation import Evaluation, measure_sets
@@ -54,6 +56,8 @@ log = logging.getLogger(__name__)
 
 PARTS = tuple(field.name for field in fields(Parts))
 """The keywords that are code; the others are tables of the recipe."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk that is full says, or a quota, or a limit on files."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -319,6 +323,14 @@ async def train_async(
         with displayed(writer, show, again.format(path=str(writer.path))) as display:
             watching = _joined([one for one in (display, on_step) if one is not None])
             return await _train_in(writer, counted, parts, run is not None, watching)
+    except (OSError, UnsavedError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_ROOM:
+            raise
+        free = shutil.disk_usage(writer.path).free / 2**20
+        raise UnsavedError(
+            f"the run could not be written to {writer.path.absolute()}, where {free:,.0f} MiB are free: "
+            f"{error}. Make room, then go on with: {again.format(path=str(writer.path))}"
+        ) from error
     except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
         raise

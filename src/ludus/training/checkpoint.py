@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,10 @@ class Progress:
     done: int = 0
 
 
+class UnsavedError(LudusError):
+    """Something of a run could not be written."""
+
+
 class Saves(Protocol):
     """Something with a state of its own in a checkpoint."""
 
@@ -51,11 +54,11 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
             with without_bars():
                 module.save_pretrained(folder)
     except SafetensorError as error:
-        raise LudusError(f"the model could not be written to {folder.parent}: {error}") from error
+        raise UnsavedError(f"the model could not be written to {folder.parent}: {error}") from error
     try:
         tokenizer.inner.save_pretrained(folder)
     except Exception as error:  # the library knows no narrower kind, for a full disk either
-        raise LudusError(f"the tokenizer could not be written to {folder.parent}: {error}") from error
+        raise UnsavedError(f"the tokenizer could not be written to {folder.parent}: {error}") from error
 
 
 def save_checkpoint(
@@ -96,10 +99,8 @@ def save_learner(folder: Path, learner: Learner) -> None:
     try:
         torch.save(learner.state_dict(), folder / OPTIMIZER)
     except RuntimeError as error:  # what torch makes of a full disk does not say so
-        free = shutil.disk_usage(folder).free
-        raise LudusError(
-            f"the optimizer's state could not be written to {folder.parent}, where {free / 2**20:.0f} MiB are "
-            f"free: {str(error).splitlines()[0]}"
+        raise UnsavedError(
+            f"the optimizer's state could not be written to {folder.parent}: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, not_there
+from ludus.engine.hf_model import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.adapter_files import CONFIG, base_of, check_weights, is_adapter, revision_of
 from ludus.training.adapters import add_adapter, load_adapter, require_peft
@@ -49,6 +50,8 @@ def check_source(config: ModelConfig) -> None:
     device_of(config)
     if config.lora is not None:
         require_peft()
+    if config.scratch is not None:
+        check_size(config.scratch, device_of(config))
     if config.name is None:
         return
     if check_file(config.name):
@@ -64,7 +67,7 @@ def check_source(config: ModelConfig) -> None:
             f"model.name = {config.name!r} is a file, and neither a folder nor a GGUF file"
         )
     if not folder.exists() and config.name.startswith((".", "/", "~")):
-        raise ConfigError(f"model.name = {config.name!r}: there is no such folder")
+        raise ConfigError(f"model.name = {config.name!r}: {not_there(config.name, 'folder')}")
     if folder.exists() or "://" in config.name:
         return
     if not _HUB_NAME.fullmatch(config.name):
@@ -243,6 +246,30 @@ def scratch_model(config: ScratchConfig, tokenizer: Any, seed: int) -> nn.Module
             )
         )
     return model
+
+
+_TRAINED_BYTES = 16
+"""Of each parameter: weight, gradient and Adam's two moments in float32; bfloat16 with masters has no less."""
+_LEAST_VOCABULARY = 256 + len(CONTROL_TOKENS)
+
+
+def scratch_parameters(config: ScratchConfig, vocabulary: int = _LEAST_VOCABULARY) -> int:
+    """How many parameters `scratch_model` has with a tokenizer of so many tokens."""
+    width, inner = config.width, config.width * 8 // 3 // 8 * 8
+    attention = 2 * width * width + 2 * width * (width // config.heads * config.kv_heads)
+    return config.layers * (attention + 3 * width * inner + 2 * width) + vocabulary * width + width
+
+
+def check_size(config: ScratchConfig, device: torch.device) -> None:
+    """Refuse a model whose training cannot fit into the device's memory, before anything is allocated."""
+    count = scratch_parameters(config)
+    needed, there = _TRAINED_BYTES * count, all_memory(device)
+    if needed > there:
+        raise ConfigError(
+            f"model.scratch has {count:,} parameters, and training them takes {needed / 2**30:,.1f} GiB "
+            f"(weights, gradients, Adam's moments), where {device} has {there / 2**30:,.1f} GiB: lower "
+            f"model.scratch.width ({config.width}) or model.scratch.layers ({config.layers})"
+        )
 
 
 def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.failures import ConfigError, MissingExtraError, not_there
 from ludus.observe import atomic_directory
 from ludus.observe.atomic import remove_directory
 from ludus.training.gguf_files import unpack
@@ -106,7 +106,7 @@ def _file_of(name: str, packaged: Packaged) -> Path:
 
 def _readable(file: Path) -> None:
     if not file.is_file():
-        raise ConfigError(f"there is no file {str(file)!r} with a model in it")
+        raise ConfigError(f"{not_there(file)}: no model can be read from it")
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise ConfigError(f"{str(file)!r} is not a GGUF file")

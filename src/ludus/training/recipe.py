@@ -10,9 +10,10 @@ from pydantic import Field, model_validator
 
 import ludus
 from ludus.core.config import Config, Place, apply_overrides, read_toml
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, not_there
 from ludus.engine.config import EngineConfig
 from ludus.envs import PoolConfig
+from ludus.observe import RunFolder
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
@@ -280,15 +281,26 @@ def packaged_recipes() -> dict[str, Path]:
 
 def find_recipe(path: str | Path) -> Path:
     """A recipe's file: the path itself, or the recipe of that name that comes with Ludus."""
-    if Path(path).exists() or Path(path).suffix:
-        return Path(path)
     named = packaged_recipes()
+    if Path(path).is_dir() and str(path) not in named:
+        raise ConfigError(_of_folder(Path(path)))
+    if Path(path).is_file() or Path(path).suffix:
+        return Path(path)
     if str(path) not in named:
-        known = ", ".join(named)
-        raise ConfigError(
-            f"there is no file {path}, and no recipe of that name comes with Ludus: {known}"
-        )
+        known, missing = ", ".join(named), not_there(path, beside_recipe=False)
+        raise ConfigError(f"{missing}, and no recipe of that name comes with Ludus: {known}")
     return named[str(path)]
+
+
+def _of_folder(folder: Path) -> str:
+    """What to say of a folder that stands where a recipe is expected."""
+    text = f"{folder} is a folder, and a recipe is a TOML file"
+    if RunFolder(folder).is_run:
+        return f"{text}: it is a run's, and `ludus train --resume {folder}` goes on with that run"
+    if (folder / "config.json").is_file():
+        return f"{text}: it holds a model, which a recipe trains by model.name={folder}"
+    found = sorted(str(one) for one in folder.glob("*.toml"))
+    return f"{text}: did you mean {' or '.join(found[:3])}?" if found else f"{text}; it holds none"
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

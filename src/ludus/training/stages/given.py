@@ -6,6 +6,7 @@ hours of training that come before its stage.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,17 @@ from ludus.training.imitation import read_conversations, read_labelled, read_pai
 from ludus.training.parts import demonstrations_of
 from ludus.training.preference import Labelled, Pair, pair_of, says_the_same
 from ludus.training.readable import check_readable
-from ludus.training.settings import DistillationConfig, ImitationConfig, PreferenceConfig, StageConfig
+from ludus.training.settings import (
+    DistillationConfig,
+    ImitationConfig,
+    PreferenceConfig,
+    StageConfig,
+    held_out_count,
+)
 from ludus.training.stages.distilling import check_teacher
 from ludus.training.workshop import Workshop, tool_specs
+
+log = logging.getLogger(__name__)
 
 
 async def given_demonstrations(workshop: Workshop, config: ImitationConfig) -> list[Trajectory]:
@@ -75,11 +84,28 @@ async def check_given(workshop: Workshop, config: StageConfig) -> None:
     if isinstance(config, DistillationConfig):
         check_teacher(workshop, config)
     if isinstance(config, PreferenceConfig) and config.pairs is not None:
-        await given_preferences(workshop, config)
+        what = "labelled answers" if config.loss == "kto" else "pairs"
+        _note_batch(workshop, config, len(await given_preferences(workshop, config)), what)
     if isinstance(config, ImitationConfig):
         await given_held_out(workshop, config)
-        if not is_played(workshop, config):
-            await given_demonstrations(workshop, config)
+        if is_played(workshop, config):  # once for each task of the first set
+            found = len(workshop.task_sets[0].tasks)
+        else:
+            found = len(await given_demonstrations(workshop, config))
+        _note_batch(workshop, config, found - held_out_count(config, found), "demonstrations")
+
+
+def _note_batch(
+    workshop: Workshop, config: ImitationConfig | PreferenceConfig, found: int, what: str
+) -> None:
+    """Warn of steps that go over the same data several times: they take as much longer, and teach no more."""
+    where = next(name for name, stage in workshop.recipe.named_stages if stage is config)
+    if config.batch > found:
+        log.warning(
+            "%s.batch = %d is larger than the data (%d %s): every step goes over all of it %.3g times, and "
+            "takes as much longer. Set %s.batch=%d, or less",
+            *(where, config.batch, found, what, config.batch / found, where, found),
+        )
 
 
 def is_played(workshop: Workshop, config: ImitationConfig) -> bool:
