@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.training.logprobs import logprobs_of
-from ludus.training.rows import Row
+from ludus.training.packing import Row
 
 TOKENS = 10_240
 NEW = 64

@@ -45,8 +45,7 @@ from ludus.engine import packed_attention, use_ludus_attention
 from ludus.engine.attention import Rule
 from ludus.engine.hf_model import set_recompute
 from ludus.training.learner import Learner
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.rows import Row
+from ludus.training.packing import Columns, Pack, Row, packs_of
 from ludus.training.settings import OptimizerConfig
 
 TOKENS = 16384
@@ -173,7 +172,7 @@ def _row(tokens: list[int], mask: list[bool], number: int) -> Row:
     return Row(
         tokens=tokens,
         action_mask=mask,
-        heard_mask=[False] * len(tokens),
+        observation_mask=[False] * len(tokens),
         logprobs=[-12.0 if said else 0.0 for said in mask],
         trajectory=number,
         turns=[],
@@ -248,7 +247,7 @@ def ludus_step(model: Qwen2ForCausalLM, batch: Batch, case: Case) -> Callable[[]
     def step() -> None:
         columns = Columns.of(batch.rows, advantages_T, weights_T)
         # "auto" would undo a recomputation that the case asks for
-        budget = learner.tokens_of_a_pass(batch.lengths) if case.memory else case.tokens
+        budget = learner.micro_batch_tokens(batch.lengths) if case.memory else case.tokens
         learner.step(packs_of(batch.rows, columns, budget), objective)
 
     return step

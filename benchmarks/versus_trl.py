@@ -35,7 +35,7 @@ from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.tools import LocalTools
 from ludus.training.api import load_recipe
-from ludus.training.batches import items_of_step
+from ludus.training.task_sampler import items_of_step
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -15,8 +15,7 @@ from ludus.core.failures import Fault
 from ludus.core.messages import ToolResult
 from ludus.observe import RunFolder
 from ludus.training import Recipe, train
-from ludus.training.report import no_signal_text
-from ludus.training.steps import best_of
+from ludus.training.report import best_of, no_signal_text
 
 MODULE = '''
 import ludus

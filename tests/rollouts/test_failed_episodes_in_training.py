@@ -20,9 +20,9 @@ from ludus.engine import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool
 from ludus.training.learner import Learner
-from ludus.training.playing import Played
+from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import OptimizerConfig, RLConfig
-from ludus.training.updates import reinforce_groups
+from ludus.training.update import policy_update
 
 LOST = 1
 """The attempt that fails."""
@@ -73,8 +73,8 @@ def updated(groups: Sequence[Group], algorithm: str) -> list[torch.Tensor]:
     model = tiny_model()
     learner = Learner(model, OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0), 1)
     config = RLConfig.parse({"algorithm": algorithm, "loss": "policy_gradient"})
-    step = Played(list(groups), frozenset(), [0] * len(groups), {})
-    reinforce_groups(learner, step, config, reference=None, critic=None)
+    step = RolloutBatch(list(groups), frozenset(), [0] * len(groups), {})
+    policy_update(learner, step, config, reference=None, critic=None)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

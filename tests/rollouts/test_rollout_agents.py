@@ -22,7 +22,7 @@ from ludus.rollouts import Agent, Demonstrator, Episode
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
 from ludus.tools import tool
-from ludus.training.imitation import trajectory_of
+from ludus.training.conversations import trajectory_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents.py"
 

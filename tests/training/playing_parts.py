@@ -14,9 +14,9 @@ from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
 from ludus.tools import as_toolset
-from ludus.training.playing import Played
+from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import RLConfig
-from ludus.training.task_sets import TaskSet
+from ludus.training.task_sampler import TaskSet
 
 RENDERER = Renderer(ByteTokenizer(), load_format("hermes"))
 
@@ -74,11 +74,11 @@ def rl(**settings: Any) -> RLConfig:
     return RLConfig.parse({"tasks": 4, "attempts": 2, **settings})
 
 
-def ids(played: Played) -> list[str]:
+def ids(played: RolloutBatch) -> list[str]:
     return [group.task.id for group in played.groups]
 
 
-def seen(played: Played) -> list[Any]:
+def seen(played: RolloutBatch) -> list[Any]:
     """All that a step's learning depends on."""
     groups = [
         [(t.task.id, t.seed, t.attempt, t.tokens, t.logprobs, t.reward) for t in group.trajectories]

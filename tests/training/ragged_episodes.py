@@ -23,7 +23,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.training.learner import Learner
-from ludus.training.playing import Played
+from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import OptimizerConfig
 
 VOCABULARY = 40
@@ -87,7 +87,7 @@ def episode(task: Task, prompt: list[int], source: random.Random, attempt: int =
     )
 
 
-def played(model: nn.Module, seed: int = 0, groups: int = 4, noise: float = 0.15) -> Played:
+def played(model: nn.Module, seed: int = 0, groups: int = 4, noise: float = 0.15) -> RolloutBatch:
     """Groups whose engine logprobs are the model's own, off by some noise."""
     source = random.Random(seed)
     made: list[Group] = []
@@ -105,14 +105,14 @@ def played(model: nn.Module, seed: int = 0, groups: int = 4, noise: float = 0.15
                     for i in range(len(segment.tokens))
                 ]
             place += len(segment.tokens)
-    return Played(made, frozenset(), [number % 2 for number in range(groups)], {})
+    return RolloutBatch(made, frozenset(), [number % 2 for number in range(groups)], {})
 
 
-def scored(given: Played) -> list[Trajectory]:
+def scored(given: RolloutBatch) -> list[Trajectory]:
     return [t for group in given.groups for t in group.trainable]
 
 
-def attempts_of(given: Played) -> list[Attempt]:
+def attempts_of(given: RolloutBatch) -> list[Attempt]:
     """The episodes as plain data, as the formulas read them."""
     attempts: list[Attempt] = []
     for number, group in enumerate(given.groups):

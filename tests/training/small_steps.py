@@ -11,8 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.engine import use_ludus_attention
 from ludus.training.learner import Learner
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.rows import Row
+from ludus.training.packing import Columns, Pack, Row, packs_of
 from ludus.training.settings import OptimizerConfig
 
 VOCABULARY = 50

@@ -23,8 +23,7 @@ from transformers import (
 )
 
 import ludus
-from ludus.training.dropout import without_dropout
-from ludus.training.models import fit_tokenizer, load_model
+from ludus.training.models import fit_tokenizer, load_model, without_dropout
 from ludus.training.recipe import ModelConfig
 
 MAKERS: dict[str, Any] = {
@@ -129,7 +128,7 @@ def test_an_adapter_s_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_step_leaves_other_draws_alone(tmp_path: Path) -> None:
-    from ludus.training.dropout import SeededDropout
+    from ludus.training.learner import SeededDropout
 
     drops = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
     seeded = SeededDropout(drops, torch.device("cpu"), seed=3)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ludus.engine import head_logits
 from ludus.engine.model_runner import plain_head
-from ludus.training import fused_head, logprobs
-from ludus.training.fused_head import chunk_rows, linear_logprobs
-from ludus.training.logprobs import action_logprobs
+from ludus.training import logprobs
+from ludus.training.logprobs import action_logprobs, chunk_rows, linear_logprobs
 
 ROWS = rows_of_lengths([9, 14, 6, 12])
 
@@ -112,13 +111,13 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def sizes_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many places go through the head at once; the list grows as they do."""
     sizes: list[int] = []
-    exact = fused_head.linear_float32
+    exact = logprobs.linear_float32
 
     def noted(x: Tensor, weight: Tensor) -> Tensor:
         sizes.append(len(x))
         return exact(x, weight)
 
-    monkeypatch.setattr(fused_head, "linear_float32", noted)
+    monkeypatch.setattr(logprobs, "linear_float32", noted)
     return sizes
 
 
@@ -138,12 +137,12 @@ def test_kept_logits_are_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> 
     logprobs_A, _ = linear_logprobs(hidden, weight, tokens, 1.0, rows=4, kept=9)
     logprobs_A.sum().backward()
     assert sizes == [4, 4, 1, 1, 1]  # the last place was not kept
-    assert fused_head.kept_places(weight) == 0  # there is nothing to spare on a host
+    assert logprobs.kept_places(weight) == 0  # there is nothing to spare on a host
 
 
 def test_nothing_is_kept_where_no_gradient_will_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
-    monkeypatch.setattr(fused_head, "summarise_and_keep", lambda *given: kept.append(given[2]))
+    monkeypatch.setattr(logprobs, "summarise_and_keep", lambda *given: kept.append(given[2]))
     hidden, weight = torch.randn(10, 4), torch.randn(7, 4).requires_grad_()
     with torch.no_grad():
         linear_logprobs(hidden, weight, torch.zeros(10, dtype=torch.long), 1.0, rows=4, kept=9)
@@ -210,7 +209,6 @@ def test_every_head_gives_what_the_model_gives(
     """The short way and the general one, forwards and backwards, the tied head included."""
     assert (plain_head(model) is not None) == is_plain
     monkeypatch.setattr(logprobs, "chunk_rows", lambda *_: 5)
-    monkeypatch.setattr(fused_head, "chunk_rows", lambda *_: 5)
     model.train()
     (pack,) = packs(ROWS)
     results = action_logprobs(model, pack, 0.8)

@@ -13,9 +13,8 @@ from torch import Tensor
 from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import use_ludus_attention
 from ludus.engine.hf_model import recomputed_layers
-from ludus.training.fused_head import linear_logprobs
-from ludus.training.logprobs import action_logprobs
-from ludus.training.memory_budget import measure
+from ludus.training.learner import measure
+from ludus.training.logprobs import action_logprobs, linear_logprobs
 from ludus.training.packing import Pack
 
 pytestmark = pytest.mark.gpu
@@ -137,11 +136,11 @@ def test_real_want_of_memory_is_met_with_smaller_passes(caplog: pytest.LogCaptur
 def test_memory_decides_on_recomputation() -> None:
     model = small_model(torch.bfloat16, **SHAPE).to(CUDA)
     learner = learner_of(model)
-    assert learner.tokens_of_a_pass([2000]) > 0
+    assert learner.micro_batch_tokens([2000]) > 0
     assert recomputed_layers(model) == 0, "there is plenty of memory for so small a model"
     costs = measure(model)
     tight = learner_of(model, activation_memory=costs.full * 2 * 4096 / 2**30)
-    assert tight.tokens_of_a_pass([100]) == 4096
+    assert tight.micro_batch_tokens([100]) == 4096
     assert recomputed_layers(model) > 0
     metrics = tight.step(packs(rows_of_lengths(LENGTHS)), imitation)
     assert metrics["loss"] > 0
@@ -162,7 +161,7 @@ def test_the_estimate_of_activations_is_near_the_truth() -> None:
 
     learner = learner_of(model)
     learner.step(packs(rows, 1 << 14), objective)
-    learner.forget_gradients()
+    learner.clear_gradients()
     before = torch.cuda.memory_allocated()
     learner.step(packs(rows, 1 << 14), objective)
     measured = peak[-1] - before

@@ -12,7 +12,7 @@ import pytest
 
 import ludus
 from ludus.core.failures import ConfigError
-from ludus.training import hub
+from ludus.training import models
 from ludus.training.models import check_source, load_model
 from ludus.training.recipe import ModelConfig
 
@@ -69,7 +69,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_known", set())
+    monkeypatch.setattr(models, "_known", set())
 
 
 def test_a_known_name_is_asked_for_once(server: Hub) -> None:

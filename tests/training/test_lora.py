@@ -18,13 +18,12 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 import ludus
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.training.adapters import adapter_reference, save_adapter
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs, logprobs_of
+from ludus.training.lora import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model
-from ludus.training.packing import Columns, packs_of
+from ludus.training.packing import Columns, Row, packs_of
 from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
-from ludus.training.rows import Row
 from ludus.training.settings import OptimizerConfig
 
 LORA = {"rank": 4, "alpha": 8}
@@ -560,7 +559,7 @@ def test_other_people_s_adapters_have_a_reference_too(
 def test_what_peft_cannot_adapt_is_told(base: Path) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    from ludus.training.adapters import add_adapter
+    from ludus.training.lora import add_adapter
     from ludus.training.recipe import LoraConfig
 
     shape = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4)

@@ -13,7 +13,7 @@ from training_helpers import TINY, Chatty, add, even, tasks
 import ludus
 from ludus.engine import PackedContext, fused_linear, hidden_states, use_ludus_attention
 from ludus.kernels import low_rank_distrusted
-from ludus.training.adapters import adapter_reference, save_adapter
+from ludus.training.lora import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model
 from ludus.training.recipe import ModelConfig, ScratchConfig
 

@@ -13,11 +13,9 @@ from small_steps import imitation, learner_of, packs, rows_of_lengths, small_mod
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.training.adamw import MasterAdamW, total_norm
-from ludus.training.gradients import GradientSum
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs
-from ludus.training.master_weights import MasterWeights
+from ludus.training.optimizer import GradientAccumulator, MasterAdamW, MasterWeights, total_norm
 from ludus.training.settings import OptimizerConfig
 
 ROWS = rows_of_lengths([9, 14, 6])
@@ -251,9 +249,9 @@ def test_gradients_in_half_precision_are_gone_when_their_copies_are_stepped_with
     learner = learner_of(small_model(torch.bfloat16))
     found: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    take, step = GradientSum._take, MasterAdamW.step
+    take, step = GradientAccumulator._take, MasterAdamW.step
 
-    def taken(self: GradientSum, parameter: Tensor) -> None:
+    def taken(self: GradientAccumulator, parameter: Tensor) -> None:
         take(self, parameter)
         found.append(weakref.ref(self._totals[parameter]))  # type: ignore[index]
 
@@ -261,7 +259,7 @@ def test_gradients_in_half_precision_are_gone_when_their_copies_are_stepped_with
         alive.append(sum(gradient() is not None for gradient in found))
         step(self)
 
-    monkeypatch.setattr(GradientSum, "_take", taken)
+    monkeypatch.setattr(GradientAccumulator, "_take", taken)
     monkeypatch.setattr(MasterAdamW, "step", stepped)
     learner.step(packs(ROWS), imitation)
     assert found

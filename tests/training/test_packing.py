@@ -16,9 +16,8 @@ from ludus.core.trajectory import (
     TokenSequence,
     Trajectory,
 )
-from ludus.training.batches import items_of_step
-from ludus.training.packing import Columns, advantage_inputs, packs_of, picked
-from ludus.training.rows import rows_of
+from ludus.training.packing import Columns, advantage_inputs, packs_of, rows_of, take_rows
+from ludus.training.task_sampler import items_of_step
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 
@@ -48,17 +47,17 @@ def test_every_action_token_is_trained_once(played: list[Trajectory], budget: in
     inputs = advantage_inputs(rows, played, [0] * len(played))
     marks = torch.arange(len(inputs.action_T), dtype=torch.float32)
     trained: list[tuple[int, float]] = []
-    laid: list[list[int]] = []
+    pack_rows: list[list[int]] = []
     for packed in packs_of(rows, Columns.of(rows, marks, marks), budget):
         assert len(packed.lengths) == 1 or sum(packed.lengths) <= budget
         torch.testing.assert_close(packed.old_logprobs_A, -packed.actions.float())
         torch.testing.assert_close(packed.behaviour_A, -packed.actions.float())
         torch.testing.assert_close(packed.advantages_A, packed.weights_A)
         trained += zip(packed.actions.tolist(), packed.advantages_A.tolist(), strict=True)
-        laid += [piece.tolist() for piece in packed.tokens_T.split(packed.lengths)]
+        pack_rows += [piece.tolist() for piece in packed.tokens_T.split(packed.lengths)]
         starts = {sum(packed.lengths[:i]) for i in range(len(packed.lengths))}
         assert not starts & set(packed.action_A.tolist()), "an action needs a token before it"
-    assert sorted(laid) == sorted(row.tokens for row in rows)
+    assert sorted(pack_rows) == sorted(row.tokens for row in rows)
     said = sorted(t for p in played for s in p.sequences for a in s.actions for t in a.tokens)
     assert sorted(token for token, _ in trained) == said
     assert len({mark for _, mark in trained}) == len(trained), "a token was packed twice"
@@ -91,8 +90,8 @@ def test_credit_says_which_turn_said_what(played: list[Trajectory], data: st.Dat
     assert inputs.trajectory_U is not None
     assert inputs.rewards_U is not None
     assert torch.equal(inputs.turn_T >= 0, inputs.action_T)
-    laid = torch.tensor([token for row in rows for token in row.tokens])
-    found = [laid[inputs.turn_T == turn].tolist() for turn in range(len(inputs.trajectory_U))]
+    pack_rows = torch.tensor([token for row in rows for token in row.tokens])
+    found = [pack_rows[inputs.turn_T == turn].tolist() for turn in range(len(inputs.trajectory_U))]
     expected = [(n, action) for n, t in enumerate(played) for action in t.actions]
     assert found == [action.tokens for _, action in expected]
     assert inputs.trajectory_U.tolist() == [number for number, _ in expected]
@@ -144,7 +143,7 @@ def test_training_on_observations_leaves_prompts_and_ancestors_out() -> None:
         parent=(0, 2),
     )
     whole = Trajectory(Task.of("x"), sequences=[trunk, branch], reward=0.0)
-    inputs = advantage_inputs(rows_of([whole]), [whole], [0], trains_heard=True)
+    inputs = advantage_inputs(rows_of([whole]), [whole], [0], train_observations=True)
     assert inputs.trained_T is not None
     assert inputs.trained_T.int().tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1]
 
@@ -165,7 +164,7 @@ def test_places_are_looked_up_in_whatever_an_estimator_returns(dtype: torch.dtyp
     values_T = torch.tensor([0, 1, 1, 0], dtype=dtype)
     if dtype.is_floating_point:
         values_T.requires_grad_()
-    found = picked(values_T, torch.tensor([2, 0]))
+    found = take_rows(values_T, torch.tensor([2, 0]))
     assert found.tolist() == [1, 0]
     assert not found.requires_grad
     assert found.dtype not in (torch.bfloat16, torch.float16)

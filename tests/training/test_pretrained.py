@@ -16,9 +16,15 @@ import torch
 
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.training import models
-from ludus.training.gguf_files import dequantize_in_threads
+from ludus.training.gguf import (
+    LISTING,
+    SHORT_NAMES,
+    cache_folder,
+    converted,
+    dequantize_in_threads,
+    located,
+)
 from ludus.training.models import check_source, device_of, dtype_of, load_model
-from ludus.training.pretrained import LISTING, SHORT_NAMES, cache_folder, converted, located
 from ludus.training.recipe import ModelConfig
 
 VOCABULARY = 261
@@ -192,7 +198,7 @@ def test_a_file_is_parsed_once_and_unpacked_in_threads(
     write_quantised(tmp_path / "tiny.gguf", head="same")
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
     monkeypatch.setattr(gguf, "dequantize", dequantize)
-    monkeypatch.setattr("ludus.training.gguf_files._CHUNK", 1024)
+    monkeypatch.setattr("ludus.training.gguf._CHUNK", 1024)
     converted(tmp_path / "tiny.gguf")
     assert len(parsed) == 1
     assert threads - {threading.main_thread()}
@@ -204,7 +210,7 @@ def test_a_file_is_parsed_once_and_unpacked_in_threads(
 def test_threads_unpack_what_one_call_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 
-    monkeypatch.setattr("ludus.training.gguf_files._CHUNK", 700)
+    monkeypatch.setattr("ludus.training.gguf._CHUNK", 700)
     form = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[form]
     data = np.random.default_rng(0).integers(0, 60, (37, 512 // block * size), dtype=np.uint8)
@@ -248,16 +254,16 @@ def test_a_damaged_folder_is_made_anew(tmp_path: Path, caplog: pytest.LogCapture
 def test_another_process_may_be_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
-    from ludus.training import pretrained
+    from ludus.training import gguf
 
-    convert = pretrained._convert
+    convert = gguf._convert
 
     def slow(source: Path, target: Path) -> None:
-        monkeypatch.setattr(pretrained, "_convert", convert)
+        monkeypatch.setattr(gguf, "_convert", convert)
         converted(file)  # somebody else, in the meantime
         convert(source, target)
 
-    monkeypatch.setattr(pretrained, "_convert", slow)
+    monkeypatch.setattr(gguf, "_convert", slow)
     folder = converted(file)
     assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
 

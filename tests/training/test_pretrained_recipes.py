@@ -11,8 +11,7 @@ from ludus.engine import FakeEngine
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training import load_parts, load_recipe
 from ludus.training.models import fit_tokenizer
-from ludus.training.set_building import close_task_sets
-from ludus.training.workshop import play_expert, task_sets_on
+from ludus.training.run_context import close_task_sets, play_expert, task_sets_on
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ("smollm2_directory", "smollm2_safe", "smollm2_safe_lora")

@@ -30,16 +30,16 @@ from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.training import Parts, Recipe, load_parts
-from ludus.training.api import resolve
-from ludus.training.checkpoint import Progress, save_learner, save_model
-from ludus.training.imitation import trajectory_of
+from ludus.training.api import check_extension, finished_text, resolve
+from ludus.training.checkpoint import RunProgress, save_learner, save_model
+from ludus.training.conversations import trajectory_of
 from ludus.training.learner import Learner
 from ludus.training.models import fit_tokenizer, scratch_model, scratch_parameters
 from ludus.training.parts import demonstrations_of, resolve_part
 from ludus.training.recipe import ScratchConfig
+from ludus.training.report import best_of, idle_patience, is_exhausted
+from ludus.training.run_context import build_rollout
 from ludus.training.settings import OptimizerConfig
-from ludus.training.steps import best_of, check_extension, finished_text, idle_patience, is_exhausted
-from ludus.training.workshop import build_rollout
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:
@@ -928,7 +928,7 @@ def test_a_patience_that_cannot_act_is_told(tmp_path: Path) -> None:
 def test_what_a_finished_run_is_extended_by(stage: dict[str, Any], key: str | None, wrong: str) -> None:
     """The command that is suggested is one that is accepted."""
     raw = {**{name: table for name, table in TINY.items() if name != "rl"}, "stage": [stage]}
-    recipe, done = Recipe.parse(raw), Progress(step=150, stage=0, done=150)
+    recipe, done = Recipe.parse(raw), RunProgress(step=150, stage=0, done=150)
     counted = recipe
     if "epochs" in stage:  # 150 steps, as the data has it
         longer = recipe.stage[0].model_copy(update={"steps": 150, "epochs": None})
@@ -940,7 +940,7 @@ def test_what_a_finished_run_is_extended_by(stage: dict[str, Any], key: str | No
     else:
         assert text.endswith(f"ludus train --resume RUN {key}")
         extended = Recipe.parse(apply_overrides(raw, [key]))
-        check_extension(extended, [key.partition("=")[0]], Progress(step=4, done=4), recipe)
+        check_extension(extended, [key.partition("=")[0]], RunProgress(step=4, done=4), recipe)
     with pytest.raises(ConfigError, match=r"cannot be changed|can only be raised"):
         check_extension(
             Recipe.parse(apply_overrides(raw, [wrong])), [wrong.partition("=")[0]], done, recipe

@@ -36,9 +36,9 @@ from ludus.algos import ALGORITHMS
 from ludus.core.failures import ConfigError
 from ludus.training.critic import Critic
 from ludus.training.learner import frozen
-from ludus.training.playing import Played
+from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import CriticConfig, RLConfig
-from ludus.training.updates import reinforce_groups
+from ludus.training.update import policy_update
 
 advantages = references("reference_advantages")
 losses = references("reference_losses")
@@ -107,7 +107,7 @@ def values_row_by_row(critic: Critic, model: nn.Module, tokens: list[int]) -> li
     return [0.0, *after[:-1]]
 
 
-def ppo_attempts(critic: Critic, model: nn.Module, given: Played) -> list[Any]:
+def ppo_attempts(critic: Critic, model: nn.Module, given: RolloutBatch) -> list[Any]:
     result = []
     for attempt, trajectory in zip(attempts_of(given), scored(given), strict=True):
         values = values_row_by_row(critic, model, trajectory.tokens)
@@ -117,7 +117,7 @@ def ppo_attempts(critic: Critic, model: nn.Module, given: Played) -> list[Any]:
 
 def expected_slopes(
     model: nn.Module,
-    given: Played,
+    given: RolloutBatch,
     found: Tokens,
     loss: Callable[..., float],
     aggregation: str,
@@ -126,8 +126,8 @@ def expected_slopes(
 ) -> Tokens:
     """d(objective)/d(logprob) of every token of every episode."""
     trajectories = scored(given)
-    laid = iter(losses.weights(trained, aggregation, LENGTH))
-    weights = [[next(laid) for _ in mask] for mask in trained]
+    pack_rows = iter(losses.weights(trained, aggregation, LENGTH))
+    weights = [[next(pack_rows) for _ in mask] for mask in trained]
     result: Tokens = []
     for i, trajectory in enumerate(trajectories):
         new = row_logprobs(model, trajectory.tokens).tolist()
@@ -146,17 +146,17 @@ def expected_slopes(
     return result
 
 
-def said(given: Played) -> list[list[bool]]:
+def said(given: RolloutBatch) -> list[list[bool]]:
     return [trajectory.action_mask for trajectory in scored(given)]
 
 
 def check(
-    model: nn.Module, given: Played, config: RLConfig, slopes: Tokens, **others: Any
+    model: nn.Module, given: RolloutBatch, config: RLConfig, slopes: Tokens, **others: Any
 ) -> dict[str, float]:
     others = {"reference": None, "critic": None} | others
     for budget in (1, 40, 1000):
         learner = tiny_learner(model, budget)
-        metrics = reinforce_groups(learner, given, config, **others)
+        metrics = policy_update(learner, given, config, **others)
         expected = gradient_of(model, [t.tokens for t in scored(given)], slopes)
         assert_same_gradient(model, expected)
     assert all(math.isfinite(value) for value in metrics.values())
@@ -198,20 +198,20 @@ def test_a_step_of_masked_episodes_changes_nothing() -> None:
     given = played(model, groups=1)
     everything = frozenset((0, i) for i in range(len(given.groups[0].trajectories)))
     learner = tiny_learner(model)
-    none = reinforce_groups(
+    none = policy_update(
         learner, replace(given, masked=everything), settings("grpo"), reference=None, critic=None
     )
     assert none == {}
     assert learner.steps_done == 0
 
 
-def heard_and_said(given: Played) -> list[list[bool]]:
+def heard_and_said(given: RolloutBatch) -> list[list[bool]]:
     """Everything but the prompt."""
     prompts = [len(t.sequences[0].segments[0].tokens) for t in scored(given)]
     return [[p >= n for p in range(len(t.tokens))] for t, n in zip(scored(given), prompts, strict=True)]
 
 
-def old_with_heard(model: nn.Module, given: Played) -> Tokens:
+def old_with_heard(model: nn.Module, given: RolloutBatch) -> Tokens:
     """The engine's logprobs where the model spoke, the trainer's where it listened."""
     return [
         [
@@ -289,7 +289,7 @@ def test_without_both_masks_everything_is_credited_and_trained() -> None:
 def test_the_advantage_mask_is_ppos() -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match="advantage_mask"):
-        reinforce_groups(
+        policy_update(
             tiny_learner(model),
             played(model),
             settings("grpo", advantage_mask=False),
@@ -367,7 +367,7 @@ def test_episodes_without_logprobs_are_not_reinforced() -> None:
     ]
     learner = tiny_learner(model)
     with pytest.raises(ConfigError, match=r"no log-probability for \d+ of \d+ tokens.*not reinforced"):
-        reinforce_groups(learner, given, settings("grpo"), reference=None, critic=None)
+        policy_update(learner, given, settings("grpo"), reference=None, critic=None)
     assert learner.steps_done == 0
 
 
@@ -381,7 +381,7 @@ def test_several_updates_share_one_estimate() -> None:
     slopes = expected_slopes(model, given, found, USUAL, "token", trained)
     learner = tiny_learner(model)
     config = settings("reinforce_pp", updates=2)
-    reinforce_groups(learner, given, config, reference=None, critic=None)
+    policy_update(learner, given, config, reference=None, critic=None)
     assert learner.steps_done == 2
     assert_same_gradient(model, gradient_of(model, [t.tokens for t in scored(given)], slopes))
 
@@ -392,12 +392,12 @@ def test_engine_and_trainer_are_compared_in_the_first_update() -> None:
     given = played(model, seed=11, noise=0.0)
     learner = tiny_learner(model, learning_rate=0.05)
     config = settings("grpo", updates=4)
-    metrics = reinforce_groups(learner, given, config, reference=None, critic=None)
+    metrics = policy_update(learner, given, config, reference=None, critic=None)
     assert metrics["logprob_difference_max"] < 1e-4
     assert metrics["ratio_max"] > 1.01
 
 
-def true_metrics(model: nn.Module, given: Played) -> dict[str, float]:
+def true_metrics(model: nn.Module, given: RolloutBatch) -> dict[str, float]:
     """What the metrics are defined as, by plain loops over every action token of the step."""
     entropies, ratios, differences, k1s, k3s, weights, lows, highs = ([] for _ in range(8))
     sequences = []
@@ -454,9 +454,7 @@ def test_metrics_cover_all_action_tokens(kl: float, aggregation: str, updates: i
     assert expected["clip_fraction_high"] > 0
     for budget in (1, 1000):
         learner = tiny_learner(model, budget)
-        metrics = reinforce_groups(
-            learner, given, config, reference=reference if kl else None, critic=None
-        )
+        metrics = policy_update(learner, given, config, reference=reference if kl else None, critic=None)
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3)
         assert metrics["updates"] == updates
 
@@ -476,7 +474,7 @@ def test_rows_without_advantage_have_no_backward_pass() -> None:
 
         hook = model.model.norm.register_forward_hook(counted)  # type: ignore[union-attr, operator]
         entropy = 1e-30 if backward else 0.0
-        reinforce_groups(learner, given, settings("grpo", entropy=entropy), reference=None, critic=None)
+        policy_update(learner, given, settings("grpo", entropy=entropy), reference=None, critic=None)
         hook.remove()
         found.append((passes, copy.deepcopy(model.state_dict())))
     assert 0 in found[0][0] and 0 not in found[1][0]
@@ -490,10 +488,10 @@ def test_a_later_epoch_starts_from_the_same_old_policy() -> None:
     given = played(model, seed=3)
     config = settings("grpo", epochs=2)
     learner = tiny_learner(model, learning_rate=0.01)
-    metrics = reinforce_groups(learner, given, config, reference=None, critic=None)
+    metrics = policy_update(learner, given, config, reference=None, critic=None)
     assert (learner.steps_done, metrics["updates"]) == (2, 2)
     once = tiny_model()
-    reinforce_groups(
+    policy_update(
         tiny_learner(once, learning_rate=0.01), given, settings("grpo"), reference=None, critic=None
     )
     advantage, loss, aggregation = PLANS["grpo"]
@@ -512,13 +510,11 @@ def test_a_policy_that_has_moved_too_far_is_left_there(noise: float, taken: int)
         model = tiny_model()
         given = played(model, seed=3, noise=noise)
         learner = tiny_learner(model, learning_rate=0.003)
-        first = reinforce_groups(
+        first = policy_update(
             tiny_learner(tiny_model()), given, settings("grpo"), reference=None, critic=None
         )
         limits = {"epochs": taken} if settled else {"epochs": 9, "target_kl": 0.07}
-        metrics = reinforce_groups(
-            learner, given, settings("grpo", **limits), reference=None, critic=None
-        )
+        metrics = policy_update(learner, given, settings("grpo", **limits), reference=None, critic=None)
         assert (learner.steps_done, metrics["updates"]) == (taken, taken)
         assert (first["kl_old_k3"] > 0.07) == (noise > 0)
         models.append(model.state_dict())
@@ -534,7 +530,7 @@ def test_the_refused_update_and_further_epochs_leave_the_means_alone() -> None:
         given = played(model, seed=3, noise=0.0)
         learner = tiny_learner(model, learning_rate=0.003)
         found.append(
-            reinforce_groups(learner, given, settings("grpo", **limits), reference=None, critic=None)
+            policy_update(learner, given, settings("grpo", **limits), reference=None, critic=None)
         )
     taken, refused = found
     assert taken["action_tokens"] == sum(sum(trajectory.action_mask) for trajectory in scored(given))
@@ -548,12 +544,12 @@ def test_what_is_needed_is_asked_for() -> None:
     model = tiny_model()
     learner, given = tiny_learner(model), played(model)
     with pytest.raises(ValueError, match="critic"):
-        reinforce_groups(learner, given, settings("ppo"), reference=None, critic=None)
+        policy_update(learner, given, settings("ppo"), reference=None, critic=None)
     with pytest.raises(ValueError, match="reference"):
-        reinforce_groups(learner, given, settings("grpo", kl=0.1), reference=None, critic=None)
+        policy_update(learner, given, settings("grpo", kl=0.1), reference=None, critic=None)
     assert (
-        reinforce_groups(
-            learner, Played([], frozenset(), [], {}), settings("grpo"), reference=None, critic=None
+        policy_update(
+            learner, RolloutBatch([], frozenset(), [], {}), settings("grpo"), reference=None, critic=None
         )
         == {}
     )

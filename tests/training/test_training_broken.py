@@ -14,8 +14,15 @@ from ludus.core.generation import FinishReason
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.training.broken import KINDS, Kind, has_penalties, is_masked, kinds_of, penalty
-from ludus.training.playing import Player
+from ludus.training.rollout_worker import (
+    KINDS,
+    Kind,
+    RolloutWorker,
+    has_penalties,
+    is_masked,
+    kinds_of,
+    penalty,
+)
 from ludus.training.settings import BrokenConfig
 
 
@@ -51,7 +58,7 @@ async def kinds_when(
         budgets={"max_turns": len(said), **(budgets or {})},
     )
     config = rl(tasks=1, attempts=1, algorithm="reinforce")
-    played = await Player([one], config, 0).play(0, {})
+    played = await RolloutWorker([one], config, 0).play(0, {})
     [trajectory] = played.groups[0].trajectories
     assert {k for k in KINDS if played.metrics[f"broken/{k}"]} == kinds_of(trajectory)
     return set(kinds_of(trajectory))
@@ -116,7 +123,7 @@ async def test_what_failed_through_our_fault_is_not_broken() -> None:
         raise EngineError("gone", retriable=False)
 
     config = rl(tasks=1, attempts=2, broken={"no_answer": "mask", "void_turn": -1})
-    played = await Player([task_set(tasks(1), words)], config, 0).play(0, {})
+    played = await RolloutWorker([task_set(tasks(1), words)], config, 0).play(0, {})
     assert [t.reward for t in played.groups[0].trajectories] == [None, None]
     assert played.masked == frozenset() and not any(played.metrics.values())
 

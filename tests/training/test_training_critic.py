@@ -17,9 +17,9 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, TokenSequence, Trajectory
 from ludus.training.critic import Critic, explained_variance
-from ludus.training.rows import rows_of
+from ludus.training.packing import rows_of
 from ludus.training.settings import CriticConfig, RLConfig
-from ludus.training.updates import reinforce_groups
+from ludus.training.update import policy_update
 
 Kind = Literal["model", "head"]
 BOTH: list[Kind] = ["model", "head"]
@@ -79,7 +79,7 @@ def test_ppo_teaches_its_critic(kind: Kind) -> None:
     before = weights(model)
     config = RLConfig.parse({"algorithm": "ppo", "options": {"lam": 1.0}})
     history = [
-        reinforce_groups(learner, given, config, reference=None, critic=critic, critic_only=True)
+        policy_update(learner, given, config, reference=None, critic=critic, critic_only=True)
         for step in range(30)
         if critic.is_warming_up(step)
     ]
@@ -113,7 +113,7 @@ def test_the_value_loss_is_the_formulas(kind: Kind, skip: bool) -> None:
             value = attempt.values[place]
             wanted.append(losses.value_loss(value, value, row[place], 0.5))
     config = RLConfig.parse({"algorithm": "ppo", "advantage_mask": skip})
-    metrics = reinforce_groups(
+    metrics = policy_update(
         tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
     )
     assert metrics["value_loss"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-3)
@@ -124,7 +124,7 @@ def test_a_model_in_bfloat16_has_a_critic_that_counts_in_float32() -> None:
     critic, learner = critic_of(model), tiny_learner(model, learning_rate=1e-3)
     given = played(tiny_model(), seed=2)
     metrics = [
-        reinforce_groups(
+        policy_update(
             learner, given, RLConfig.parse({"algorithm": "ppo"}), reference=None, critic=critic
         )
         for _ in range(2)
@@ -142,10 +142,10 @@ def test_policy_and_critic_learn_together() -> None:
     before, copied = weights(model), weights(critic.model)
     config = RLConfig.parse({"algorithm": "ppo", "updates": 2, "critic": {"passes": 3}})
     critic.config = critic.config.model_copy(update={"passes": 3})
-    metrics = reinforce_groups(learner, given, config, reference=None, critic=critic)
+    metrics = policy_update(learner, given, config, reference=None, critic=critic)
     assert not same(weights(model), before)
     assert not same(weights(critic.model), copied)
-    assert (learner.steps_done, critic.descent.steps_done) == (2, 6)
+    assert (learner.steps_done, critic.updater.steps_done) == (2, 6)
     wanted = {"loss", "value_loss", "value_clip_fraction", "value_gradient_norm", "value_learning_rate"}
     assert wanted | {"explained_variance", "ratio_mean", "ratio_max"} <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
@@ -169,7 +169,7 @@ def test_cut_episodes_that_are_paid_do_not_blow_up_their_values(cut: str) -> Non
             segment.reward = None
     config = RLConfig.parse({"algorithm": "ppo", "options": {"bootstrap": True}})
     for _ in range(20):
-        reinforce_groups(
+        policy_update(
             tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
         )
     rows = rows_of(scored(given))
@@ -196,9 +196,9 @@ def test_a_masked_episode_teaches_the_critic() -> None:
     masked = type(given)(given.groups, frozenset((0, i) for i in places), given.sets, {})
     critic, learner = critic_of(model), tiny_learner(model)
     config = RLConfig.parse({"algorithm": "ppo"})
-    metrics = reinforce_groups(learner, masked, config, reference=None, critic=critic)
+    metrics = policy_update(learner, masked, config, reference=None, critic=critic)
     assert metrics["value_loss"] > 0
-    assert (learner.steps_done, critic.descent.steps_done) == (0, 1)
+    assert (learner.steps_done, critic.updater.steps_done) == (0, 1)
 
 
 @pytest.mark.parametrize("advantage_mask", [True, False])
@@ -216,7 +216,7 @@ def test_micro_batches_do_not_change_what_a_critic_learns(kind: Kind, advantage_
         for trajectory in scored(given)[::2]:
             prompt, action, *_ = copy.deepcopy(trajectory.sequences[0].segments)
             trajectory.sequences.append(TokenSequence([prompt, action]))
-        metrics = reinforce_groups(
+        metrics = policy_update(
             tiny_learner(model), given, config, reference=None, critic=critic, critic_only=True
         )
         found.append(metrics)
@@ -234,7 +234,7 @@ def test_a_critic_goes_on_where_it_was(kind: Kind, tmp_path: Path) -> None:
 
     def learn(critic: Critic) -> dict[str, float]:
         learner = tiny_learner(model)
-        return reinforce_groups(learner, given, config, reference=None, critic=critic, critic_only=True)
+        return policy_update(learner, given, config, reference=None, critic=critic, critic_only=True)
 
     for _ in range(3):
         learn(first)

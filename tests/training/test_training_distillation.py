@@ -26,7 +26,7 @@ from ludus.training.checkpoint import save_model
 from ludus.training.learner import frozen
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig
-from ludus.training.stages.distilling import distill
+from ludus.training.stages.distillation import distill
 
 
 @pytest.mark.parametrize("budget", [40, 1000])

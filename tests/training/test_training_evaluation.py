@@ -19,23 +19,32 @@ from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.observe import read_groups, rollout_metrics
 from ludus.training import Evaluation, Parts, Recipe
-from ludus.training.evaluating.players import Player, player_of
-from ludus.training.evaluating.plot import pass_curves, turn_curves
-from ludus.training.evaluating.report import (
+from ludus.training.evaluation.evaluate import EvalModel, find_model
+from ludus.training.evaluation.report import (
     comparison_table,
     full_table,
+    pass_curves,
     short_table,
     single_table,
     study_json,
     study_markdown,
+    turn_curves,
     write_report,
 )
-from ludus.training.evaluating.results import ResultsFolder, is_finished, settings_of
-from ludus.training.evaluating.study import Measured, Part, Plan, Study, run_study
-from ludus.training.evaluating.summary import NAMELESS, Statistics, compare, powers_of_two, summarise
-from ludus.training.set_building import plans_of
+from ludus.training.evaluation.study import (
+    EvalTasks,
+    ModelResult,
+    ResultsFolder,
+    Study,
+    StudyPlan,
+    is_finished,
+    run_study,
+    settings_of,
+)
+from ludus.training.evaluation.summary import NAMELESS, SummaryOptions, compare, powers_of_two, summarise
+from ludus.training.parts import task_set_specs
 
-QUICK = Statistics(resamples=200)
+QUICK = SummaryOptions(resamples=200)
 
 
 def group(name: str, rewards: Sequence[float | None], **metadata: Any) -> Group:
@@ -63,7 +72,7 @@ REWARDS = st.lists(
 @given(REWARDS)
 def test_numbers_are_plain_counts_over_what_was_scored(rewards: list[list[float | None]]) -> None:
     groups = [group(str(number), row) for number, row in enumerate(rewards)]
-    found = evaluation(groups).summary(Statistics(ks=(1, 2, 3), resamples=50))
+    found = evaluation(groups).summary(SummaryOptions(ks=(1, 2, 3), resamples=50))
     scored = [[r for r in row if r is not None] for row in rewards]
     flat = [r for row in scored for r in row]
     assert found.episodes == sum(map(len, rewards))
@@ -102,7 +111,7 @@ def test_sub_tasks() -> None:
         "easy": 0.5,
         "hard": 0.0,
     }
-    whole, *_ = summarise(groups, Statistics(by="level", resamples=50))
+    whole, *_ = summarise(groups, SummaryOptions(by="level", resamples=50))
     assert whole.tasks == 3 and whole.passed.keys() == {1, 2}
 
 
@@ -130,7 +139,7 @@ def test_powers_of_two() -> None:
 
 
 def test_a_folder_holds_one_set_of_settings(tmp_path: Path, recipe: Recipe, parts: Parts) -> None:
-    sets = plans_of(recipe, parts)
+    sets = task_set_specs(recipe, parts)
     settings = settings_of(sets, [parts.held_out], 4, Sampling(), 0)
     with ResultsFolder(tmp_path / "r", settings), pytest.raises(LudusError, match="another run"):
         ResultsFolder(tmp_path / "r", settings)
@@ -183,9 +192,9 @@ def test_a_folder_in_which_nothing_was_played_does_not_stay(tmp_path: Path) -> N
 # -- studies with a real little model ------------------------------------------------------------------------
 
 
-def plan_of(parts: Parts, players: Sequence[Player], turns: tuple[int, ...] = (1, 3)) -> Plan:
-    tasks = (Part("tasks", tuple(parts.held_out), 3),)
-    return Plan(tuple(players), tasks, turns, attempts=2, sampling=Sampling())
+def plan_of(parts: Parts, models: Sequence[EvalModel], turns: tuple[int, ...] = (1, 3)) -> StudyPlan:
+    tasks = (EvalTasks("tasks", tuple(parts.held_out), 3),)
+    return StudyPlan(tuple(models), tasks, turns, attempts=2, sampling=Sampling())
 
 
 def numbers(study: Study) -> list[Mapping[str, Any]]:
@@ -194,9 +203,9 @@ def numbers(study: Study) -> list[Mapping[str, Any]]:
 
 async def test_a_study_stops_and_goes_on(tmp_path: Path, recipe: Recipe, parts: Parts) -> None:
     """Interrupted after the first finished task, then continued: the same numbers as in one go."""
-    player = await player_of(None, recipe)
-    plan = plan_of(parts, [player])
-    settings = settings_of(plans_of(recipe, parts), [parts.held_out], 2, Sampling(), 0)
+    model = await find_model(None, recipe)
+    plan = plan_of(parts, [model])
+    settings = settings_of(task_set_specs(recipe, parts), [parts.held_out], 2, Sampling(), 0)
     whole = await run_study(recipe, parts, plan, QUICK)
 
     class Stop(Exception):
@@ -230,7 +239,7 @@ class Talker(ludus.Agent):
 
 async def test_budgets_of_turns(recipe: Recipe, parts: Parts) -> None:
     parts.agent = Talker()
-    study = await run_study(recipe, parts, plan_of(parts, [await player_of(None, recipe)]), QUICK)
+    study = await run_study(recipe, parts, plan_of(parts, [await find_model(None, recipe)]), QUICK)
     short, long = study.measured
     assert {t.turns for t in short.evaluation.trajectories} == {1}
     assert {t.turns for t in long.evaluation.trajectories} == {3}
@@ -243,32 +252,32 @@ async def test_all_failing_is_an_error_that_says_why(recipe: Recipe, parts: Part
 
     parts.agent = Broken()
     with pytest.raises(LudusError, match=r"4 of 4 failed .* 'agent': RuntimeError: no luck"):
-        await run_study(recipe, parts, plan_of(parts, [await player_of(None, recipe)], (1,)), QUICK)
+        await run_study(recipe, parts, plan_of(parts, [await find_model(None, recipe)], (1,)), QUICK)
 
 
 async def test_episodes_that_nobody_scores_are_a_mistake(recipe: Recipe, parts: Parts) -> None:
     parts.rewards = []
     with pytest.raises(ConfigError, match="none of 4 episodes was scored"):
-        await run_study(recipe, parts, plan_of(parts, [await player_of(None, recipe)], (1,)), QUICK)
+        await run_study(recipe, parts, plan_of(parts, [await find_model(None, recipe)], (1,)), QUICK)
 
 
 def test_plans_that_make_no_sense(parts: Parts) -> None:
-    player = Player("m", None)
+    model = EvalModel("m", None)
     with pytest.raises(ConfigError, match="named 2 times"):
-        plan_of(parts, [player, player])
+        plan_of(parts, [model, model])
     with pytest.raises(ConfigError, match="needs a model"):
         plan_of(parts, [])
     with pytest.raises(ConfigError, match="at least 1"):
-        plan_of(parts, [player], (0,))
+        plan_of(parts, [model], (0,))
 
 
 async def test_a_model_that_changed_is_another_one(tmp_path: Path, recipe: Recipe) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"1")
-    player = await player_of(str(tmp_path), recipe)
-    before = player.identity(recipe)
-    assert before == player.identity(recipe)
+    model = await find_model(str(tmp_path), recipe)
+    before = model.identity(recipe)
+    assert before == model.identity(recipe)
     (tmp_path / "model.safetensors").write_bytes(b"22")
-    assert player.identity(recipe) != before
+    assert model.identity(recipe) != before
 
 
 def test_python_gets_the_statistics_too(parts: Parts) -> None:
@@ -291,11 +300,11 @@ def study() -> Study:
     hard = [group(str(n + 5), [0, 1, None, 0], level="b") for n in range(5)]
     worse = [group(str(n), [0, 0, 0, 1], level="$x^2|") for n in range(10)]
     measured = [
-        Measured(model, turns, evaluation(groups), 0)
+        ModelResult(model, turns, evaluation(groups), 0)
         for model, groups in (("_first $model$ | [red]", easy + hard), ("second", worse))
         for turns in (2, 8)
     ]
-    return Study(tuple(measured), Statistics(by="level", resamples=100), against="second")
+    return Study(tuple(measured), SummaryOptions(by="level", resamples=100), against="second")
 
 
 def test_reports_hold_every_number(tmp_path: Path, study: Study, real_curves: None) -> None:
@@ -325,10 +334,10 @@ def test_tables_and_curves(study: Study) -> None:
 
 def test_the_terminal_shows_every_k_that_was_asked_for() -> None:
     groups = [group(str(n), [1, 0, 0, 1]) for n in range(4)]
-    asked = Statistics(ks=(1, 2, 4), resamples=50)
-    several = Study(tuple(Measured(m, 2, evaluation(groups), 0) for m in "xy"), asked)
+    asked = SummaryOptions(ks=(1, 2, 4), resamples=50)
+    several = Study(tuple(ModelResult(m, 2, evaluation(groups), 0) for m in "xy"), asked)
     assert [c for c in short_table(several).columns if "@" in c] == ["pass@1", "pass@2", "pass@4"]
-    one = Study((Measured("x", 2, evaluation(groups), 0),), asked)
+    one = Study((ModelResult("x", 2, evaluation(groups), 0),), asked)
     names = [str(row[0]) for row in single_table(one).rows]
     assert {f"{what}@{k}" for what in ("pass", "average") for k in (1, 2, 4)} <= set(names)
     usual = Study(several.measured, QUICK)
@@ -336,7 +345,7 @@ def test_the_terminal_shows_every_k_that_was_asked_for() -> None:
 
 
 def test_a_report_of_nothing_scored(tmp_path: Path) -> None:
-    nothing = Study((Measured("m", 2, evaluation([group("a", [None])]), 0),), QUICK)
+    nothing = Study((ModelResult("m", 2, evaluation([group("a", [None])]), 0),), QUICK)
     assert (tmp_path / "plot.png") in write_report(tmp_path, nothing)
     assert single_table(nothing).rows[0] == ["success", None]
 
@@ -347,16 +356,16 @@ def test_a_report_of_nothing_scored(tmp_path: Path) -> None:
 def test_intervals_allow_for_lost_episodes() -> None:
     """12 of 20 scored, all of them successes: between 60% and 100%, and below 60% by chance."""
     groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
-    found = evaluation(groups).summary(Statistics(resamples=2000))
+    found = evaluation(groups).summary(SummaryOptions(resamples=2000))
     assert found.success is not None and found.success.value == 1.0
     assert found.bounds == (0.6, 1.0)
     zeros = evaluation([group(str(n), [float(n < 12)]) for n in range(20)]).summary(
-        Statistics(resamples=2000)
+        SummaryOptions(resamples=2000)
     )
     assert zeros.success is not None
     assert found.success.low == zeros.success.low and found.success.low < 0.6
     assert found.success.high == 1.0
-    whole = evaluation(groups[:12]).summary(Statistics(resamples=2000))
+    whole = evaluation(groups[:12]).summary(SummaryOptions(resamples=2000))
     assert whole.bounds == (1.0, 1.0)
     assert whole.success is not None and whole.success.low is not None and whole.success.low > 0.7
 
@@ -365,7 +374,7 @@ def test_intervals_allow_for_lost_episodes() -> None:
 def test_intervals_hold_what_any_fate_of_the_lost_ones_would_have_given(
     rewards: list[list[float | None]],
 ) -> None:
-    how = Statistics(ks=(1, 2), resamples=50)
+    how = SummaryOptions(ks=(1, 2), resamples=50)
     found = evaluation([group(str(n), row) for n, row in enumerate(rewards)]).summary(how)
     if found.success is None:
         return
@@ -391,7 +400,7 @@ def test_a_difference_allows_for_lost_episodes() -> None:
 
 def test_reports_say_what_was_lost(tmp_path: Path) -> None:
     groups = [group(str(n), [1]) for n in range(12)] + [group(str(n), [None]) for n in range(12, 20)]
-    one = Study((Measured("model", 2, evaluation(groups), 0),), QUICK)
+    one = Study((ModelResult("model", 2, evaluation(groups), 0),), QUICK)
     shown = {str(row[0]): row[1] for row in single_table(one).rows}
     assert shown["scored episodes"] == "12 of 20" and shown["failed episodes"] == 8
     assert shown["success, failed ones as 0 / as 1"] == "0.600 / 1.000"

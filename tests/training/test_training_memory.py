@@ -30,13 +30,17 @@ from ludus.engine.hf_model import recomputable_layers, recomputed_layers, set_re
 from ludus.training import critic as critic_module
 from ludus.training import learner as learner_module
 from ludus.training import logprobs as logprobs_module
-from ludus.training.critic import Critic, Lesson
-from ludus.training.learner import Learner
+from ludus.training.critic import Critic, ValueTargets
+from ludus.training.learner import BUSY_TOKENS, ActivationCosts, Learner, measure, plan_micro_batches
 from ludus.training.logprobs import action_logprobs, logprobs_of
-from ludus.training.memory_budget import BUSY_TOKENS, Costs, measure, plan_passes
-from ludus.training.packing import Laid, Pack, laid
-from ludus.training.passes import Passes, is_out_of_memory
-from ludus.training.rows import flags
+from ludus.training.packing import (
+    MicroBatchRunner,
+    Pack,
+    PackedRows,
+    concat_masks,
+    is_out_of_memory,
+    pack_rows,
+)
 from ludus.training.settings import CriticConfig, OptimizerConfig
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
@@ -155,7 +159,7 @@ def test_the_limit_is_remembered(
     with caplog.at_level(logging.WARNING):
         learner.step(packs(ROWS), imitation)
         warnings, first = len(caplog.records), shortage.attempts
-        budget = learner.tokens_of_a_pass(LENGTHS)
+        budget = learner.micro_batch_tokens(LENGTHS)
         assert budget <= 30
         learner.step(packs(ROWS), imitation)  # made for a larger limit: split without being tried
     assert len(caplog.records) == warnings == 1
@@ -167,7 +171,7 @@ def test_a_failed_pass_leaves_no_tensor_behind() -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    def work(piece: Laid) -> None:
+    def work(piece: PackedRows) -> None:
         alive.append(sum(reference() is not None for reference in seen))
         activations = torch.zeros(len(piece.tokens_T))
         seen.append(weakref.ref(activations))
@@ -176,7 +180,7 @@ def test_a_failed_pass_leaves_no_tensor_behind() -> None:
 
     gc.disable()
     try:
-        Passes(1000).over(laid(ROWS, range(len(ROWS)), 1000), work)
+        MicroBatchRunner(1000).over(pack_rows(ROWS, range(len(ROWS)), 1000), work)
     finally:
         gc.enable()
     assert len(alive) > len(ROWS)
@@ -225,14 +229,14 @@ def test_hooks_do_not_outlive_a_step() -> None:
     first.step(packs(ROWS), imitation)
     second.step(packs(ROWS), imitation)
     (loss_A, _), pack = action_logprobs(model, next(packs(ROWS)), 1.0), next(packs(ROWS))
-    second.forget_gradients()
+    second.clear_gradients()
     (loss_A * pack.weights_A).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    said_T = flags(row.action_mask for row in ROWS)
+    said_T = concat_masks(row.action_mask for row in ROWS)
     expected = logprobs_of(model, ROWS, said_T, 1.0, 1000)
 
     def tight(model: nn.Module, tokens: Tensor, positions: Tensor, context: PackedContext) -> Tensor:
@@ -246,8 +250,8 @@ def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    said_T = flags(row.action_mask for row in ROWS)
-    lesson = Lesson(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    said_T = concat_masks(row.action_mask for row in ROWS)
+    lesson = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
 
     def learnt(limit: int) -> tuple[dict[str, float], Tensor]:
         torch.manual_seed(0)
@@ -268,8 +272,8 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
 
 
 def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
-    said_T = flags(row.action_mask for row in ROWS)
-    lesson = Lesson(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    said_T = concat_masks(row.action_mask for row in ROWS)
+    lesson = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
 
     def learnt(memory: Any, kind: Any = "model") -> tuple[Critic, dict[str, float]]:
         torch.manual_seed(0)
@@ -285,11 +289,11 @@ def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
 
 
 def test_other_errors_are_not_swallowed() -> None:
-    def work(piece: Laid) -> None:
+    def work(piece: PackedRows) -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        Passes(100).over(laid(ROWS, [0], 100), work)
+        MicroBatchRunner(100).over(pack_rows(ROWS, [0], 100), work)
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
@@ -298,7 +302,7 @@ def test_other_errors_are_not_swallowed() -> None:
 def test_halves_are_whole_rows_and_lose_nothing(lengths: list[int]) -> None:
     rows = rows_of_lengths([length + 1 for length in lengths])
     (pack,) = packs(rows)
-    first, second = pack.halves()
+    first, second = pack.split()
     assert first.lengths + second.lengths == pack.lengths
     assert torch.equal(torch.cat([first.tokens_T, second.tokens_T]), pack.tokens_T)
     assert torch.equal(torch.cat([first.actions, second.actions]), pack.actions)
@@ -321,7 +325,7 @@ def test_halves_are_whole_rows_and_lose_nothing(lengths: list[int]) -> None:
 def test_a_plan_fits_its_room(
     limit: int, longest: int, room: int, layers: int, full: int, kept: int
 ) -> None:
-    plan = plan_passes(limit, longest, room, Costs(layers, full, kept))
+    plan = plan_micro_batches(limit, longest, room, ActivationCosts(layers, full, kept))
     assert 1 <= plan.tokens <= limit
     assert 0 <= plan.recomputed <= layers
 
@@ -338,7 +342,7 @@ def test_a_plan_fits_its_room(
 
 
 def test_with_enough_memory_nothing_is_recomputed() -> None:
-    assert plan_passes(16384, 2048, 1 << 40, Costs(24, 40_000, 3_600)).recomputed == 0
+    assert plan_micro_batches(16384, 2048, 1 << 40, ActivationCosts(24, 40_000, 3_600)).recomputed == 0
 
 
 def counted(model: nn.Module, function: Callable[[], Tensor]) -> int:
@@ -382,23 +386,23 @@ def test_the_setting_decides_on_passes_and_layers() -> None:
     costs = measure(model)
     gib = 1 << 30
     ample = learner_of(model, activation_memory=1.0)
-    assert ample.tokens_of_a_pass([10]) == 16384
+    assert ample.micro_batch_tokens([10]) == 16384
     assert recomputed_layers(model) == 0
     half = costs.full * (costs.layers + 1) * BUSY_TOKENS / 2 / gib
     tight = learner_of(model, activation_memory=half)
-    assert tight.tokens_of_a_pass([10]) == BUSY_TOKENS
+    assert tight.micro_batch_tokens([10]) == BUSY_TOKENS
     assert 0 < recomputed_layers(model) <= 3
     tiny = learner_of(model, activation_memory=half / 100)
-    assert tiny.tokens_of_a_pass([10]) < BUSY_TOKENS
+    assert tiny.micro_batch_tokens([10]) < BUSY_TOKENS
     assert recomputed_layers(model) == 3
-    assert learner_of(model, activation_memory=1.0).tokens_of_a_pass([10]) == 16384
+    assert learner_of(model, activation_memory=1.0).micro_batch_tokens([10]) == 16384
     assert recomputed_layers(model) == 0
 
 
 def test_a_cpu_has_nothing_to_plan() -> None:
     learner = learner_of(small_model(), micro_batch_tokens=123)
-    assert learner.tokens_of_a_pass([10]) == 123
-    assert learner.tokens_of_a_pass([]) == 123
+    assert learner.micro_batch_tokens([10]) == 123
+    assert learner.micro_batch_tokens([]) == 123
 
 
 # --- recomputation

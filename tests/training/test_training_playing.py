@@ -15,9 +15,8 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.rewards import FormatGate
-from ludus.training.batches import items_of_step
-from ludus.training.playing import Played, Player
-from ludus.training.task_sets import TaskSet
+from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
+from ludus.training.task_sampler import TaskSet, items_of_step
 
 
 def first_is_right(task: str, attempt: int) -> str:
@@ -29,14 +28,14 @@ def only_odd_teach(task: str, attempt: int) -> str:
     return first_is_right(task, attempt) if int(task[-1]) % 2 else "right"
 
 
-async def play_steps(player: Player, steps: range) -> list[Played]:
+async def play_steps(player: RolloutWorker, steps: range) -> list[RolloutBatch]:
     return [await player.play(step, {}) for step in steps]
 
 
 async def test_one_set_plays_what_a_plain_loop_would() -> None:
     given, seed = tasks(6), 3
     one = task_set(given, first_is_right, attempts=99)
-    played = await play_steps(Player([one], rl(), seed), range(4))
+    played = await play_steps(RolloutWorker([one], rl(), seed), range(4))
     for step, result in enumerate(played):
         expected = items_of_step(given, step, 4, seed)
         assert ids(result) == [task.id for task in expected]
@@ -49,7 +48,7 @@ async def test_one_set_plays_what_a_plain_loop_would() -> None:
 
 
 async def test_a_task_dealt_twice_has_new_attempts_in_its_own_place() -> None:
-    played = await Player([task_set(tasks(2), first_is_right)], rl(tasks=5), 0).play(0, {})
+    played = await RolloutWorker([task_set(tasks(2), first_is_right)], rl(tasks=5), 0).play(0, {})
     order = ids(played)
     for task in set(order):
         places = [place for place, own in enumerate(order) if own == task]
@@ -67,8 +66,8 @@ async def test_who_finishes_first_decides_nothing() -> None:
         ]
 
     config = rl(tasks=6, keep_attempts=2, attempts=3, refill={"rounds": 2})
-    quick = await play_steps(Player(sets([0.0]), config, 5), range(3))
-    slow = await play_steps(Player(sets([0.02, 0.0, 0.01]), config, 5), range(3))
+    quick = await play_steps(RolloutWorker(sets([0.0]), config, 5), range(3))
+    slow = await play_steps(RolloutWorker(sets([0.02, 0.0, 0.01]), config, 5), range(3))
     assert [seen(p) for p in quick] == [seen(p) for p in slow]
     episodes = [t for p in quick for g in [*p.groups, *p.dropped] for t in g.trajectories]
     assert len({t.seed for t in episodes}) == len(episodes)
@@ -103,7 +102,7 @@ async def test_sets_are_mixed_by_weight_each_with_its_own_tools_and_rewards() ->
         rewards=[ludus.reward(lambda: 2.0, name="always")],
         budgets={"max_turns": 3},
     )
-    played = await Player([sums, facts], rl(tasks=8), 0).play(0, {})
+    played = await RolloutWorker([sums, facts], rl(tasks=8), 0).play(0, {})
     assert sorted(played.sets) == [0] * 6 + [1] * 2
     for group, number in zip(played.groups, played.sets, strict=True):
         for one in group.trajectories:
@@ -115,20 +114,20 @@ async def test_sets_are_mixed_by_weight_each_with_its_own_tools_and_rewards() ->
     assert metrics["sets/sums/reward"] == 0.0 and metrics["sets/facts/reward"] == 2.0
     assert metrics["sets/sums/turns"] == 2.0 and metrics["sets/facts/turns"] == 3.0
     assert metrics["sets/facts/success"] == 1.0 and metrics["sets/sums/episodes"] == 12
-    alone = await Player([facts], rl(), 0).play(0, {})
+    alone = await RolloutWorker([facts], rl(), 0).play(0, {})
     assert not any(name.startswith("sets/") for name in alone.metrics)
 
 
 async def test_sets_share_the_places_in_flight() -> None:
     shared = engine(first_is_right, seconds=0.001)
     sets = [task_set(tasks(9), shared, name=name, max_in_flight=6) for name in "abc"]
-    await Player(sets, rl(tasks=9, attempts=4), 0).play(0, {})
+    await RolloutWorker(sets, rl(tasks=9, attempts=4), 0).play(0, {})
     assert shared.most_in_flight <= 6
 
 
 async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     one = task_set(tasks(50), only_odd_teach)
-    player = Player([one], rl(tasks=4, refill={"rounds": 10}), 1)
+    player = RolloutWorker([one], rl(tasks=4, refill={"rounds": 10}), 1)
     first = await player.play(0, {})
     order = [task.id for task in items_of_step(tasks(50), 0, 50, 1)]
     assert all(int(task) % 2 for task in ids(first))
@@ -146,7 +145,7 @@ async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
 
 async def test_refills_are_bounded() -> None:
     fake = engine(lambda task, attempt: "right")
-    player = Player([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
+    player = RolloutWorker([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
     played = await player.play(0, {})
     assert len(fake.calls) == 4 * 2 * 3  # tasks, attempts, the first round and two more
     assert len(played.groups) == 4 and len(played.dropped) == 8
@@ -162,7 +161,9 @@ async def test_a_group_that_failed_is_replaced_and_still_counted() -> None:
         return first_is_right(task, attempt)
 
     broken = items_of_step(tasks(5), 0, 1, 0)[0].id
-    played = await Player([task_set(tasks(5), words)], rl(tasks=2, refill={"rounds": 1}), 0).play(0, {})
+    played = await RolloutWorker([task_set(tasks(5), words)], rl(tasks=2, refill={"rounds": 1}), 0).play(
+        0, {}
+    )
     assert broken not in ids(played) and played.metrics["refilled"] == 1
     [dropped] = played.dropped
     assert dropped.task.id == broken and not dropped.trainable
@@ -178,11 +179,11 @@ def mixed_sets() -> list[TaskSet]:
 @pytest.mark.parametrize("stopped_after", [1, 2, 3])
 async def test_a_resumed_player_plays_what_it_would_have_played(stopped_after: int) -> None:
     config = rl(tasks=3, refill={"rounds": 2}, attempts=3, keep_attempts=2)
-    whole = [seen(p) for p in await play_steps(Player(mixed_sets(), config, 9), range(5))]
-    player = Player(mixed_sets(), config, 9)
+    whole = [seen(p) for p in await play_steps(RolloutWorker(mixed_sets(), config, 9), range(5))]
+    player = RolloutWorker(mixed_sets(), config, 9)
     await play_steps(player, range(stopped_after))
     state = json.loads(json.dumps(player.state_dict()))
-    again = Player(mixed_sets(), config, 9)
+    again = RolloutWorker(mixed_sets(), config, 9)
     again.load_state_dict(state)
     # the last step may not have been learnt from when it was saved: it can be played again
     assert [seen(p) for p in await play_steps(again, range(stopped_after, 5))] == whole[stopped_after:]
@@ -203,8 +204,8 @@ async def test_a_cancelled_step_leaves_the_player_as_it_was() -> None:
 
     fake = engine(only_odd_teach, seconds=seconds)
     config = rl(refill={"rounds": 3})
-    player = Player([task_set(tasks(7), fake)], config, 2)
-    whole = await play_steps(Player([task_set(tasks(7), only_odd_teach)], config, 2), range(2))
+    player = RolloutWorker([task_set(tasks(7), fake)], config, 2)
+    whole = await play_steps(RolloutWorker([task_set(tasks(7), only_odd_teach)], config, 2), range(2))
     await player.play(0, {})
     state = player.state_dict()
     limit = len(fake.calls) + 8  # the whole first round, so that it hangs among the refills
@@ -228,7 +229,7 @@ async def test_an_error_in_one_set_ends_the_others() -> None:
         task_set(tasks(2), name="wrong", rewards=[ludus.reward(impossible)]),
     ]
     with pytest.raises(ConfigError, match="no such judge"):
-        await asyncio.wait_for(Player(sets, rl(), 0).play(0, {}), 20)
+        await asyncio.wait_for(RolloutWorker(sets, rl(), 0).play(0, {}), 20)
     assert not fake.in_flight
 
 
@@ -242,7 +243,7 @@ async def test_resampling_keeps_some_of_each_and_masks_follow_them() -> None:
 
     one = task_set(tasks(6), words, budgets={"max_turn_tokens": 20})
     config = rl(attempts=8, keep_attempts=4, broken={"over_length": "mask"})
-    played = await Player([one], config, 0).play(0, {})
+    played = await RolloutWorker([one], config, 0).play(0, {})
     masked = {
         (number, place)
         for number, group in enumerate(played.groups)
@@ -260,7 +261,7 @@ async def test_resampling_keeps_some_of_each_and_masks_follow_them() -> None:
 
 
 async def test_resampling_draws_anew_in_every_step() -> None:
-    player = Player([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
+    player = RolloutWorker([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
     kept = [[t.attempt for t in p.groups[0].trajectories] for p in await play_steps(player, range(8))]
     assert len({tuple(attempts) for attempts in kept}) > 1
 
@@ -272,7 +273,7 @@ async def test_resampling_leaves_failed_attempts_where_they_are() -> None:
         return first_is_right(task, attempt)
 
     config = rl(tasks=1, attempts=5, keep_attempts=2)
-    played = await Player([task_set(tasks(1), words)], config, 0).play(0, {})
+    played = await RolloutWorker([task_set(tasks(1), words)], config, 0).play(0, {})
     [group] = played.groups
     assert len(group.trainable) == 2 and [t.attempt for t in group.trajectories if t.failure] == [1]
 
@@ -293,7 +294,7 @@ async def test_untidy_successes_are_kept_less_often() -> None:
         return "wrong" if attempt == 2 else "right"
 
     one = task_set(tasks(60), words, tools=[add])
-    played = await Player([one], rl(tasks=60, attempts=3, keep_attempts=2), 0).play(0, {})
+    played = await RolloutWorker([one], rl(tasks=60, attempts=3, keep_attempts=2), 0).play(0, {})
     right_ones = [t.attempt for g in played.groups for t in g.trajectories if t.reward == 1.0]
     assert len(right_ones) == 60 and right_ones.count(0) > 45  # 11 of 12 are expected
 
@@ -308,7 +309,7 @@ async def test_length_has_its_price_and_success_stays_success() -> None:
 
     one = task_set(tasks(1), words, rewards=[starts])
     config = rl(tasks=1, attempts=3, overlong={"longest": 20, "buffer": 10, "price": 0.5})
-    played = await Player([one], config, 0).play(0, {})
+    played = await RolloutWorker([one], config, 0).play(0, {})
     lengths = [sum(map(len, (a.tokens for a in t.actions))) for t in played.groups[0].trajectories]
     assert lengths == [6, 15, 46]
     assert [t.reward for t in played.groups[0].trajectories] == [1.0, 0.75, 0.5]
@@ -320,12 +321,12 @@ async def test_length_has_its_price_and_success_stays_success() -> None:
 async def test_penalties_are_added_and_shown() -> None:
     one = task_set(tasks(1), lambda task, attempt: ("right", "")[attempt])
     config = rl(tasks=1, broken={"void_turn": -0.5, "tool_error": -3})
-    played = await Player([one], config, 0).play(0, {})
+    played = await RolloutWorker([one], config, 0).play(0, {})
     assert [t.reward for t in played.groups[0].trajectories] == [1.0, -0.5]
     assert [t.rewards["broken"] for t in played.groups[0].trajectories] == [0.0, -0.5]
     taken = task_set(tasks(1), rewards=[right.using(name="broken")])
     with pytest.raises(ConfigError, match="'broken'"):
-        await Player([taken], config, 0).play(0, {})
+        await RolloutWorker([taken], config, 0).play(0, {})
 
 
 async def test_a_group_in_which_all_are_masked_teaches_nothing() -> None:
@@ -335,7 +336,7 @@ async def test_a_group_in_which_all_are_masked_teaches_nothing() -> None:
 
     one = task_set(tasks(3), lambda task, attempt: "", rewards=[by_seed])
     config = rl(tasks=1, broken={"void_turn": "mask"}, refill={"rounds": 1})
-    played = await Player([one], config, 0).play(0, {})
+    played = await RolloutWorker([one], config, 0).play(0, {})
     assert played.metrics["without_signal"] == 1 and len(played.masked) == 2
 
 
@@ -347,7 +348,7 @@ async def test_a_curriculum_moves_budgets_and_difficulty() -> None:
 
     given = [*tasks(2, "easy", difficulty=1), *tasks(6, "hard", difficulty=2)]
     one = task_set(given, lambda task, attempt: called("look"), tools=[look], budgets={"max_turns": 9})
-    player = Player([one], rl(), 0)
+    player = RolloutWorker([one], rl(), 0)
     short = await player.play(0, {"budgets.max_turns": 2.0, "tasks.difficulty": 1})
     assert {t.turns for g in short.groups for t in g.trajectories} == {2}
     assert {i[:4] for i in ids(short)} == {"easy"}
@@ -381,7 +382,7 @@ def well_formed() -> float:
 
 
 async def rewards_at(values: dict[str, float], *rewards: Any) -> list[dict[str, float]]:
-    player = Player([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
+    player = RolloutWorker([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
     played = await player.play(0, values)
     return [t.rewards for t in played.groups[0].trajectories]
 
@@ -408,7 +409,7 @@ async def test_strictness_reaches_turn_and_group_rewards() -> None:
         return [10 * strictness for _ in group.trajectories]
 
     one = task_set(tasks(1), rewards=[right, each], group_rewards=[together])
-    played = await Player([one], rl(tasks=1), 0).play(0, {"rewards.strictness": 0.5})
+    played = await RolloutWorker([one], rl(tasks=1), 0).play(0, {"rewards.strictness": 0.5})
     for trajectory in played.groups[0].trajectories:
         assert trajectory.rewards == {"success": 1.0, "each": 0.5, "together": 5.0}
         assert trajectory.reward == 6.5

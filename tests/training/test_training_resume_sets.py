@@ -16,8 +16,7 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
 from ludus.training import Parts, Recipe, Result
-from ludus.training.set_building import close_task_sets
-from ludus.training.workshop import task_sets_on
+from ludus.training.run_context import close_task_sets, task_sets_on
 
 RL = {"kind": "rl", "steps": 3, "tasks": 4, "attempts": 2, "optimizer": {"learning_rate": 1e-2}}
 

@@ -19,7 +19,7 @@ import ludus
 from ludus.core.failures import ConfigError, LudusError
 from ludus.observe import RunFolder, undefined
 from ludus.training import Parts, Recipe, Result, train_async
-from ludus.training.adamw import MasterAdamW
+from ludus.training.optimizer import MasterAdamW
 
 RATE = {"learning_rate": 1e-2}
 SFT = {"kind": "sft", "steps": 2, "batch": 2}

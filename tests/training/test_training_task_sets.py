@@ -15,18 +15,16 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.engine import FakeEngine
 from ludus.rollouts import Rollout
-from ludus.training.batches import items_of_step, next_sets
 from ludus.training.parts import Parts
-from ludus.training.recipe import Recipe
-from ludus.training.set_building import build_task_sets, close_task_sets
-from ludus.training.task_sets import Deck, TaskSet, TaskSetConfig
-from ludus.training.workshop import build_rollout
+from ludus.training.recipe import Recipe, TaskSetConfig
+from ludus.training.run_context import build_rollout, build_task_sets, close_task_sets
+from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step, next_sets
 
 weights_of_sets = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
 
 
-def dealt(deck: Deck, size: int, hardest: float | None = None) -> list[str]:
-    return [one.task.id for one in deck.deal(size, hardest)]
+def dealt(sampler: TaskSampler, size: int, hardest: float | None = None) -> list[str]:
+    return [one.task.id for one in sampler.sample(size, hardest)]
 
 
 @given(st.integers(1, 9), st.integers(0, 30), st.integers(1, 12), st.integers(0, 2**40))
@@ -36,10 +34,10 @@ def test_one_set_is_dealt_as_batches_were(count: int, step: int, size: int, seed
     order = [i for epoch in range(epochs) for i in shuffled(count, key(seed, "epoch", epoch))]
     expected = order[step * size : (step + 1) * size]
     assert items_of_step(range(count), step, size, seed) == expected
-    deck = Deck([task_set(tasks(count))], seed)
+    sampler = TaskSampler([task_set(tasks(count))], seed)
     for _ in range(step):
-        deck.deal(size)
-    assert dealt(deck, size) == [str(i) for i in expected]
+        sampler.sample(size)
+    assert dealt(sampler, size) == [str(i) for i in expected]
 
 
 @given(weights_of_sets, st.integers(1, 200))
@@ -69,8 +67,8 @@ def two_sets() -> list[TaskSet]:
 
 
 def test_every_task_of_a_set_comes_once_in_its_epoch() -> None:
-    deck = Deck(two_sets(), seed=7)
-    drawn = [task for _ in range(8) for task in dealt(deck, 5)]
+    sampler = TaskSampler(two_sets(), seed=7)
+    drawn = [task for _ in range(8) for task in dealt(sampler, 5)]
     of_a, of_b = ([task for task in drawn if task[0] == name] for name in "ab")
     assert (len(of_a), len(of_b)) == (30, 10)
     for own in (of_a, of_b):
@@ -80,45 +78,45 @@ def test_every_task_of_a_set_comes_once_in_its_epoch() -> None:
 
 
 def test_refills_take_further_tasks_and_leave_the_weights_alone() -> None:
-    deck, plain = Deck(two_sets(), seed=7), Deck(two_sets(), seed=7)
-    first = deck.deal(4)
-    assert first == plain.deal(4)
-    extra = deck.deal_from([1, 0, 1])
+    sampler, plain = TaskSampler(two_sets(), seed=7), TaskSampler(two_sets(), seed=7)
+    first = sampler.sample(4)
+    assert first == plain.sample(4)
+    extra = sampler.sample_from([1, 0, 1])
     assert [one.set for one in extra] == [1, 0, 1]
     of_a = [one.task.id for one in [*first, *extra] if one.set == 0]
     assert len(set(of_a)) == 4
-    assert [one.set for one in deck.deal(8)] == [one.set for one in plain.deal(8)]
+    assert [one.set for one in sampler.sample(8)] == [one.set for one in plain.sample(8)]
 
 
 def test_a_deck_goes_on_from_its_saved_state() -> None:
-    deck = Deck(two_sets(), seed=7)
-    deck.deal(6), deck.deal_from([1, 1])
-    state = json.loads(json.dumps(deck.state_dict()))
-    copy = deck.copy()
-    again = Deck(two_sets(), seed=7)
+    sampler = TaskSampler(two_sets(), seed=7)
+    sampler.sample(6), sampler.sample_from([1, 1])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    copy = sampler.copy()
+    again = TaskSampler(two_sets(), seed=7)
     again.load_state_dict(state)
-    assert deck.deal(9) == again.deal(9) == copy.deal(9)
+    assert sampler.sample(9) == again.sample(9) == copy.sample(9)
     with pytest.raises(ConfigError, match="task sets"):
-        Deck([task_set(tasks(2), name="c")], seed=7).load_state_dict(state)
+        TaskSampler([task_set(tasks(2), name="c")], seed=7).load_state_dict(state)
 
 
 def test_tasks_that_are_too_hard_are_passed_over() -> None:
     easy, hard = tasks(3, "e", difficulty=1), tasks(3, "h", difficulty=5.5)
-    deck = Deck([task_set([*easy, *hard, *tasks(1, "unknown")])], seed=0)
-    assert set(dealt(deck, 8, hardest=1)) == {"e0", "e1", "e2", "unknown0"}
-    assert set(dealt(deck, 2, hardest=-1)) == {"unknown0"}
-    assert "h0" in dealt(deck, 14, hardest=6)
+    sampler = TaskSampler([task_set([*easy, *hard, *tasks(1, "unknown")])], seed=0)
+    assert set(dealt(sampler, 8, hardest=1)) == {"e0", "e1", "e2", "unknown0"}
+    assert set(dealt(sampler, 2, hardest=-1)) == {"unknown0"}
+    assert "h0" in dealt(sampler, 14, hardest=6)
     with pytest.raises(ConfigError, match=r"difficulty of at most -1.*start"):
-        Deck([task_set(easy)], seed=0).deal(1, hardest=-1)
+        TaskSampler([task_set(easy)], seed=0).sample(1, hardest=-1)
     with pytest.raises(ConfigError, match="must be a number, not 'low'"):
-        Deck([task_set(tasks(1, difficulty="low"))], seed=0).deal(1, hardest=1)
+        TaskSampler([task_set(tasks(1, difficulty="low"))], seed=0).sample(1, hardest=1)
 
 
 def test_sets_that_cannot_be_dealt_from_are_refused() -> None:
     with pytest.raises(ConfigError, match="different names"):
-        Deck([task_set(tasks(1)), task_set(tasks(1))], seed=0)
+        TaskSampler([task_set(tasks(1)), task_set(tasks(1))], seed=0)
     with pytest.raises(ConfigError, match="no tasks"):
-        Deck([task_set([])], seed=0)
+        TaskSampler([task_set([])], seed=0)
     with pytest.raises(ConfigError, match="weight"):
         TaskSetConfig.parse({"name": "a", "train": "a.jsonl", "weight": 0})
     with pytest.raises(ConfigError, match="name"):

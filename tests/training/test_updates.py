@@ -12,27 +12,26 @@ import torch
 from ludus.core.failures import Boundary, Failure
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.training import Parts, Recipe, assemble
+from ludus.training import Parts, Recipe, build_run_context
 from ludus.training.learner import Learner
 from ludus.training.logprobs import action_logprobs
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.playing import Played
-from ludus.training.rows import rows_of
+from ludus.training.packing import Columns, Pack, packs_of, rows_of
+from ludus.training.rollout_worker import RolloutBatch
+from ludus.training.run_context import RunContext
 from ludus.training.settings import OptimizerConfig, RLConfig
-from ludus.training.updates import imitate, reinforce_groups
-from ludus.training.workshop import Workshop
+from ludus.training.update import imitate, policy_update
 
 
-async def played(workshop: Workshop, temperature: float = 1.0) -> list[Group]:
+async def played(context: RunContext, temperature: float = 1.0) -> list[Group]:
     # a random model hardly ever ends its turn, so any letter ends it
     sampling = Sampling(temperature=temperature, stop=tuple(string.ascii_letters))
-    rollout = replace(workshop.rollout, sampling=sampling)
-    return [group async for group in rollout.groups(workshop.parts.tasks[:3], seed=1)]
+    rollout = replace(context.rollout, sampling=sampling)
+    return [group async for group in rollout.groups(context.parts.tasks[:3], seed=1)]
 
 
 def reinforced(learner: Learner, groups: list[Group], config: RLConfig) -> dict[str, float]:
-    step = Played(groups, frozenset(), [0] * len(groups), {})
-    return reinforce_groups(learner, step, config, reference=None, critic=None)
+    step = RolloutBatch(groups, frozenset(), [0] * len(groups), {})
+    return policy_update(learner, step, config, reference=None, critic=None)
 
 
 def packed_whole(trajectories: list[Trajectory]) -> Pack:
@@ -43,9 +42,9 @@ def packed_whole(trajectories: list[Trajectory]) -> Pack:
     return packed
 
 
-def gradients(workshop: Workshop, groups: list[Group], **settings: float) -> list[torch.Tensor]:
+def gradients(context: RunContext, groups: list[Group], **settings: float) -> list[torch.Tensor]:
     """The gradient of one RL step, before clipping, without changing the model."""
-    model = copy.deepcopy(workshop.model)
+    model = copy.deepcopy(context.model)
     tokens = int(settings.pop("micro_batch_tokens", 16384))
     optimizer = OptimizerConfig(micro_batch_tokens=tokens, max_gradient_norm=1e9)
     learner = Learner(model, optimizer, total_steps=1)
@@ -56,60 +55,60 @@ def gradients(workshop: Workshop, groups: list[Group], **settings: float) -> lis
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_engine_and_trainer_agree(recipe: Recipe, parts: Parts, temperature: float) -> None:
     """Over several turns with reused prefixes, within 1e-4 in float32, at any temperature."""
-    async with await assemble(recipe, parts) as workshop:
-        groups = await played(workshop, temperature)
+    async with await build_run_context(recipe, parts) as context:
+        groups = await played(context, temperature)
         trajectories = [t for group in groups for t in group.trajectories]
         assert max(t.turns for t in trajectories) > 1, "the test needs a reused prefix"
         packed = packed_whole(trajectories)
         with torch.no_grad():
-            logprobs, entropy = action_logprobs(workshop.model, packed, temperature)
+            logprobs, entropy = action_logprobs(context.model, packed, temperature)
         torch.testing.assert_close(logprobs, packed.old_logprobs_A, atol=1e-4, rtol=0)
         assert (entropy >= 0).all()
 
 
 async def test_micro_batches_do_not_change_the_gradient(recipe: Recipe, parts: Parts) -> None:
-    async with await assemble(recipe, parts) as workshop:
-        groups = await played(workshop)
-        whole = gradients(workshop, groups)
-        split = gradients(workshop, groups, micro_batch_tokens=1)
+    async with await build_run_context(recipe, parts) as context:
+        groups = await played(context)
+        whole = gradients(context, groups)
+        split = gradients(context, groups, micro_batch_tokens=1)
         assert max(float(g.abs().max()) for g in whole) > 0
         for one, other in zip(whole, split, strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
 async def test_a_failed_episode_is_in_neither_loss_nor_baseline(recipe: Recipe, parts: Parts) -> None:
-    async with await assemble(recipe, parts) as workshop:
-        groups = await played(workshop)
-        without = gradients(workshop, groups)
+    async with await build_run_context(recipe, parts) as context:
+        groups = await played(context)
+        without = gradients(context, groups)
         failed = copy.deepcopy(groups[0].trajectories[0])
         failed.reward, failed.stop = None, StopReason.FAILED
         failed.failure = Failure(Boundary.TOOL, "ConnectionError", "the server is gone")
         groups[0].trajectories.append(failed)
-        for one, other in zip(without, gradients(workshop, groups), strict=True):
+        for one, other in zip(without, gradients(context, groups), strict=True):
             torch.testing.assert_close(one, other)
 
 
 async def test_groups_without_signal_change_nothing(recipe: Recipe, parts: Parts) -> None:
-    async with await assemble(recipe, parts) as workshop:
-        groups = await played(workshop)
+    async with await build_run_context(recipe, parts) as context:
+        groups = await played(context)
         for group in groups:
             for trajectory in group.trajectories:
                 trajectory.reward = 1.0
-        before = copy.deepcopy(workshop.model.state_dict())
-        learner = Learner(workshop.model, OptimizerConfig(learning_rate=0.1), total_steps=1)
+        before = copy.deepcopy(context.model.state_dict())
+        learner = Learner(context.model, OptimizerConfig(learning_rate=0.1), total_steps=1)
         metrics = reinforced(learner, groups, RLConfig())
         assert (metrics["no_signal"], metrics["updates"], learner.steps_done) == (1, 0, 0)
         assert not {"loss", "gradient_norm"} & metrics.keys()
         assert metrics["entropy"] > 0, "what the policy is like is measured all the same"
-        for name, value in workshop.model.state_dict().items():
+        for name, value in context.model.state_dict().items():
             assert torch.equal(value, before[name])
 
 
 async def test_imitation_learns_actions_and_nothing_else(recipe: Recipe, parts: Parts) -> None:
     """The loss is the mean over action tokens of a plain forward pass, observations left out."""
-    async with await assemble(recipe, parts) as workshop:
-        trajectories = [t for group in await played(workshop) for t in group.trajectories][:4]
-        model = copy.deepcopy(workshop.model)
+    async with await build_run_context(recipe, parts) as context:
+        trajectories = [t for group in await played(context) for t in group.trajectories][:4]
+        model = copy.deepcopy(context.model)
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
         total, count = 0.0, 0
         for trajectory in trajectories:
@@ -120,15 +119,15 @@ async def test_imitation_learns_actions_and_nothing_else(recipe: Recipe, parts: 
                 if said:
                     total -= float(logits[place - 1, tokens[0, place]])
                     count += 1
-        learner = Learner(workshop.model, OptimizerConfig(), total_steps=1)
+        learner = Learner(context.model, OptimizerConfig(), total_steps=1)
         assert imitate(learner, trajectories)["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
 async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> None:
     """Pushing up what was better makes it likelier under the new weights."""
-    async with await assemble(recipe, parts) as workshop:
-        groups = await played(workshop)
-        learner = Learner(workshop.model, OptimizerConfig(learning_rate=1e-3), total_steps=1)
+    async with await build_run_context(recipe, parts) as context:
+        groups = await played(context)
+        learner = Learner(context.model, OptimizerConfig(learning_rate=1e-3), total_steps=1)
         best = max(groups[0].trainable, key=lambda t: t.reward or 0.0)
         worst = min(groups[0].trainable, key=lambda t: t.reward or 0.0)
         assert best.reward != worst.reward
@@ -137,6 +136,6 @@ async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> 
         for trajectory in (best, worst):
             packed = packed_whole([trajectory])
             with torch.no_grad():
-                now, _ = action_logprobs(workshop.model, packed, 1.0)
+                now, _ = action_logprobs(context.model, packed, 1.0)
             moved.append(float((now - packed.old_logprobs_A).mean()))
         assert moved[0] > moved[1]

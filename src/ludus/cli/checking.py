@@ -23,9 +23,8 @@ from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset
 from ludus.tools.signature import example_of
-from ludus.training.parts import Parts, load_parts
+from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
 from ludus.training.recipe import Recipe, load_recipe
-from ludus.training.set_building import SetPlan, plans_of
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -50,15 +49,15 @@ def recipe_findings(
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe itself are told before
-    from ludus.training.beginning import check_parts
     from ludus.training.models import check_source
-    from ludus.training.steps import idle_patience
+    from ludus.training.preflight import check_parts
+    from ludus.training.report import idle_patience
 
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
     findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
     if text := idle_patience(recipe):
         findings.append(("warning", text))
-    plans = plans_of(recipe, parts)
+    plans = task_set_specs(recipe, parts)
 
     async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it
         for plan in plans:
@@ -80,7 +79,7 @@ def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
     return []
 
 
-async def _set_findings(plan: SetPlan, call_tools: bool, seconds: float) -> Findings:
+async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> Findings:
     """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
@@ -128,7 +127,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     from ludus.engine.fake import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer
-    from ludus.training.workshop import build_rollout
+    from ludus.training.run_context import build_rollout
 
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
@@ -159,7 +158,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     from ludus.engine.fake import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer
-    from ludus.training.workshop import build_rollout, play_expert
+    from ludus.training.run_context import build_rollout, play_expert
 
     tasks = parts.tasks[:SAMPLE]
     expert = parts.demonstrations
@@ -183,7 +182,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     from ludus.rewards import Scorer
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer
-    from ludus.training.workshop import build_rollout, tool_specs
+    from ludus.training.run_context import build_rollout, tool_specs
 
     forget_shown()
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))

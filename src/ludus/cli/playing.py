@@ -27,8 +27,8 @@ from ludus.observe import (
     write_groups,
 )
 from ludus.observe.report import Cell
-from ludus.training.evaluating.players import Player, player_of
-from ludus.training.evaluating.report import (
+from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, find_model
+from ludus.training.evaluation.report import (
     comparison_table,
     letters,
     lost_warnings,
@@ -36,14 +36,20 @@ from ludus.training.evaluating.report import (
     single_table,
     write_report,
 )
-from ludus.training.evaluating.results import ResultsFolder, settings_of
-from ludus.training.evaluating.study import OnGroup, Part, Plan, Study, parts_of, run_study
-from ludus.training.evaluating.summary import Statistics
-from ludus.training.evaluation import TASK_SET, Evaluation
-from ludus.training.parts import Parts, check_rebuilt, load_parts
+from ludus.training.evaluation.study import (
+    EvalTasks,
+    OnGroup,
+    ResultsFolder,
+    Study,
+    StudyPlan,
+    eval_tasks_of,
+    run_study,
+    settings_of,
+)
+from ludus.training.evaluation.summary import SummaryOptions
+from ludus.training.parts import Parts, check_rebuilt, load_parts, task_set_specs
 from ludus.training.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
-from ludus.training.set_building import plans_of
-from ludus.training.steps import best_of
+from ludus.training.report import best_of
 
 SHOWN = {
     "success": "success",
@@ -63,8 +69,8 @@ def run_evaluation(
 ) -> None:
     """Measure on the held-out tasks of all sets, write the results into a folder, and show them."""
     recipe, parts = load(source, overrides, None)
-    sets = plans_of(recipe, parts)
-    held_out = parts_of(sets, options.tasks or recipe.evaluation.tasks)
+    sets = task_set_specs(recipe, parts)
+    held_out = eval_tasks_of(sets, options.tasks or recipe.evaluation.tasks)
     if not held_out:
         table = "evaluation in a [[task_sets]] table" if recipe.task_sets else "tasks.evaluation"
         raise ConfigError(f"{source} names no held-out tasks: set {table}")
@@ -81,8 +87,8 @@ def run_evaluation(
         _warn_of_scratch(recipe)
 
     async def played(results: ResultsFolder, on_group: OnGroup) -> Study:
-        *players, last = await _players(recipe, own, study_options)
-        plan = Plan((*players, last), held_out, turns, attempts, sampling, options.seed)
+        *models, last = await _players(recipe, own, study_options)
+        plan = StudyPlan((*models, last), held_out, turns, attempts, sampling, options.seed)
         against = last.label if study_options.against is not None else None
         return await run_study(
             recipe, parts, plan, how, against=against, results=results, on_group=on_group
@@ -106,13 +112,13 @@ def run_evaluation(
         console.print(Text(str(path)), soft_wrap=True)
 
 
-async def _players(recipe: Recipe, own: str | None, options: StudyOptions) -> list[Player]:
+async def _players(recipe: Recipe, own: str | None, options: StudyOptions) -> list[EvalModel]:
     """The models in order, `own` when none is named; the one they are compared with is the last."""
     names: list[str | None] = [*options.models] or [own]
     if options.against is not None:
         names.append(options.against)
     remote = options.remote()
-    return [await player_of(name, recipe, tokenizer=options.tokenizer, remote=remote) for name in names]
+    return [await find_model(name, recipe, tokenizer=options.tokenizer, remote=remote) for name in names]
 
 
 def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFolder:
@@ -121,7 +127,7 @@ def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFold
     return ResultsFolder.numbered(recipe.name, settings)
 
 
-def _statistics(options: StudyOptions, held_out: Sequence[Part], attempts: int) -> Statistics:
+def _statistics(options: StudyOptions, held_out: Sequence[EvalTasks], attempts: int) -> SummaryOptions:
     """How to look at what will be measured; several task sets are told apart where nothing else is."""
     ks = numbers_of(options.pass_at, "--pass-at")
     if ks and ks[-1] > attempts:
@@ -132,7 +138,7 @@ def _statistics(options: StudyOptions, held_out: Sequence[Part], attempts: int) 
     if by is not None and by not in {*known, *several}:
         has = ", ".join(sorted({*known, *several})) or "nothing"
         raise ConfigError(f"no task has {by!r} in its metadata; it has: {has}")
-    return Statistics(by=by, ks=ks)
+    return SummaryOptions(by=by, ks=ks)
 
 
 def _warn_of_scratch(recipe: Recipe) -> None:
@@ -191,7 +197,7 @@ def run_rollout(
     if checkpoint is not None:
         model = str(checkpoint_of(source, checkpoint))
     recipe, parts = load(source, overrides, model)
-    tasks = {one.name: one.parts.tasks[: options.tasks] for one in plans_of(recipe, parts)}
+    tasks = {one.name: one.parts.tasks[: options.tasks] for one in task_set_specs(recipe, parts)}
     for name in task_sets:
         if name not in tasks:
             raise ConfigError(f"there is no task set {name!r}; there are: {', '.join(tasks)}")
@@ -224,7 +230,7 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
     if model is not None:
         if is_address(model):
             raise ConfigError("a model behind an address can be evaluated only: ludus eval")
-        recipe = asyncio.run(player_of(model, recipe)).recipe(recipe)
+        recipe = asyncio.run(find_model(model, recipe)).recipe(recipe)
     return recipe, load_parts(recipe)
 
 

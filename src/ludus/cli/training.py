@@ -60,17 +60,16 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
         check_rebuilt(str(folder), run.objects(), [one.partition("=")[0] for one in overrides])
         recipe = Recipe.parse(run.recipe(), f"{folder}/recipe.json")
         parts = load_parts(recipe)
-        from ludus.training.api import resumed_recipe
-        from ludus.training.beginning import with_steps
+        from ludus.training.api import finished_text, resumed_recipe
         from ludus.training.checkpoint import load_progress
-        from ludus.training.steps import finished_text
+        from ludus.training.preflight import with_step_counts
 
         if overrides:
             recipe = resumed_recipe(run, overrides)
             return run, recipe, load_parts(recipe)
         latest = run.latest_checkpoint()
         done = load_progress(latest.path) if latest is not None and run.report_path.exists() else None
-        text = finished_text(recipe, with_steps(recipe, parts), done, str(folder))
+        text = finished_text(recipe, with_step_counts(recipe, parts), done, str(folder))
     except BaseException:
         run.close()
         raise

@@ -8,12 +8,12 @@ from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
     from ludus.training.api import Result, evaluate, rollout, train, train_async
-    from ludus.training.evaluation import Evaluation
+    from ludus.training.evaluation.evaluate import Evaluation
     from ludus.training.learner import Learner
     from ludus.training.loop import Trainer
     from ludus.training.parts import Parts, load_parts
     from ludus.training.recipe import Recipe, load_recipe
-    from ludus.training.workshop import Workshop, assemble
+    from ludus.training.run_context import RunContext, build_run_context
 
 __all__ = [
     "Evaluation",
@@ -21,9 +21,9 @@ __all__ = [
     "Parts",
     "Recipe",
     "Result",
+    "RunContext",
     "Trainer",
-    "Workshop",
-    "assemble",
+    "build_run_context",
     "evaluate",
     "load_parts",
     "load_recipe",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from ludus.core.concurrency import frozen_gc, run_coroutine
 from ludus.core.config import apply_overrides, read_toml
@@ -26,31 +28,46 @@ from ludus.envs import Env
 from ludus.observe import (
     Checkpoint,
     JsonLinesSink,
+    Progress,
     RunFolder,
     RunWriter,
     TensorBoardSink,
     WandbSink,
     setup_logging,
 )
+from ludus.observe.progress import SHOWN
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
-from ludus.training.anchoring import anchored, beside
-from ludus.training.beginning import check_parts, with_steps
-from ludus.training.checkpoint import UnsavedError, load_progress
-from ludus.training.display import displayed
-from ludus.training.evaluating.players import player_of
-from ludus.training.evaluation import Evaluation, measure_sets
-from ludus.training.imitation import Conversation
+from ludus.training.checkpoint import RunProgress, UnsavedError, load_progress
+from ludus.training.conversations import Conversation
+from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models import check_source
-from ludus.training.parts import KEYS, Parts, check_rebuilt, load_parts, objects_of, resolve_part
-from ludus.training.recipe import Recipe, find_recipe
-from ludus.training.recipe_checks import refuse_empty
-from ludus.training.report import Report, write_report
-from ludus.training.set_building import plans_of
-from ludus.training.settings import ImitationConfig
-from ludus.training.steps import EXTENDED, check_extension
-from ludus.training.workshop import assemble
+from ludus.training.parts import (
+    KEYS,
+    Parts,
+    check_rebuilt,
+    load_parts,
+    objects_of,
+    resolve_part,
+    task_set_specs,
+)
+from ludus.training.preflight import check_parts, with_step_counts
+from ludus.training.recipe import (
+    Recipe,
+    beside,
+    find_recipe,
+    learns,
+    refuse_empty,
+    steps_of,
+    with_absolute_paths,
+)
+from ludus.training.report import EXTENDED, Report, success_text, write_report
+from ludus.training.run_context import build_run_context
+from ludus.training.settings import (
+    RejectionConfig,
+    SFTConfig,
+)
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +197,7 @@ def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
     if done is not None and recipe.stages[-1] != before.stages[-1]:  # which differ in length alone
         with closing(JsonLinesSink(run.metrics_path)) as rows:
             rows.write(done.step, {EXTENDED: 1.0})
-    run.replace_recipe(anchored(changed))
+    run.replace_recipe(with_absolute_paths(changed))
     if rebuilt:
         run.note_objects(missing)
     return recipe
@@ -207,7 +224,7 @@ def rollout(
     code = {name: what.pop(name) for name in PARTS if name in what}
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
-    tasks = {one.name: one.parts.tasks for one in plans_of(resolved, parts)}
+    tasks = {one.name: one.parts.tasks for one in task_set_specs(resolved, parts)}
     return run_coroutine(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
 
 
@@ -227,7 +244,7 @@ def evaluate(
     resolved = resolve(recipe, what)
     parts = _parts(resolved, **code)
     most = resolved.evaluation.tasks
-    tasks = {one.name: one.parts.held_out[:most] for one in plans_of(resolved, parts)}
+    tasks = {one.name: one.parts.held_out[:most] for one in task_set_specs(resolved, parts)}
     if not any(tasks.values()):
         raise ConfigError("there is nothing to evaluate on: set tasks.evaluation, or pass held_out=")
     drawn = sampling or Sampling(temperature=resolved.evaluation.temperature)
@@ -247,7 +264,7 @@ async def play(
     """Put everything together, play these tasks of these sets, take it apart again."""
     if not any(tasks.values()):
         raise ConfigError("there are no tasks to play: set tasks.train, or pass tasks=")
-    player = await player_of(recipe.model.name, recipe)
+    player = await find_model(recipe.model.name, recipe)
     async with player.open(recipe, parts) as sets:
         chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
         with frozen_gc():
@@ -319,8 +336,8 @@ async def train_async(
     if run is None and objects:
         writer.note_objects(objects)
     try:
-        counted = with_steps(recipe, parts)
-        with displayed(writer, show, again.format(path=str(writer.path))) as display:
+        counted = with_step_counts(recipe, parts)
+        with show_progress(writer, show, again.format(path=str(writer.path))) as display:
             watching = _joined([one for one in (display, on_step) if one is not None])
             return await _train_in(writer, counted, parts, run is not None, watching)
     except (OSError, UnsavedError) as error:
@@ -360,12 +377,14 @@ async def _train_in(
 ) -> Result:
     with writer, setup_logging(writer):
         checkpoint = _continue(writer, recipe) if is_resumed else None
-        async with await assemble(recipe, parts, checkpoint.path if checkpoint else None) as workshop:
+        async with await build_run_context(
+            recipe, parts, checkpoint.path if checkpoint else None
+        ) as context:
             if is_resumed:  # now that it can be gone on with: what was written after it will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
             with frozen_gc():
-                trainer = Trainer(workshop, writer, on_step)
+                trainer = Trainer(context, writer, on_step)
                 await trainer.train(checkpoint)
         report = write_report(writer, trainer.recipe)
         latest = writer.latest_checkpoint()
@@ -375,7 +394,7 @@ async def _train_in(
 
 
 def new_run(recipe: Recipe) -> RunWriter:
-    raw = anchored(recipe.model_dump(mode="json"))
+    raw = with_absolute_paths(recipe.model_dump(mode="json"))
     if recipe.run.folder is not None:
         return RunWriter.create(recipe.run.folder, raw)
     return RunWriter.create_numbered(recipe.name, raw)
@@ -401,7 +420,7 @@ def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
     """Whether a run that recorded what it did has had a checkpoint; only imitation begins without one."""
     done: int = max((row.get("step", 0) for row in run.metrics()), default=0)
     first = recipe.stages[0]
-    if not isinstance(first, ImitationConfig):
+    if not isinstance(first, SFTConfig):
         return done > 0
     return done > min(first.steps, recipe.run.checkpoint_every)
 
@@ -413,3 +432,152 @@ def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
     if project is not None:
         raw = recipe.model_dump(mode="json")
         run.add_sink(lambda: WandbSink(run.path, project=project, name=run.name, recipe=raw))
+
+
+# What a person sees of a run while it trains, from a shell, a script or a notebook alike.
+
+_OWN = {
+    "pairs": "pairs",
+    "accuracy": "accuracy",
+    "kept": "kept",
+    "reverse_kl": "KL",
+    "loss": "loss",
+    "held_out_loss": "held-out loss",
+}
+_SHOWN = {**SHOWN} | {
+    f"{stage}/{name}": label
+    for stage in ("sft", "dpo", "rejection", "distill")
+    for name, label in {**SHOWN, **_OWN}.items()
+}
+"""What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
+
+
+class ProgressDisplay:
+    """One progress bar for each stage, fed by the trainer after every step."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = ExitStack()
+        self._phase = ""
+        self._bar: Progress | None = None
+
+    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if phase == "evaluation":
+            self._evaluated(step, metrics)
+            return
+        if phase != self._phase or self._bar is None:
+            self.close()
+            self._phase = phase
+            # KTO learns from single episodes
+            shown = {**_SHOWN, "dpo/pairs": "episodes"} if phase.startswith("KTO") else _SHOWN
+            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
+            self._bar = self._open.enter_context(bar)
+        self._bar.update(step, metrics)
+
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        shown = [f"success {success_text(metrics)}"]
+        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
+            high = metrics["eval/success_high"]
+            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
+        passes = [name for name in metrics if name.startswith("eval/pass@")]
+        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
+        self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.say(text)
+        else:
+            self._console.print(Text(text), soft_wrap=True)  # paths and commands are there to be copied
+
+    def close(self) -> None:
+        self._open.close()
+        self._bar = None
+
+
+@contextmanager
+def show_progress(
+    run: RunWriter, console: Console | None, again: str
+) -> Iterator[ProgressDisplay | None]:
+    """Show a run: its folder, its progress, and where it was saved when it is stopped.
+
+    `again` is how to go on with it. Without a console nothing is shown.
+    """
+    if console is None:
+        yield None
+        return
+    display = ProgressDisplay(console)
+    display.say(f"run folder: {run.path}")
+    try:
+        yield display
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        display.close()
+        latest = run.latest_checkpoint()
+        saved = f"saved after step {latest.step} in {latest.path}" if latest else "nothing to save yet"
+        display.say(f"stopped; {saved}. Go on with: {again}")
+        raise
+    finally:
+        display.close()
+
+
+def length_key(recipe: Recipe) -> str | None:
+    """The key that says how long the last stage is, such as rl.steps; None where it does not learn."""
+    where, last = recipe.named_stages[-1]
+    if isinstance(last, RejectionConfig):
+        return f"{where}.rounds"  # other steps would divide the steps that are done into other rounds
+    if isinstance(last, SFTConfig) and last.epochs is not None:
+        return f"{where}.epochs"
+    return f"{where}.steps" if learns(last) else None
+
+
+def check_extension(
+    recipe: Recipe, changed: Sequence[str], done: RunProgress | None, before: Recipe
+) -> None:
+    """Refuse what a resumed run cannot change: all but how long its last stage is, and what is written down.
+
+    `changed` are the keys, as on the command line; `done` is how far the run has come; `before` is its recipe
+    as it was.
+    """
+    length = length_key(before)
+    for key in changed:
+        noted = key.startswith(("run.", "evaluation.")) and key != "run.folder"
+        if key != length and not noted:
+            raise ConfigError(
+                "a resumed run goes on by its own recipe, and "
+                f"{key} cannot be changed; what can be: {f'{length}, ' if length else ''}"
+                f"evaluation.* and run.*. {_OTHERWISE}"
+            )
+    where, last = recipe.named_stages[-1]
+    if isinstance(last, SFTConfig) and last.epochs is not None:  # its steps depend on the data
+        earlier = before.stages[-1]
+        assert isinstance(earlier, SFTConfig)
+        if earlier.epochs is not None and last.epochs < earlier.epochs:
+            raise ConfigError(f"{length} can only be raised: it is {earlier.epochs:g}")
+        return
+    if done is not None and done.stage == len(recipe.stages) - 1 and steps_of(last) < done.done:
+        raise ConfigError(
+            f"{where} has done {done.done} steps already, so its length cannot be {steps_of(last)}"
+        )
+
+
+_OTHERWISE = (
+    "To train otherwise, begin a new run whose model is the last checkpoint's folder "
+    "(model.name=RUN/checkpoints/step-...)"
+)
+
+
+def finished_text(recipe: Recipe, counted: Recipe, done: RunProgress | None, run: str) -> str | None:
+    """What to say of a run that has done all its steps; None for any other.
+
+    `counted` is the recipe with steps where it says epochs.
+    """
+    if done is None or done.step < sum(map(steps_of, counted.stages)):
+        return None
+    text, key = f"{run} is finished: all {done.step} steps are done.", length_key(recipe)
+    if key is None:
+        return f"{text} Its last stage is an evaluation, so it cannot be extended. {_OTHERWISE}"
+    longer = 2 * getattr(recipe.stages[-1], key.rpartition(".")[2])
+    return (
+        f"{text} To extend it, raise the length of its last stage: "
+        f"ludus train --resume {run} {key}={longer}"
+    )

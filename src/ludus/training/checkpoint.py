@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludus.core.failures import LudusError
-from ludus.observe import RunWriter
+from ludus.core.failures import ConfigError, LudusError
+from ludus.engine import use_ludus_attention
+from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.training.adapters import is_adapted, save_adapter
-from ludus.training.learner import Learner
-from ludus.training.pretrained import without_bars
+from ludus.training.gguf import without_progress_bars
+from ludus.training.learner import Learner, frozen
+from ludus.training.lora import AdapterReference, adapter_reference, is_adapted, save_adapter
+from ludus.training.models import load_model
+from ludus.training.recipe import ModelConfig
+from ludus.training.settings import RLConfig, StageConfig
+
+if TYPE_CHECKING:
+    from ludus.training.run_context import RunContext
 
 OPTIMIZER = "optimizer.pt"
 REWARDS = "rewards.json"
@@ -26,7 +34,7 @@ PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run has come: steps in all, the stage it is in, and the steps of that stage that are done."""
 
     step: int = 0
@@ -51,7 +59,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
         if is_adapted(model):
             save_adapter(folder, model)
         else:
-            with without_bars():
+            with without_progress_bars():
                 module.save_pretrained(folder)
     except SafetensorError as error:
         raise UnsavedError(f"the model could not be written to {folder.parent}: {error}") from error
@@ -63,7 +71,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
 
 def save_checkpoint(
     run: RunWriter,
-    progress: Progress,
+    progress: RunProgress,
     model: nn.Module,
     tokenizer: HFTokenizer,
     stage: Saves,
@@ -77,9 +85,9 @@ def save_checkpoint(
         (folder / PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
 
 
-def load_progress(folder: Path) -> Progress:
+def load_progress(folder: Path) -> RunProgress:
     """How far the run had come."""
-    return Progress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
+    return RunProgress(**json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
 
 
 def rewards_state(scorers: Mapping[str, Scorer]) -> str:
@@ -108,3 +116,93 @@ def load_learner(folder: Path, learner: Learner) -> None:
     """Put an optimizer where a checkpoint left it."""
     state = torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
     learner.load_state_dict(state)
+
+
+# The model that a stage started from, for those that weigh the distance to it.
+
+SYNCED = "reference.pt"
+"""A reference that follows the policy, in a checkpoint."""
+
+
+def load_reference(context: RunContext, folder: Path, is_resumed: bool) -> nn.Module:
+    """The weights as they were when the stage began.
+
+    They are written down then, because a resumed run has only later weights. Where there is an adapter, that is
+    all that is written, and the reference is the model itself, read with the adapter as it was or with none.
+    """
+    settings = context.recipe.model
+    is_new = not folder.exists()
+    if is_new and is_resumed:
+        raise ConfigError(
+            f"{folder} is gone, which held the weights that this stage began with: put it back, or begin a new "
+            "run whose model is the last checkpoint's folder"
+        )
+    if is_new:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(folder) as temporary:
+            save_model(temporary, context.model, context.tokenizer)
+    if is_adapted(context.model):
+        bare = settings.lora is not None and settings.lora.reference == "base"
+        return adapter_reference(context.model, folder, bare)
+    if is_new:
+        return frozen(copy.deepcopy(context.model))
+    config = ModelConfig(name=str(folder), dtype=settings.dtype, device=settings.device)
+    model, _ = load_model(config, context.recipe.seed)
+    use_ludus_attention(model)
+    return frozen(model)
+
+
+def check_sync(context: RunContext, config: StageConfig) -> None:
+    """Refuse what a reference made of an adapter cannot do, before anything is played."""
+    if not isinstance(config, RLConfig) or config.reference_sync is None:
+        return
+    if not is_adapted(context.model):
+        return
+    lora = context.recipe.model.lora
+    if lora is not None and lora.reference == "base":
+        raise ConfigError(
+            'reference_sync lets the reference follow the policy, and model.lora.reference = "base" keeps it '
+            'at the model without its adapter: leave out reference_sync, or set model.lora.reference = "start"'
+        )
+    if config.reference_sync.mixup_alpha != 1:
+        raise ConfigError(
+            f"reference_sync.mixup_alpha = {config.reference_sync.mixup_alpha:g}: a mixture of two adapters is "
+            "no adapter of the same rank (their matrices are multiplied); set mixup_alpha = 1, which copies "
+            "the policy's, or train all weights"
+        )
+
+
+@torch.no_grad()
+def sync_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """reference = alpha * policy + (1 - alpha) * reference; of an adapter, the policy's as it is.
+
+    Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment", 2024, arXiv:2404.09656.
+    """
+    if isinstance(reference, AdapterReference):
+        reference.follow()
+        return
+    for own, other in zip(reference.parameters(), policy.parameters(), strict=True):
+        own.lerp_(other, alpha)
+
+
+def save_synced(folder: Path, reference: nn.Module) -> None:
+    """Write a reference that may have moved into a checkpoint's folder."""
+    if isinstance(reference, AdapterReference):
+        torch.save(reference.decoder.weights, folder / SYNCED)
+        return
+    torch.save({name: p.detach() for name, p in reference.named_parameters()}, folder / SYNCED)
+
+
+@torch.no_grad()
+def load_synced(folder: Path, reference: nn.Module) -> None:
+    """Put a reference where the checkpoint left it."""
+    path = folder / SYNCED
+    if not path.is_file():
+        raise LudusError(f"{folder} has no {SYNCED}: it was written by a stage without reference_sync")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(reference, AdapterReference):
+        if state is not None:  # else it has not followed yet, and stands for no adapter at all
+            reference.follow(state)
+        return
+    for name, parameter in reference.named_parameters():
+        parameter.copy_(state[name])

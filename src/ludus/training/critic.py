@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
-from ludus.training.learner import Descent
-from ludus.training.packing import Laid, laid, moved, picked
-from ludus.training.passes import Passes
-from ludus.training.rows import Row, row_mask
+from ludus.training.learner import Updater
+from ludus.training.packing import (
+    MicroBatchRunner,
+    PackedRows,
+    Row,
+    pack_rows,
+    row_mask,
+    take_rows,
+    to_device,
+)
 from ludus.training.settings import CriticConfig
 
 FILE = "critic.pt"
@@ -60,7 +66,7 @@ class ValueModel(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class ValueTargets:
     """What a critic learns in a step; over all rows."""
 
     asked_T: Tensor
@@ -78,7 +84,7 @@ class Critic:
         self.config = config
         self.policy = policy
         self.model = ValueModel(policy, own_trunk=config.kind == "model")
-        self.descent = Descent(self.model, config.optimizer, total_steps, seed)
+        self.updater = Updater(self.model, config.optimizer, total_steps, seed)
 
     def is_warming_up(self, step: int) -> bool:
         """Whether only the critic learns in this step of RL, counted from 0."""
@@ -90,50 +96,52 @@ class Critic:
         values_T = torch.zeros(sum(len(row.tokens) for row in rows))
         budget = self.config.optimizer.micro_batch_tokens
 
-        def read(part: Laid) -> None:
+        def read(part: PackedRows) -> None:
             found_T = self._after(part).cpu()
             inside_T = torch.ones(len(found_T), dtype=torch.bool)
             inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
             values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
 
         with sampling_mode(self.model):
-            Passes(budget).over(laid(rows, range(len(rows)), budget), read)
+            MicroBatchRunner(budget).over(pack_rows(rows, range(len(rows)), budget), read)
         return values_T
 
     def learn(
-        self, rows: Sequence[Row], lesson: Lesson, parts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], lesson: ValueTargets, parts: Sequence[Sequence[int]]
     ) -> dict[str, float]:
         """So many passes over the step's rows, one update for each part; the last pass's mean metrics."""
         metrics: list[dict[str, float]] = []
         for _ in range(self.config.passes):
             metrics = [self._update(rows, lesson, part) for part in parts]
-        self.descent.forget_gradients()
+        self.updater.clear_gradients()
         return {shown: sum(m[name] for m in metrics) / len(metrics) for name, shown in NAMES.items()}
 
-    def _update(self, rows: Sequence[Row], lesson: Lesson, part: Sequence[int]) -> dict[str, float]:
-        device = self.descent.device
+    def _update(
+        self, rows: Sequence[Row], lesson: ValueTargets, part: Sequence[int]
+    ) -> dict[str, float]:
+        device = self.updater.device
         inside_T = row_mask(rows, part) & lesson.asked_T
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
 
-        def evaluate(packed: Laid) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            place_A = picked(lesson.asked_T, packed.own_T).nonzero().squeeze(1)
-            own_A = picked(packed.own_T, place_A)
-            values_A = self._after(packed)[moved(place_A, device) - 1]
+        def evaluate(packed: PackedRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            place_A = take_rows(lesson.asked_T, packed.own_T).nonzero().squeeze(1)
+            own_A = take_rows(packed.own_T, place_A)
+            values_A = self._after(packed)[to_device(place_A, device) - 1]
             loss_A, metrics = value_loss(
                 values_A,
-                moved(picked(lesson.old_T, own_A), device),
-                moved(picked(lesson.returns_T, own_A), device),
+                to_device(take_rows(lesson.old_T, own_A), device),
+                to_device(take_rows(lesson.returns_T, own_A), device),
                 bound=self.config.clip,
             )
-            return loss_A, moved(picked(weights_T, own_A), device), metrics
+            return loss_A, to_device(take_rows(weights_T, own_A), device), metrics
 
-        budget = self.descent.tokens_of_a_pass(len(rows[i].tokens) for i in part)
-        return self.descent.descend(laid(rows, part, budget), evaluate)
+        budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
+        return self.updater.optimizer_step(pack_rows(rows, part, budget), evaluate)
 
-    def _after(self, packed: Laid) -> Tensor:
+    def _after(self, packed: PackedRows) -> Tensor:
         """The value after each token."""
-        context = PackedContext(packed.lengths, self.descent.device)
-        tokens_T = packed.to(self.descent.device).tokens_T
+        context = PackedContext(packed.lengths, self.updater.device)
+        tokens_T = packed.to(self.updater.device).tokens_T
         if self.model.trunk is not None:
             hidden_TD = hidden_states(self.model, tokens_T, context.position_ids, context)
         else:
@@ -147,7 +155,7 @@ class Critic:
         return {
             "kind": self.config.kind,
             "model": self.model.state_dict(),
-            "descent": self.descent.state_dict(),
+            "descent": self.updater.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,7 +165,7 @@ class Critic:
                 f"{self.config.kind!r}: set rl.critic.kind to what the run began with"
             )
         self.model.load_state_dict(state["model"])
-        self.descent.load_state_dict(state["descent"])
+        self.updater.load_state_dict(state["descent"])
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint's folder, beside the policy."""
@@ -168,7 +176,7 @@ class Critic:
         path = folder / FILE
         if not path.is_file():
             raise LudusError(f"{folder} has no {FILE}: it was written by a stage without a critic")
-        self.load_state_dict(torch.load(path, map_location=self.descent.device, weights_only=True))
+        self.load_state_dict(torch.load(path, map_location=self.updater.device, weights_only=True))
 
 
 def explained_variance(values_A: Tensor, returns_A: Tensor) -> float | None:

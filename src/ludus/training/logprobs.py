@@ -7,7 +7,8 @@ product goes the short way (`fused_head`); others, and those that an adapter has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,24 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode, vocabulary_size
 from ludus.engine.model_runner import plain_head
-from ludus.kernels import token_logprobs
-from ludus.kernels.device import on_device
-from ludus.training.fused_head import chunk_rows, linear_logprobs
-from ludus.training.packing import Laid, Pack, laid, moved, picked
-from ludus.training.passes import Passes
-from ludus.training.rows import Row
+from ludus.kernels import (
+    kept_gradient,
+    linear_float32,
+    logit_gradient,
+    summarise_and_keep,
+    summarise_logits,
+    token_logprobs,
+)
+from ludus.kernels.device import free_memory, on_device
+from ludus.training.packing import (
+    MicroBatchRunner,
+    Pack,
+    PackedRows,
+    Row,
+    pack_rows,
+    take_rows,
+    to_device,
+)
 
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
@@ -41,14 +54,16 @@ def logprobs_of(
     wanted = [i for i, piece in enumerate(torch.split(scored_T, lengths)) if bool(piece.any())]
     found: list[tuple[Tensor, Tensor]] = []
 
-    def score(part: Laid) -> None:
-        place_A = picked(scored_T, part.own_T).nonzero().squeeze(1)
+    def score(part: PackedRows) -> None:
+        place_A = take_rows(scored_T, part.own_T).nonzero().squeeze(1)
         there = part.to(device)
-        found_A, _ = _logprobs(model, part.lengths, there.tokens_T, moved(place_A, device), temperature)
-        found.append((picked(part.own_T, place_A), found_A))
+        found_A, _ = _logprobs(
+            model, part.lengths, there.tokens_T, to_device(place_A, device), temperature
+        )
+        found.append((take_rows(part.own_T, place_A), found_A))
 
     with torch.no_grad(), sampling_mode(model), on_device(device):
-        Passes(budget).over(laid(rows, wanted, budget), score)
+        MicroBatchRunner(budget).over(pack_rows(rows, wanted, budget), score)
     result_T = np.zeros(len(scored_T), dtype=np.float32)
     for own_A, found_A in found:  # read when all has been asked for, so that the device never waits
         result_T[own_A.numpy()] = found_A.cpu().numpy()
@@ -79,3 +94,170 @@ def _chunk(
     model: nn.Module, hidden_cD: Tensor, tokens_c: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     return token_logprobs(head_logits(model, hidden_cD), tokens_c, temperature)
+
+
+# Fused linear cross-entropy: the head's logits exist for one chunk of tokens at a time.
+#
+# The forward pass reduces a chunk's logits to log-probabilities and entropies and drops them; the backward pass
+# computes them again and turns them into the gradients of the hidden states and of the head. Where the device
+# has memory to spare, the exponentials of the first chunks are kept in half precision instead, and need not be
+# computed twice (unless the loss has a gradient through the entropies).
+#
+# Logits are float32 whatever the weights are: rounding them to bf16 would be the largest error of all. So is
+# the sum of the head's gradient over the chunks; it is rounded once, at the end.
+
+_LEAST, _MOST = 1 << 28, 1 << 30
+_SHARE = 1 / 128
+_KEPT_LEAST, _KEPT_MOST = 1 / 96, 1 / 24
+_PLENTY = 3 / 4
+_HOST = 1 << 28
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """What a chunk's logits and their gradient may take: a small share of the device's memory."""
+    if device.type != "cuda":
+        return _HOST
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(min(_MOST, max(_LEAST, total * _SHARE)))
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """The places of a chunk."""
+    rows = chunk_bytes(device) // (6 * vocabulary)  # 4 bytes of a logit, 2 of its gradient
+    return max(128, rows // 128 * 128)  # matrix units like whole tiles
+
+
+def kept_bytes(device: torch.device) -> int:
+    """What exponentials that are kept for the backward pass may take; nothing on a host.
+
+    A small share of the device's memory, and a larger one as long as most of it is free.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = free_memory(device)
+    return int(min(_KEPT_MOST * total, max(_KEPT_LEAST * total, free - _PLENTY * total)))
+
+
+def kept_places(weight_VD: Tensor) -> int:
+    """For how many places they are kept; for none in float32, where they would be no smaller than logits."""
+    if weight_VD.dtype == torch.float32:
+        return 0
+    return kept_bytes(weight_VD.device) // (2 * len(weight_VD)) // 128 * 128
+
+
+def linear_logprobs(
+    hidden_AD: Tensor,
+    weight_VD: Tensor,
+    tokens_A: Tensor,
+    temperature: float,
+    rows: int | None = None,
+    kept: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of each token, entropy of its distribution), in float32.
+
+    Args:
+        hidden_AD: The hidden state from which each token was predicted.
+        weight_VD: The head. It gets a gradient if it asks for one.
+        tokens_A: The tokens.
+        temperature: Logits are divided by it.
+        rows: Places in a chunk; by the device's memory when left out.
+        kept: Places whose exponentials are kept for the backward pass; likewise.
+    """
+    rows = rows or chunk_rows(len(weight_VD), hidden_AD.device)
+    kept = kept_places(weight_VD) if kept is None else kept
+    kept = kept if torch.is_grad_enabled() else 0  # which nobody can ask inside the function
+    logprobs_A, entropies_A = _LinearLogprobs.apply(
+        hidden_AD, weight_VD, tokens_A, temperature, rows, kept
+    )
+    return logprobs_A, entropies_A
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_AD: Tensor,
+        weight_VD: Tensor,
+        tokens_A: Tensor,
+        temperature: float,
+        rows: int,
+        kept: int,
+    ) -> tuple[Tensor, Tensor]:
+        chosen_A, lse_A, entropies_A = (
+            torch.empty(len(tokens_A), dtype=torch.float32, device=hidden_AD.device) for _ in range(3)
+        )
+        kept = min(kept, len(tokens_A)) if any(ctx.needs_input_grad) else 0
+        kept_KV = hidden_AD.new_empty(kept, len(weight_VD), dtype=weight_VD.dtype)
+        shifts: list[Tensor] = []
+        for part in (*_chunks(0, kept, rows), *_chunks(kept, len(tokens_A), rows)):
+            logits_cV = linear_float32(hidden_AD[part], weight_VD)
+            if part.start < kept:
+                found = summarise_and_keep(logits_cV, temperature, kept_KV[part])
+                lse_A[part], entropies_A[part], shifts_cB = found
+                shifts.append(shifts_cB)
+            else:
+                lse_A[part], entropies_A[part] = summarise_logits(logits_cV, temperature)
+            chosen_A[part] = logits_cV.gather(1, tokens_A[part, None])[:, 0]
+            del logits_cV  # before the next chunk's are made
+        ctx.kept = (kept_KV, torch.cat(shifts)) if shifts else None
+        ctx.save_for_backward(hidden_AD, weight_VD, tokens_A, lse_A, entropies_A)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)  # so that it can be seen whether the entropies matter
+        return chosen_A / temperature - lse_A, entropies_A
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_AD, weight_VD, tokens_A, lse_A, entropies_A = ctx.saved_tensors
+        dlogprobs_A, dentropies_A = (
+            torch.zeros_like(lse_A) if grad is None else grad.float().contiguous() for grad in grads
+        )
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        dhidden_AD = torch.empty_like(hidden_AD) if wants_hidden else None
+        dweight_VD: Tensor | None = None
+
+        def add(part: slice, dlogits_cV: Tensor) -> None:
+            nonlocal dweight_VD
+            if dhidden_AD is not None:
+                torch.mm(dlogits_cV, weight_VD, out=dhidden_AD[part])
+            if wants_weight:
+                dweight_VD = add_product(dweight_VD, dlogits_cV, hidden_AD[part])
+
+        kept, ctx.kept = ctx.kept, None
+        first = 0
+        if kept is not None and grads[1] is None:
+            kept_KV, shifts_KB = kept
+            first = len(kept_KV)
+            own = slice(0, first)
+            known = tokens_A[own], ctx.temperature, dlogprobs_A[own]
+            add(own, kept_gradient(kept_KV, shifts_KB, *known))
+            del kept_KV
+        del kept
+        for part in _chunks(first, len(tokens_A), ctx.rows):
+            summary = lse_A[part], entropies_A[part]
+            slopes = dlogprobs_A[part], dentropies_A[part]
+            given = tokens_A[part], ctx.temperature, summary, *slopes, weight_VD.dtype
+            add(part, logit_gradient(linear_float32(hidden_AD[part], weight_VD), *given))
+        if dweight_VD is not None:
+            dweight_VD = dweight_VD.to(weight_VD.dtype)
+        return dhidden_AD, dweight_VD, None, None, None, None
+
+
+def add_product(total_VD: Tensor | None, dlogits_cV: Tensor, hidden_cD: Tensor) -> Tensor:
+    """total + dlogits^T hidden in float32, in place where there is a total."""
+    left_Vc = dlogits_cV.t()
+    if left_Vc.dtype == torch.float32:
+        return left_Vc @ hidden_cD if total_VD is None else total_VD.addmm_(left_Vc, hidden_cD)
+    if left_Vc.device.type != "cuda":
+        product_VD = left_Vc.float() @ hidden_cD.float()
+        return product_VD if total_VD is None else total_VD.add_(product_VD)
+    if total_VD is None:
+        return torch.mm(left_Vc, hidden_cD, out_dtype=torch.float32)
+    torch.ops.aten.addmm.dtype_out(total_VD, left_Vc, hidden_cD, torch.float32, out=total_VD)
+    return total_VD
+
+
+def _chunks(first: int, count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, count)) for start in range(first, count, rows))

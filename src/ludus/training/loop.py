@@ -27,21 +27,27 @@ from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed
 from ludus.observe.atomic import remove_directory
 from ludus.training.checkpoint import (
-    Progress,
+    RunProgress,
+    check_sync,
     load_progress,
     load_rewards,
     rewards_state,
     save_checkpoint,
 )
-from ludus.training.evaluation import Evaluation
-from ludus.training.report import no_signal_text, stage_kind, stage_of
-from ludus.training.stages import Stage, Step, build_stage
-from ludus.training.stages.checking import check_failures
-from ludus.training.stages.given import check_given
-from ludus.training.stages.imitating import Imitation
-from ludus.training.stages.reference import check_sync
-from ludus.training.steps import best_of, idle_patience, is_exhausted, stage_ends, steps_of
-from ludus.training.workshop import Workshop
+from ludus.training.evaluation.evaluate import Evaluation
+from ludus.training.recipe import stage_ends, steps_of
+from ludus.training.report import (
+    best_of,
+    idle_patience,
+    is_exhausted,
+    no_signal_text,
+    stage_kind,
+    stage_of,
+)
+from ludus.training.run_context import RunContext
+from ludus.training.stages import Stage, StepResult, build_stage, check_stage_data
+from ludus.training.stages.base import check_failures
+from ludus.training.stages.sft import SFTStage
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +61,11 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 class Trainer:
     """Runs the stages of a recipe in a workshop, and writes them into a run folder."""
 
-    def __init__(self, workshop: Workshop, run: RunWriter, on_step: OnStep | None = None) -> None:
-        self.workshop = workshop
-        self.recipe = workshop.recipe
+    def __init__(self, context: RunContext, run: RunWriter, on_step: OnStep | None = None) -> None:
+        self.context = context
+        self.recipe = context.recipe
         self.run = run
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.evaluations: dict[str, Evaluation] = {}
         self._on_step = on_step or (lambda phase, step, total, metrics: None)
         self._saved: int | None = None
@@ -79,12 +85,12 @@ class Trainer:
             if text := idle_patience(self.recipe):
                 log.warning("%s", text)
             for stage in self.recipe.stages:
-                await check_given(self.workshop, stage)
-                check_sync(self.workshop, stage)
+                await check_stage_data(self.context, stage)
+                check_sync(self.context, stage)
             await self._evaluate()
         else:
             self._go_on(checkpoint)
-        self._rewards = rewards_state(self.workshop.scorers)
+        self._rewards = rewards_state(self.context.scorers)
         try:
             for number in range(self.progress.stage, len(self.recipe.stages)):
                 await self._run_stage(number, checkpoint)
@@ -97,7 +103,7 @@ class Trainer:
         self.progress = load_progress(checkpoint.path)
         self._saved = checkpoint.step
         self._measured = {row["step"] for row in self.run.metrics() if any(map(_is_measured, row))}
-        load_rewards(checkpoint.path, self.workshop.scorers)
+        load_rewards(checkpoint.path, self.context.scorers)
 
     def save(self) -> None:
         """A checkpoint of the last completed step, unless there is one already.
@@ -111,7 +117,7 @@ class Trainer:
         if stage.is_torn:
             log.warning("step %d was cut off in its midst and is not saved", self.progress.step + 1)
             return
-        made = self.workshop
+        made = self.context
         save_checkpoint(self.run, self.progress, made.model, made.tokenizer, stage, self._rewards)
         self._saved = self.progress.step
         self._prune()
@@ -128,7 +134,7 @@ class Trainer:
     async def _run_stage(self, number: int, checkpoint: Checkpoint | None) -> None:
         config = self.recipe.stages[number]
         folder = self.run.path / "stages" / str(number)
-        self._stage = stage = build_stage(self.workshop, folder, config)
+        self._stage = stage = build_stage(self.context, folder, config)
         stage.is_resumed = checkpoint is not None and self.progress.done < stage.steps
         await stage.begin()
         if checkpoint is not None:
@@ -136,7 +142,7 @@ class Trainer:
             await self._evaluate_between(stage)  # which may be what the run was stopped in
         else:
             self.progress = replace(self.progress, stage=number, done=0)
-        if self.progress.step or not isinstance(stage, Imitation):
+        if self.progress.step or not isinstance(stage, SFTStage):
             self.save()
         while self.progress.done < stage.steps and not self._is_over(number):
             await self._advance(stage)
@@ -184,7 +190,7 @@ class Trainer:
     async def _advance(self, stage: Stage) -> None:
         result = await stage.advance(self.progress.done)
         self.progress = replace(self.progress, step=self.progress.step + 1, done=self.progress.done + 1)
-        self._rewards = rewards_state(self.workshop.scorers)
+        self._rewards = rewards_state(self.context.scorers)
         self._write_down(stage, result)
         done = self.progress.done
         if done % self.recipe.run.checkpoint_every == 0 and done < stage.steps:
@@ -193,7 +199,7 @@ class Trainer:
         await asyncio.sleep(0)  # where Ctrl-C is heard
         await self._evaluate_between(stage)
 
-    def _write_down(self, stage: Stage, result: Step) -> None:
+    def _write_down(self, stage: Stage, result: StepResult) -> None:
         every = self.recipe.run.trajectories_every
         due = bool(every) and (self.progress.done % every == 0 or result.split == "eval")
         if result.groups and due:
@@ -238,9 +244,9 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         config, step = self.recipe.evaluation, self.progress.step
-        if step in self._measured or not any(self.workshop.held_out(config.tasks)):
+        if step in self._measured or not any(self.context.held_out(config.tasks)):
             return
-        result = await self.workshop.measure(
+        result = await self.context.measure(
             attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
         )
         check_failures(result.groups, self.recipe.rl.max_failures)

@@ -15,11 +15,17 @@ from torch import nn
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine.hf_model import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.adapter_files import CONFIG, base_of, check_weights, is_adapter, revision_of
-from ludus.training.adapters import add_adapter, load_adapter, require_peft
-from ludus.training.dropout import without_dropout
-from ludus.training.hub import check_hub
-from ludus.training.pretrained import check_file, located, without_bars
+from ludus.training.gguf import check_file, located, without_progress_bars
+from ludus.training.lora import (
+    CONFIG,
+    add_adapter,
+    base_of,
+    check_weights,
+    is_adapter,
+    load_adapter,
+    require_peft,
+    revision_of,
+)
 from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 
 log = logging.getLogger(__name__)
@@ -193,7 +199,7 @@ def load_weights(name: str, dtype: torch.dtype, revision: str | None = None) -> 
     try:
         config = AutoConfig.from_pretrained(name, revision=revision or "main")
         silenced = without_dropout(config)
-        with without_bars():
+        with without_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -308,3 +314,72 @@ def fit_tokenizer(corpus: Iterable[str], vocabulary: int) -> Any:
     )
     fast.chat_template = CHATML
     return fast
+
+
+def without_dropout(config: Any) -> list[str]:
+    """Set every rate in a Hugging Face configuration to 0; those that were not, as "name = rate"."""
+    silenced: list[str] = []
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):  # the configuration of a part
+            silenced += without_dropout(value)
+        elif (
+            _is_noise(name) and isinstance(value, float | int) and not isinstance(value, bool) and value
+        ):
+            silenced.append(f"{name} = {value:g}")
+            setattr(config, name, 0.0)
+    return silenced
+
+
+def _is_noise(name: str) -> bool:
+    """Whether this is a rate of something that is random in training alone."""
+    return "drop" in name or name.endswith(("jitter_noise", "jitter_eps"))
+
+
+# Whether a hub has a model, asked once: what loads it asks file by file, and for most of a minute.
+
+_PATIENCE = 10.0
+_known: set[str] = set()
+
+
+def check_hub(name: str, revision: str | None = None) -> None:
+    """Refuse a name that is neither in the hub's local cache nor known to a hub that can be reached."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        if name in _known or isinstance(
+            try_to_load_from_cache(name, "config.json", revision=revision), str
+        ):
+            return
+    except HFValidationError as error:
+        raise ConfigError(
+            f"model.name = {name!r} is neither a folder nor a name that a hub could have (owner/name)"
+        ) from error
+    hub = constants.ENDPOINT
+    try:
+        HfApi(endpoint=hub).model_info(name, timeout=_PATIENCE)
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"model.name = {name!r} is neither a folder nor a model that {hub} would show you: look at its "
+            "spelling, or log in (hf auth login, or HF_TOKEN) if it is private"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(
+            f"model.name = {name!r} is neither a folder nor in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
+            "forbids to ask for it"
+        ) from error
+    except HfHubHTTPError:
+        pass  # a mirror need not answer this question; whether it has the files will be seen
+    except Exception as error:
+        # what a broken connection raises depends on the library, and on its version, that the hub's client uses
+        raise ConfigError(
+            f"model.name = {name!r} is neither a folder nor in {constants.HF_HUB_CACHE}, and {hub} cannot be "
+            f"reached ({type(error).__name__}: {error}): give a folder with the model, or mend the connection "
+            "(HF_ENDPOINT names another hub)"
+        ) from error
+    _known.add(name)

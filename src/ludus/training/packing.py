@@ -1,25 +1,128 @@
-"""Rows to an estimator's batch, and to packed micro-batches. No padding: rows lie end to end.
+"""Training rows: the sequences of trajectories, ready to be laid end to end.
 
-What lies over all rows, in the order they are given, has T in its name. Places are looked up by numpy: torch
-would wake a thread for each of the host's cores, and on a busy host one of them comes milliseconds late, which
-the GPU spends idle.
+A row is one sequence of a trajectory, with the prefix it shares with its ancestors in front. The prefix is
+context: its actions are trained where they were first said, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ludus.algos import AdvantageInputs
-from ludus.core.trajectory import Trajectory
+from ludus.core.failures import LudusError
+from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.kernels.device import sent
-from ludus.training.rows import Row, State, end_to_end, engine_logprobs, flags, owners
+
+State = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+"""What the model was told just before a turn: the tokens and the media of each segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence to train on, and the trajectory (by number) it belongs to."""
+
+    tokens: list[int]
+    action_mask: list[bool]
+    observation_mask: list[bool]
+    """True at the observations that are the row's own: trained on for ablations alone."""
+    logprobs: list[float]
+    trajectory: int
+    turns: list[Segment]
+    """The actions that are the row's own and have tokens."""
+    states: list[State]
+    """For each of them, what was heard since the action before it; empty where that was nothing."""
+
+
+def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
+    """The rows of these trajectories, in order; a sequence without an action has nothing to train."""
+    rows: list[Row] = []
+    for number, trajectory in enumerate(trajectories):
+        for index, sequence in enumerate(trajectory.sequences):
+            mask = sequence.action_mask
+            if not any(mask):
+                continue
+            before = _inherited(trajectory, index)
+            prefix = [token for segment in before for token in segment.tokens]
+            heard = [s.kind is SegmentKind.OBSERVATION for s in sequence.segments for _ in s.tokens]
+            rows.append(
+                Row(
+                    tokens=prefix + sequence.tokens,
+                    action_mask=[False] * len(prefix) + mask,
+                    observation_mask=[False] * len(prefix) + heard,
+                    logprobs=[0.0] * len(prefix) + sequence.logprobs,
+                    trajectory=number,
+                    turns=[action for action in sequence.actions if action.tokens],
+                    states=list(_states(before, sequence.segments)),
+                )
+            )
+            if rows[-1].action_mask[0]:
+                raise ValueError("a row starts with an action: the model must have read something first")
+            rows[-1].observation_mask[0] = False  # nothing before it could have predicted it
+    return rows
+
+
+def _inherited(trajectory: Trajectory, index: int) -> list[Segment]:
+    parent = trajectory.sequences[index].parent
+    if parent is None:
+        return []
+    sequence, segment = parent
+    own = trajectory.sequences[sequence].segments[: segment + 1]
+    return _inherited(trajectory, sequence) + own
+
+
+def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State]:
+    state: State = ()
+    for segment, is_own in [(s, False) for s in before] + [(s, True) for s in own]:
+        if segment.kind is not SegmentKind.ACTION:
+            state += ((tuple(segment.tokens), tuple(media.sha256 for media in segment.media)),)
+        elif segment.tokens:
+            if is_own:
+                yield state
+            state = ()
+
+
+def concat_lists(lists: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Tensor:
+    """Lists of numbers as one tensor, by way of numpy, which reads a list several times faster than torch."""
+    pieces = [np.array(numbers, dtype=dtype) for numbers in lists]
+    return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype))
+
+
+def concat_masks(masks: Iterable[Sequence[bool]]) -> Tensor:
+    """Masks of rows, end to end."""
+    return concat_lists(masks, np.bool_)
+
+
+def engine_logprobs(rows: Sequence[Row]) -> Tensor:
+    """What the engine reported for each token; 0 where it said nothing."""
+    return concat_lists([row.logprobs for row in rows], np.float32)
+
+
+def row_mask(rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:
+    """True at the tokens of these rows."""
+    chosen = set(numbers)
+    return concat_masks([i in chosen] * len(row.tokens) for i, row in enumerate(rows))
+
+
+def trajectory_ids(rows: Sequence[Row]) -> Tensor:
+    """The trajectory that each token belongs to."""
+    counts = [len(row.tokens) for row in rows]
+    numbers = np.array([row.trajectory for row in rows], dtype=np.int64)
+    return torch.from_numpy(np.repeat(numbers, counts))
+
+
+# Packing: rows lie end to end, without padding. Tensors over all rows, in the order given, have T in their
+# names. Indexing goes through numpy: torch would wake one thread per core, and on a busy host the last of them
+# keeps the GPU waiting for milliseconds.
 
 
 def advantage_inputs(
@@ -28,7 +131,7 @@ def advantage_inputs(
     groups: Sequence[int],
     sets: Sequence[int] | None = None,
     *,
-    trains_heard: bool = False,
+    train_observations: bool = False,
 ) -> AdvantageInputs:
     """The estimator's view of all rows laid end to end.
 
@@ -44,13 +147,15 @@ def advantage_inputs(
         trains_heard: Whether the loss applies to observations as well.
     """
     turns = [(row.trajectory, turn) for row in rows for turn in row.turns]
-    action_T = flags(row.action_mask for row in rows)
+    action_T = concat_masks(row.action_mask for row in rows)
     return AdvantageInputs(
         rewards_N=torch.tensor([t.reward or 0.0 for t in trajectories], dtype=torch.float32),
         group_N=torch.tensor(groups, dtype=torch.long),
-        trajectory_T=owners(rows),
+        trajectory_T=trajectory_ids(rows),
         action_T=action_T,
-        trained_T=action_T | flags(row.heard_mask for row in rows) if trains_heard else None,
+        trained_T=action_T | concat_masks(row.observation_mask for row in rows)
+        if train_observations
+        else None,
         turn_T=_turns(rows),
         trajectory_U=torch.tensor([number for number, _ in turns], dtype=torch.long),
         rewards_U=torch.tensor([turn.reward or 0.0 for _, turn in turns], dtype=torch.float32),
@@ -81,7 +186,7 @@ def _anchors(rows: Sequence[Row], groups: Sequence[int]) -> Tensor:
     return torch.tensor(anchors, dtype=torch.long)
 
 
-def batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
+def micro_batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
     """Row numbers in micro-batches of at most `budget` tokens; a longer row travels alone.
 
     Longest first, each into the fullest micro-batch that still takes it: few of them, evenly filled, and
@@ -103,39 +208,39 @@ def batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class PackedRows:
     """Some of the rows end to end, and where their tokens lie among those of all rows."""
 
     lengths: list[int]
     tokens_T: Tensor
     own_T: Tensor
 
-    def to(self, device: torch.device) -> Laid:
+    def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
-        return replace(self, tokens_T=moved(self.tokens_T, device))
+        return replace(self, tokens_T=to_device(self.tokens_T, device))
 
-    def halves(self) -> tuple[Laid, Laid]:
+    def split(self) -> tuple[PackedRows, PackedRows]:
         """Two parts of whole rows, of about as many tokens each."""
-        row, place = middle(self.lengths)
+        row, place = split_point(self.lengths)
         return (
-            Laid(self.lengths[:row], self.tokens_T[:place], self.own_T[:place]),
-            Laid(self.lengths[row:], self.tokens_T[place:], self.own_T[place:]),
+            PackedRows(self.lengths[:row], self.tokens_T[:place], self.own_T[:place]),
+            PackedRows(self.lengths[row:], self.tokens_T[place:], self.own_T[place:]),
         )
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device. To a GPU it goes from pinned memory: any other copy waits until the GPU has caught up."""
-    return _all_moved([tensor], device)[0]
+    return _all_to_device([tensor], device)[0]
 
 
-def _all_moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The same for several, in one copy."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
     return sent([tensor.numpy() for tensor in tensors], device)
 
 
-def picked(values_T: Tensor, place_A: Tensor) -> Tensor:
+def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
     """values_T[place_A], on the host; half precision becomes float32."""
     values_T = values_T.detach()
     if values_T.dtype in (
@@ -146,7 +251,7 @@ def picked(values_T: Tensor, place_A: Tensor) -> Tensor:
     return torch.from_numpy(values_T.numpy()[place_A.numpy()])
 
 
-def middle(lengths: Sequence[int]) -> tuple[int, int]:
+def split_point(lengths: Sequence[int]) -> tuple[int, int]:
     """(rows, tokens) of the first of two halves: at least a row each, and as even as whole rows allow."""
     if len(lengths) < 2:
         raise ValueError("a single row cannot be halved")
@@ -155,16 +260,16 @@ def middle(lengths: Sequence[int]) -> tuple[int, int]:
     return row, ends[row - 1]
 
 
-def laid(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Iterator[Laid]:
+def pack_rows(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Iterator[PackedRows]:
     """The rows of these numbers in micro-batches."""
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.tokens))
-    for batch in batches_of([rows[i] for i in numbers], budget):
+    for batch in micro_batches_of([rows[i] for i in numbers], budget):
         chosen = [numbers[i] for i in batch]
-        yield Laid(
+        yield PackedRows(
             lengths=[len(rows[i].tokens) for i in chosen],
-            tokens_T=end_to_end([rows[i].tokens for i in chosen], np.int64),
+            tokens_T=concat_lists([rows[i].tokens for i in chosen], np.int64),
             own_T=torch.from_numpy(
                 np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
             ),
@@ -193,12 +298,12 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         names, tensors = zip(*self._tensors(), strict=True)
-        there: dict[str, Any] = dict(zip(names, _all_moved(tensors, device), strict=True))
+        there: dict[str, Any] = dict(zip(names, _all_to_device(tensors, device), strict=True))
         return replace(self, **there)
 
-    def halves(self) -> tuple[Pack, Pack]:
+    def split(self) -> tuple[Pack, Pack]:
         """Two packs of whole rows, of about as many tokens each."""
-        row, place = middle(self.lengths)
+        row, place = split_point(self.lengths)
         trained = int((self.action_A < place).sum())
         along_A = {name: tensor for name, tensor in self._tensors() if name != "tokens_T"}
         first: dict[str, Any] = {name: tensor[:trained] for name, tensor in along_A.items()}
@@ -233,7 +338,7 @@ class Columns:
     def of(cls, rows: Sequence[Row], advantages_T: Tensor, weights_T: Tensor) -> Columns:
         """The usual ones: the actions are trained, and the engine's logprobs are the old ones."""
         sampled_T = engine_logprobs(rows)
-        said_T = flags(row.action_mask for row in rows)
+        said_T = concat_masks(row.action_mask for row in rows)
         return cls(said_T, sampled_T, sampled_T, advantages_T, weights_T)
 
 
@@ -245,18 +350,123 @@ def packs_of(
     ends = list(accumulate(lengths, initial=0))
     trains = [bool(columns.trained_T.numpy()[start:stop].any()) for start, stop in pairwise(ends)]
     wanted = range(len(rows)) if numbers is None else numbers
-    for part in laid(rows, [i for i in wanted if trains[i]], budget):
-        mask_T = picked(columns.trained_T, part.own_T)
+    for part in pack_rows(rows, [i for i in wanted if trains[i]], budget):
+        mask_T = take_rows(columns.trained_T, part.own_T)
         action_A = mask_T.nonzero().squeeze(1)
-        own_A = picked(part.own_T, action_A)
+        own_A = take_rows(part.own_T, action_A)
         row_T = torch.from_numpy(np.repeat(np.arange(len(part.lengths)), part.lengths))
         yield Pack(
             lengths=part.lengths,
             tokens_T=part.tokens_T,
             action_A=action_A,
-            old_logprobs_A=picked(columns.old_T, own_A),
-            behaviour_A=picked(columns.behaviour_T, own_A),
-            advantages_A=picked(columns.advantages_T, own_A),
-            weights_A=picked(columns.weights_T, own_A),
-            row_A=picked(row_T, action_A),
+            old_logprobs_A=take_rows(columns.old_T, own_A),
+            behaviour_A=take_rows(columns.behaviour_T, own_A),
+            advantages_A=take_rows(columns.advantages_T, own_A),
+            weights_A=take_rows(columns.weights_T, own_A),
+            row_A=take_rows(row_T, action_A),
         )
+
+
+# Micro-batch splitting: a micro-batch that runs out of memory is split in two and tried again.
+#
+# One pass after another, on the calling thread. Work that runs out of memory must leave no trace of the failed
+# pass; its error, whose frames hold the pass's tensors, is dropped before the next attempt.
+
+log = logging.getLogger(__name__)
+
+
+class MicroBatch(Protocol):
+    """A micro-batch of whole rows."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    def split(self) -> tuple[Self, Self]: ...
+
+
+P = TypeVar("P", bound=MicroBatch)
+
+
+class MicroBatchRunner:
+    """How many tokens a pass may have: as configured, and less once that was too much."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def over(
+        self,
+        micro_batches: Iterable[P],
+        work: Callable[[P], None],
+        shrink: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Do the work on each, or on its halves where memory does not suffice for the whole.
+
+        Args:
+            micro_batches: What to go over. They may have been made before the limit fell.
+            work: One pass. When it raises for want of memory, it has to have done nothing.
+            shrink: Called when a single row does not fit; true if the next attempt will need less memory.
+        """
+        for micro_batch in micro_batches:
+            waiting = [micro_batch]
+            while waiting:
+                piece = waiting.pop()
+                trouble = None
+                if self._fits(piece):
+                    trouble = attempt(work, piece)
+                    if trouble is None:
+                        continue
+                    free_cached_memory()
+                    self._learn(piece, trouble)
+                if len(piece.lengths) > 1:
+                    waiting += reversed(piece.split())
+                elif shrink():
+                    waiting.append(piece)
+                else:
+                    raise LudusError(
+                        f"a single row of {piece.lengths[0]} tokens does not fit into memory ({trouble}): "
+                        "limit the length of episodes (their turns, or the tokens of a turn), or train a "
+                        "smaller model or an adapter"
+                    )
+
+    def _fits(self, piece: MicroBatch) -> bool:
+        return len(piece.lengths) == 1 or sum(piece.lengths) <= self.tokens
+
+    def _learn(self, piece: MicroBatch, trouble: str) -> None:
+        """Halve the limit, for good."""
+        size = sum(piece.lengths)
+        if len(piece.lengths) == 1:
+            return
+        self.tokens = max(1, min(self.tokens, size) // 2)
+        log.warning(
+            "a pass over %d tokens ran out of memory (%s); passes have at most %d from now on: set "
+            "optimizer.micro_batch_tokens to that to do without the failed attempt",
+            size,
+            trouble,
+            self.tokens,
+        )
+
+
+def attempt(work: Callable[[P], None], piece: P) -> str | None:
+    """Do it; what was said if memory ran out, and None if all went well."""
+    try:
+        work(piece)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device's memory is full; libraries below torch say so in words alone."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = str(error).lower()
+    return "out of memory" in words or "cublas_status_alloc_failed" in words
+
+
+def free_cached_memory() -> None:
+    """Give back what nobody holds any more, so that the next attempt finds whole blocks."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()

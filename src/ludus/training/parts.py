@@ -19,9 +19,9 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset
-from ludus.training.imitation import Conversation, parse_conversations, read_conversations
-from ludus.training.recipe import Recipe
-from ludus.training.settings import ImitationConfig
+from ludus.training.conversations import Conversation, parse_conversations, read_conversations
+from ludus.training.recipe import Recipe, TaskSetConfig
+from ludus.training.settings import SFTConfig
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Parts:
 
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
-    imitating = (where for where, stage in recipe.named_stages if isinstance(stage, ImitationConfig))
+    imitating = (where for where, stage in recipe.named_stages if isinstance(stage, SFTConfig))
     first = next(imitating, "warm_start")
     named = {
         "tasks": ("tasks.train", recipe.tasks.train),
@@ -51,7 +51,7 @@ def load_parts(recipe: Recipe) -> Parts:
         "rewards": ("rewards", recipe.rewards),
         "group_rewards": ("group_rewards", recipe.group_rewards),
         "agent": ("agent.loop", recipe.agent.loop),
-        "demonstrations": (f"{first}.demonstrations", recipe.first_imitation.demonstrations),
+        "demonstrations": (f"{first}.demonstrations", recipe.first_sft.demonstrations),
     }
     return Parts(
         **{
@@ -95,15 +95,15 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     if callable(value):
         return value
     if isinstance(value, str | PathLike):
-        return read_demonstrations(str(value), recipe.first_imitation.columns)
+        return read_demonstrations(str(value), recipe.first_sft.columns)
     if not isinstance(value, Iterable):
         raise ConfigError(f"demonstrations are conversations, a file or a function, not {value!r:.80}")
     return parse_conversations(value)
 
 
-def demonstrations_of(config: ImitationConfig, recipe: Recipe, parts: Parts) -> Any:
+def demonstrations_of(config: SFTConfig, recipe: Recipe, parts: Parts) -> Any:
     """What a stage imitates; the run's own where it names none, or the same."""
-    first, source = recipe.first_imitation, config.demonstrations
+    first, source = recipe.first_sft, config.demonstrations
     if source is None or (source, config.columns) == (first.demonstrations, first.columns):
         return parts.demonstrations
     return read_demonstrations(source, config.columns)
@@ -197,3 +197,76 @@ def check_rebuilt(run: str, objects: Mapping[str, str], given: Iterable[str]) ->
             f"name them by reference ({', '.join(KEYS.get(name, name) for name in missing)}); ludus show "
             f"{run} needs none of them"
         )
+
+
+ONLY = "tasks"
+"""What the set of a recipe without task sets is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSetSpec:
+    """A task set before anything is built for it."""
+
+    name: str
+    recipe: Recipe
+    """The recipe as it would be if this set were the only one."""
+    parts: Parts
+    """The code of such a recipe."""
+    config: TaskSetConfig | None = None
+    """What the recipe's table says; None for a recipe without such tables."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The budgets that the set's own table gives."""
+        own = self.config.budgets if self.config is not None else None
+        return {} if own is None else {name: getattr(own, name) for name in own.model_fields_set}
+
+
+def task_set_specs(recipe: Recipe, parts: Parts) -> list[TaskSetSpec]:
+    """The task sets of a recipe, loaded; for one that names none, the one that it describes itself."""
+    refuse_stray_tasks(recipe, parts)
+    if not recipe.task_sets:
+        return [TaskSetSpec(ONLY, recipe, parts)]
+    return [_plan(recipe, config, parts) for config in recipe.task_sets]
+
+
+def refuse_stray_tasks(recipe: Recipe, parts: Parts) -> None:
+    """Tasks that were passed beside task sets would be played by nobody."""
+    if recipe.task_sets and (parts.tasks or parts.held_out):
+        raise ConfigError(
+            "the recipe has [[task_sets]], which bring their own tasks: leave out tasks= and held_out="
+        )
+
+
+def recipe_of(recipe: Recipe, config: TaskSetConfig) -> Recipe:
+    """The recipe as it would be if this set were the only one."""
+    agent = {name: getattr(config, name) for name in ("tools", "envs", "system")}
+    record = recipe.agent.record
+    if record is not None and config.tools is not None:
+        # in one store, the tools of one set must not be taken for another's
+        agent["record"] = record.model_copy(update={"name": f"{record.name}/{config.name}"})
+    own: dict[str, Any] = {name: getattr(config, name) for name in ("rewards", "group_rewards")}
+    own["agent"] = recipe.agent.model_copy(update=_given(agent))
+    own["tasks"] = recipe.tasks.model_copy(
+        update={name: getattr(config, name) for name in ("train", "evaluation", "columns")}
+    )
+    if config.budgets is not None:
+        limits = {name: getattr(config.budgets, name) for name in config.budgets.model_fields_set}
+        own["budgets"] = recipe.budgets.model_copy(update=limits)
+    return recipe.model_copy(update={**_given(own), "task_sets": ()})
+
+
+def _plan(recipe: Recipe, config: TaskSetConfig, parts: Parts) -> TaskSetSpec:
+    own_recipe = recipe_of(recipe, config)
+    named = {name: getattr(config, name) for name in ("tools", "envs", "rewards", "group_rewards")}
+    named |= {"tasks": config.train, "held_out": config.evaluation}
+    changes = {
+        name: resolve_named(f"the task set {config.name!r}", name, value, own_recipe)
+        for name, value in _given(named).items()
+    }
+    own = replace(parts, **{"held_out": [], **changes})
+    return TaskSetSpec(config.name, own_recipe, own, config)
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 import ludus
 from ludus.core.config import Config, Place, apply_overrides, read_toml
@@ -17,10 +20,14 @@ from ludus.observe import RunFolder
 from ludus.rollouts.budgets import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
-from ludus.training.anchoring import beside
-from ludus.training.recipe_checks import check_recipe, refuse_empty
-from ludus.training.settings import ImitationConfig, RLConfig, StageConfig
-from ludus.training.task_sets import TaskSetConfig
+from ludus.training.curriculum import BUDGETS
+from ludus.training.settings import (
+    EvaluationStageConfig,
+    RejectionConfig,
+    RLConfig,
+    SFTConfig,
+    StageConfig,
+)
 
 
 class ScratchConfig(Config):
@@ -226,7 +233,7 @@ class Recipe(Config):
     engine: EngineConfig = EngineConfig()
     max_in_flight: int = Field(default=256, ge=1)
     """Most episodes running at once."""
-    warm_start: ImitationConfig | None = None
+    warm_start: SFTConfig | None = None
     rl: RLConfig = RLConfig()
     stage: tuple[StageConfig, ...] = ()
     """What to do, in order, where a warm start and RL are not it: tables with kind = sft, rl, dpo, ..."""
@@ -248,10 +255,10 @@ class Recipe(Config):
         return self
 
     @property
-    def first_imitation(self) -> ImitationConfig:
+    def first_sft(self) -> SFTConfig:
         """The first stage that imitates: what is passed stands in for the demonstrations that it names."""
-        imitating = [stage for stage in self.stages if isinstance(stage, ImitationConfig)]
-        return imitating[0] if imitating else ImitationConfig()
+        imitating = [stage for stage in self.stages if isinstance(stage, SFTConfig)]
+        return imitating[0] if imitating else SFTConfig()
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -312,3 +319,193 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if any(override.startswith("model.name=") for override in given):
         raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
     return Recipe.parse(raw, str(path))
+
+
+PER_SET = ("success", "reward", "turns", "episodes")
+"""What a step tells of each task set, where there are several: sets/NAME/success, ..."""
+
+
+class TaskSetConfig(Config):
+    """One of several task sets. What it leaves out is as the recipe says."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """What its metrics are called: sets/NAME/..."""
+    train: Place
+    """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
+    evaluation: Place | None = None
+    """Held-out tasks."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, as in tasks.columns."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the tasks, relative to the other sets' weights."""
+    tools: tuple[str | dict[str, Any], ...] | None = None
+    """Tools, as in agent.tools."""
+    envs: dict[str, str] | None = None
+    """Environments, as in agent.envs."""
+    rewards: tuple[str | dict[str, Any], ...] | None = None
+    """Rewards, as in the recipe."""
+    group_rewards: tuple[str | dict[str, Any], ...] | None = None
+    """Group rewards, as in the recipe."""
+    budgets: Budgets | None = None
+    """Limits on an episode; those that are left out are the recipe's."""
+    system: str | None = None
+    """A system message, as in agent.system."""
+
+    @field_serializer("budgets")
+    def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:
+        """Those that were given: written out in full, they would replace the recipe's when read again."""
+        return None if budgets is None else budgets.model_dump(exclude_unset=True)
+
+
+# What only a whole recipe shows to be wrong: settings of one table that another one leaves without effect.
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise a `ValueError` that names the key."""
+    for where, value in _not_finite(recipe.model_dump(), ""):
+        raise ValueError(f"{where}: must be a finite number (given: {value!r})")
+    for where, stage in recipe.named_stages:
+        if isinstance(stage, RLConfig):
+            _check_followed_sets(stage, where, recipe)
+            _check_overlong(stage, where, recipe)
+        if isinstance(stage, EvaluationStageConfig) and not all(
+            1 <= k <= stage.attempts for k in stage.pass_at
+        ):
+            raise ValueError(f"{where}.pass_at: pass@k needs k attempts, and there are {stage.attempts}")
+
+
+def refuse_empty(raw: Mapping[str, Any]) -> None:
+    """A list of stages or task sets without any, as a user wrote it: whatever is meant, nothing is done."""
+    for name, usual in (("stage", "[warm_start] and [rl]"), ("task_sets", "[tasks]")):
+        if name in raw and isinstance(raw[name], list | tuple) and not raw[name]:
+            raise ConfigError(
+                f"{name} = [] has no table: add [[{name}]] tables, or leave it out for {usual}"
+            )
+
+
+def _not_finite(value: Any, where: str) -> Iterator[tuple[str, float]]:
+    """Numbers in tables of free form, such as a reward's options, which no field looks at."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield where, value
+    inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+    if isinstance(value, list | tuple):
+        inner = enumerate(value)
+    for name, one in inner:
+        yield from _not_finite(one, f"{where}.{name}" if where else str(name))
+
+
+def _check_followed_sets(stage: RLConfig, where: str, recipe: Recipe) -> None:
+    """A metric of a task set must be one that steps have."""
+    names = [one.name for one in recipe.task_sets]
+    known = [f"sets/{name}/{metric}" for name in names for metric in PER_SET] if len(names) > 1 else []
+    for number, config in enumerate(stage.curriculum):
+        metric = config.adaptive.metric if config.adaptive is not None else ""
+        if metric.startswith("sets/") and metric not in known:
+            there = f"there are: {', '.join(known)}" if known else "there are not several task sets"
+            raise ValueError(
+                f"{where}.curriculum.{number}.adaptive.metric: no step has {metric!r}, so the value would "
+                f"never move; {there}"
+            )
+
+
+def _check_overlong(stage: RLConfig, where: str, recipe: Recipe) -> None:
+    if stage.overlong is None:
+        return
+    most = max(_most_said(stage, recipe, own) for own in _own_budgets(recipe))
+    if stage.overlong.longest > most:
+        raise ValueError(
+            f"{where}.overlong.longest: no episode says {stage.overlong.longest} tokens; the budgets end it "
+            f"after {most} (max_turns * max_turn_tokens, and max_tokens). Lower it, or raise them"
+        )
+
+
+def _own_budgets(recipe: Recipe) -> list[dict[str, float]]:
+    """The budgets that each task set gives itself."""
+    given = [one.budgets for one in recipe.task_sets]
+    return [
+        {} if own is None else {name: getattr(own, name) for name in own.model_fields_set}
+        for own in given or [None]
+    ]
+
+
+def _most_said(stage: RLConfig, recipe: Recipe, own: Mapping[str, float]) -> int:
+    """Tokens that an episode can say under the largest budgets that it will ever have."""
+    moved = {c.setting.removeprefix(BUDGETS): max(c.values) for c in stage.curriculum}
+
+    def budget(name: str) -> int:
+        if name in moved:
+            return int(min(moved[name], own.get(name, moved[name])))
+        return int(own.get(name, getattr(recipe.budgets, name)))
+
+    return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))
+
+
+# Paths in a recipe: looked for beside the recipe, and made absolute, so that a run can go on from any folder.
+#
+# What a recipe reads (tasks, demonstrations, pairs, code as file.py:name, databases, model folders, folders of
+# datasets) is taken from the recipe's folder where it is there, and else from the working directory. What a run
+# writes (`run.folder`, a new recording) is in the working directory.
+
+_FILE = re.compile(
+    r"(?P<path>.+\.(?:jsonl|json|parquet|py|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
+)
+_DATASET = re.compile(r"dataset:(?P<path>[^:@]+)(?P<rest>[:@].*)?")
+_FOLDERS = (
+    ("model", "name"),
+    ("stage", "teacher"),
+    ("rewards", "folder"),
+    ("task_sets", "rewards", "folder"),
+)
+"""Keys whose texts name folders, which have no ending to be known by."""
+_TEXTS = ("system", "run")
+"""Keys under which nothing is read: what stands there is no path, or one that is written to."""
+
+
+def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, ...] = ()) -> Any:
+    """The same tables; a text that names what is there under `root` (the working directory) is absolute."""
+    if isinstance(value, dict):
+        return {name: with_absolute_paths(inner, root, (*place, name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [with_absolute_paths(inner, root, place) for inner in value]
+    if not isinstance(value, str) or any(name in _TEXTS for name in place):
+        return value
+    match = _DATASET.fullmatch(value) or _FILE.fullmatch(value)
+    if match is None and place not in _FOLDERS:
+        return value
+    path = match["path"] if match else value
+    found = (root or Path()) / path
+    if path.startswith("~") or not (found.exists() if match is None else _is_there(found, match)):
+        return value
+    start, rest = value[: match.start("path")] if match else "", match["rest"] or "" if match else ""
+    return f"{start}{found.resolve()}{rest}"
+
+
+def _is_there(found: Path, match: re.Match[str]) -> bool:
+    return found.is_dir() if match.re is _DATASET else found.is_file()
+
+
+def beside(raw: dict[str, Any], recipe: str | Path) -> dict[str, Any]:
+    """The tables of a recipe's file, with what lies beside it named in full."""
+    folder = Path(recipe).resolve().parent
+    if folder == Path.cwd():
+        return raw
+    found: dict[str, Any] = with_absolute_paths(raw, folder)
+    return found
+
+
+def steps_of(config: StageConfig) -> int:
+    """How many steps a stage has."""
+    if isinstance(config, RejectionConfig):
+        return config.rounds * config.steps
+    return 1 if isinstance(config, EvaluationStageConfig) else config.steps
+
+
+def stage_ends(recipe: Recipe) -> set[int]:
+    """The steps with which stages that learn end."""
+    ends = accumulate(map(steps_of, recipe.stages))
+    return {end for end, config in zip(ends, recipe.stages, strict=True) if learns(config)}
+
+
+def learns(config: StageConfig) -> bool:
+    """Whether a stage changes the weights."""
+    return not isinstance(config, EvaluationStageConfig)

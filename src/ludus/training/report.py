@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent
 from ludus.core.trajectory import Trajectory, is_success
@@ -17,9 +19,15 @@ from ludus.observe import (
 )
 from ludus.observe.report import LOSSES, Cell, markdown_text
 from ludus.observe.store import read_failures
-from ludus.training.recipe import Recipe
-from ludus.training.settings import PreferenceConfig, RLConfig, StageConfig
-from ludus.training.steps import best_of, steps_of
+from ludus.training.recipe import Recipe, learns, steps_of
+from ludus.training.settings import (
+    EvaluationStageConfig,
+    PreferenceConfig,
+    RejectionConfig,
+    RLConfig,
+    SFTConfig,
+    StageConfig,
+)
 
 _NAMES = {
     "sft": "the warm start",
@@ -267,3 +275,83 @@ def _start_of_rl(recipe: Recipe) -> int:
             return start
         start += steps_of(config)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScore:
+    """A held-out number after a step."""
+
+    value: float
+    step: int
+    reward: float = 0.0
+    """What tells equal values apart: while nothing succeeds yet, a rising reward is progress."""
+
+    @property
+    def rank(self) -> tuple[float, float, int]:
+        """Of two evaluations, the better has the larger one; of equal ones the first has it."""
+        return self.value, self.reward, -self.step
+
+
+def held_out_scores(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[HeldOutScore]:
+    """The number that marks the best checkpoint, after each step at which a stage was measured.
+
+    From the run's rows of metrics alone, so that a run that is resumed knows what it knew. Stages of kind
+    `eval` do not count: they measure with settings of their own, and what they measure has a checkpoint
+    before them.
+    """
+    name = f"eval/{recipe.evaluation.best_by}"
+    ends = accumulate(map(steps_of, recipe.stages))
+    left_out = {end for end, config in zip(ends, recipe.stages, strict=True) if not learns(config)}
+    found = {
+        row["step"]: HeldOutScore(float(row[name]), row["step"], float(row.get("eval/reward") or 0.0))
+        for row in rows
+        if row.get(name) is not None
+    }
+    return [one for step, one in found.items() if step not in left_out]
+
+
+def best_of(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> HeldOutScore | None:
+    """The highest of them, of equal ones that with the highest reward, then the first.
+
+    The start is the recipe's own model, and does not count.
+    """
+    trained = [one for one in held_out_scores(rows, recipe) if one.step]
+    return max(trained, key=lambda one: one.rank, default=None)
+
+
+EXTENDED = "extended"
+"""The metric that marks a step after which the run was made longer."""
+
+
+def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, start: int) -> bool:
+    """Whether a stage that began after step `start` has used up `evaluation.patience`.
+
+    The value it began with is what has to be surpassed first. Where the run was extended, evaluations before
+    that do not count against patience: who extends a stage that has ended early wants it to go on.
+    """
+    patience = recipe.evaluation.patience
+    if patience is None or not _can_end_early(recipe.stages[stage]):
+        return False
+    within = [one for one in held_out_scores(rows, recipe) if one.step >= start]
+    if not within:
+        return False
+    best = max(within, key=lambda one: one.rank)
+    extended = max((row["step"] for row in rows if row.get(EXTENDED)), default=0)
+    return sum(one.step > max(best.step, extended) for one in within) >= patience
+
+
+def idle_patience(recipe: Recipe) -> str | None:
+    """What to say where no stage is long enough for `evaluation.patience` to end it."""
+    config = recipe.evaluation
+    longest = max((steps_of(one) for one in recipe.stages if _can_end_early(one)), default=0)
+    if config.patience is None or config.patience * config.every < longest:
+        return None
+    return (
+        f"evaluation.patience = {config.patience} can never end a stage early: so many evaluations, one every "
+        f"{config.every} steps, take {config.patience * config.every} steps, and the longest stage of RL, DPO "
+        f"or distillation has {longest}. Lower patience or evaluation.every"
+    )
+
+
+def _can_end_early(config: StageConfig) -> bool:
+    return not isinstance(config, SFTConfig | RejectionConfig | EvaluationStageConfig)

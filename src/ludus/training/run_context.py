@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 from collections.abc import Callable, Sequence
@@ -30,18 +31,16 @@ from ludus.rollouts.renderers import Renderer
 from ludus.rollouts.runner import Rollout
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
-from ludus.tools import LocalTools
+from ludus.tools import LocalTools, shut
 from ludus.tools.library import build_toolset
-from ludus.training.checkpoint import load_progress
-from ludus.training.evaluating.summary import Statistics, Summary
-from ludus.training.evaluation import Evaluation, measure_sets
-from ludus.training.imitation import Conversation, trajectory_of
+from ludus.training.checkpoint import RunProgress, load_progress
+from ludus.training.conversations import Conversation, trajectory_of
+from ludus.training.evaluation.evaluate import Evaluation, measure_sets
+from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts
-from ludus.training.recipe import AgentConfig, Recipe
-from ludus.training.set_building import build_task_sets, close_task_sets
-from ludus.training.steps import updates_until
-from ludus.training.task_sets import TaskSet
+from ludus.training.parts import Parts, TaskSetSpec, task_set_specs
+from ludus.training.recipe import AgentConfig, Recipe, learns, steps_of
+from ludus.training.task_sampler import TaskSet
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ FITTING_SAMPLE = 64
 
 
 @dataclass(slots=True)
-class Workshop:
+class RunContext:
     """The assembled run. Use it as an async context manager; leaving it stops and closes everything."""
 
     recipe: Recipe
@@ -122,7 +121,7 @@ class Workshop:
             for scorer, memory in memories:
                 scorer.load_state_dict(memory)
         await self.engine.forget()
-        summary = measured.summary(Statistics(ks=tuple(pass_at) if with_pass else (1,)))
+        summary = measured.summary(SummaryOptions(ks=tuple(pass_at) if with_pass else (1,)))
         return Evaluation(measured.metrics | _estimates(summary, with_pass), measured.groups)
 
 
@@ -138,7 +137,7 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
     return found
 
 
-async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> Workshop:
+async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> RunContext:
     """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's."""
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
     config = recipe.model
@@ -149,7 +148,7 @@ async def assemble(recipe: Recipe, parts: Parts, checkpoint: Path | None = None)
     use_ludus_attention(model)
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
-    return Workshop(
+    return RunContext(
         recipe, parts, model, tokenizer, engine, task_sets_on(engine, tokenizer, recipe, parts)
     )
 
@@ -280,3 +279,44 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     # segment by segment, because that is how they are encoded: a token must not span two of them
     segments = [segment for t in shown for sequence in t.sequences for segment in sequence.segments]
     return [rollout.renderer.tokenizer.decode(segment.tokens) for segment in segments]
+
+
+Build = Callable[[Recipe, Parts], Rollout]
+"""Builds the rollout that a recipe and its parts describe: `workshop.build_rollout` on one engine."""
+
+
+def build_task_sets(recipe: Recipe, parts: Parts, build: Build) -> list[TaskSet]:
+    """The task sets of a run, with what they share built once."""
+    base = build(recipe, parts)
+    plans = task_set_specs(recipe, parts)
+    return [_build(plan, base, build) for plan in plans]
+
+
+async def close_task_sets(sets: Sequence[TaskSet]) -> None:
+    """Close the environments and tools of all sets, those they share once. Not the engine, nor sandboxes."""
+    pools = {id(pool): pool for one in sets for pool in one.rollout.pools.values()}
+    tools = {id(one.rollout.tools): one.rollout.tools for one in sets}
+    await asyncio.gather(*(pool.close() for pool in pools.values()))
+    for shared in tools.values():
+        await shut(shared)
+
+
+def _build(plan: TaskSetSpec, base: Rollout, build: Build) -> TaskSet:
+    config, own = plan.config, plan.parts
+    if config is None:
+        return TaskSet(plan.name, 1.0, own.tasks, own.held_out, base)
+    rollout = build(plan.recipe, own)
+    observed = plan.recipe.budgets.max_observation_tokens == base.budgets.max_observation_tokens
+    if config.envs is None:
+        rollout.pools = base.pools
+    if config.tools is None and observed:  # tools cut their results at that budget
+        rollout.tools = base.tools
+    if config.rewards is None and config.group_rewards is None:
+        rollout.scorer = base.scorer
+    return TaskSet(plan.name, config.weight, own.tasks, own.held_out, rollout, plan.limits)
+
+
+def updates_until(progress: RunProgress, recipe: Recipe) -> int:
+    """How often the weights have changed by then: in every step of a stage that learns."""
+    steps = [steps_of(config) for config in recipe.stages[: progress.stage]] + [progress.done]
+    return sum(count for count, config in zip(steps, recipe.stages, strict=False) if learns(config))

@@ -33,65 +33,69 @@ from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner, frozen
 from ludus.training.logprobs import logprobs_of
 from ludus.training.models import load_model, tokenizer_of
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.playing import Player
-from ludus.training.readable import check_readable
+from ludus.training.packing import (
+    Columns,
+    Pack,
+    concat_masks,
+    engine_logprobs,
+    packs_of,
+    rows_of,
+    trajectory_ids,
+)
 from ludus.training.recipe import ModelConfig
-from ludus.training.rows import engine_logprobs, flags, owners, rows_of
+from ludus.training.rollout_worker import RolloutWorker
+from ludus.training.run_context import RunContext
 from ludus.training.settings import DistillationConfig, RLConfig
-from ludus.training.stages.checking import check_failures
-from ludus.training.stages.stage import Stage, Step
-from ludus.training.stages.timing import timing_metrics
-from ludus.training.workshop import Workshop
+from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
 _STATE = "distillation.json"
 
 
-class Distillation(Stage):
+class DistillationStage(Stage):
     """Become like a teacher where one gets to by oneself."""
 
     phase = "distillation"
     prefix = "distill"
 
-    def __init__(self, workshop: Workshop, folder: Path, config: DistillationConfig) -> None:
-        super().__init__(workshop, folder, config.steps)
+    def __init__(self, context: RunContext, folder: Path, config: DistillationConfig) -> None:
+        super().__init__(context, folder, config.steps)
         self._config = config
-        temperature = workshop.recipe.sampling.temperature
-        self._learner = Learner(workshop.model, config.optimizer, config.steps, temperature, self.seed)
+        temperature = context.recipe.sampling.temperature
+        self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
         playing = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
-        self._player = Player(workshop.task_sets, playing, self.seed)
+        self._worker = RolloutWorker(context.task_sets, playing, self.seed)
         self._teacher: nn.Module | None = None
 
     async def begin(self) -> None:
-        check_teacher(self.workshop, self._config)
-        own = self.workshop.recipe.model
+        check_teacher(self.context, self._config)
+        own = self.context.recipe.model
         settings = ModelConfig(name=self._config.teacher, dtype=own.dtype, device=own.device)
-        teacher, _ = load_model(settings, self.workshop.recipe.seed)
+        teacher, _ = load_model(settings, self.context.recipe.seed)
         use_ludus_attention(teacher)
         self._teacher = frozen(teacher)
 
-    async def advance(self, number: int) -> Step:
+    async def advance(self, number: int) -> StepResult:
         assert self._teacher is not None
         started = time.perf_counter()
-        played = await self._player.play(number, {})
+        played = await self._worker.play(number, {})
         check_failures(played.groups, self._config.max_failures, scored=False)
         said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
         check_readable(said, self._teacher, "for the teacher, episode")
-        await self.workshop.engine.pause()
+        await self.context.engine.pause()
         ready = time.perf_counter()
         with self.change():
             metrics = distill(self._learner, said, self._teacher)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
-        return Step(metrics, played.groups)
+        return StepResult(metrics, played.groups)
 
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
-        (folder / _STATE).write_text(json.dumps(self._player.state_dict()), encoding="utf-8")
+        (folder / _STATE).write_text(json.dumps(self._worker.state_dict()), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         load_learner(folder, self._learner)
-        self._player.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        self._worker.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
 
 
 def distill(
@@ -101,27 +105,27 @@ def distill(
     rows = rows_of(trajectories)
     if not rows:
         return {}
-    said_T = flags(row.action_mask for row in rows)
+    said_T = concat_masks(row.action_mask for row in rows)
     budget = learner.config.micro_batch_tokens
     teacher_T = logprobs_of(teacher, rows, said_T, learner.temperature, budget)
     divergence_T = torch.where(said_T, engine_logprobs(rows) - teacher_T, 0.0)
-    columns = Columns.of(rows, -divergence_T, by_token(owners(rows), said_T))
+    columns = Columns.of(rows, -divergence_T, by_token(trajectory_ids(rows), said_T))
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
         return -ratio_A * pack.advantages_A, {"reverse_kl": -pack.advantages_A}
 
-    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     return learner.step(packs_of(rows, columns, budget), objective)
 
 
-def check_teacher(workshop: Workshop, config: DistillationConfig) -> None:
+def check_teacher(context: RunContext, config: DistillationConfig) -> None:
     """Refuse a teacher to which the student's tokens mean something else; it may have further ones."""
     try:
         theirs = tokenizer_of(config.teacher)
     except ConfigError as error:
         raise ConfigError(f"the teacher: {error}") from error
-    compare_tokenizers(workshop.tokenizer, theirs, config.teacher)
+    compare_tokenizers(context.tokenizer, theirs, config.teacher)
 
 
 def compare_tokenizers(student: HFTokenizer, teacher: HFTokenizer, name: str) -> None:
@@ -137,5 +141,5 @@ def compare_tokenizers(student: HFTokenizer, teacher: HFTokenizer, name: str) ->
 
 def _is_whole(trajectory: Trajectory) -> bool:
     """Whether the episode was played to its end, and something was said; whether it was scored is no matter."""
-    is_played = trajectory.failure is None and trajectory.stop is not StopReason.ABORTED
-    return is_played and any(action.tokens for action in trajectory.actions)
+    has_expert = trajectory.failure is None and trajectory.stop is not StopReason.ABORTED
+    return has_expert and any(action.tokens for action in trajectory.actions)

@@ -10,41 +10,40 @@ from torch import nn
 
 from ludus.algos import Need, adapted_kl_coefficient
 from ludus.observe import rollout_metrics
-from ludus.training.checkpoint import load_learner, save_learner
-from ludus.training.critic import Critic
-from ludus.training.curriculum import Curriculum
-from ludus.training.learner import Learner
-from ludus.training.playing import Player
-from ludus.training.settings import CriticConfig, RLConfig
-from ludus.training.stages.checking import check_failures
-from ludus.training.stages.reference import (
+from ludus.training.checkpoint import (
+    load_learner,
     load_reference,
     load_synced,
+    save_learner,
     save_synced,
     sync_reference,
 )
-from ludus.training.stages.stage import Stage, Step
-from ludus.training.stages.timing import timing_metrics
-from ludus.training.updates import algorithm_of, reinforce_groups
-from ludus.training.workshop import Workshop
+from ludus.training.critic import Critic
+from ludus.training.curriculum import Curriculum
+from ludus.training.learner import Learner
+from ludus.training.rollout_worker import RolloutWorker
+from ludus.training.run_context import RunContext
+from ludus.training.settings import CriticConfig, RLConfig
+from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
+from ludus.training.update import algorithm_of, policy_update
 
 _STATE = "reinforcement.json"
 
 
-class Reinforcement(Stage):
+class RLStage(Stage):
     """Learn from rewards."""
 
     phase = "RL"
 
-    def __init__(self, workshop: Workshop, folder: Path, config: RLConfig) -> None:
-        super().__init__(workshop, folder, config.steps)
+    def __init__(self, context: RunContext, folder: Path, config: RLConfig) -> None:
+        super().__init__(context, folder, config.steps)
         self._config = config
         warm_up = config.critic.warmup_steps if config.critic is not None else 0
         total = max(0, config.steps - warm_up) * config.updates * config.epochs
         self._learner = Learner(
-            workshop.model, config.optimizer, total, workshop.recipe.sampling.temperature, self.seed
+            context.model, config.optimizer, total, context.recipe.sampling.temperature, self.seed
         )
-        self._player = Player(workshop.task_sets, config, self.seed)
+        self._worker = RolloutWorker(context.task_sets, config, self.seed)
         self._curriculum = Curriculum(config.curriculum)
         self._kl = config.kl
         """The KL coefficient, which may adapt."""
@@ -54,24 +53,24 @@ class Reinforcement(Stage):
     async def begin(self) -> None:
         config = self._config
         if config.kl > 0:
-            self._reference = load_reference(self.workshop, self.folder, self.is_resumed)
+            self._reference = load_reference(self.context, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
-            self._critic = Critic(self.workshop.model, settings, total, self.seed)
+            self._critic = Critic(self.context.model, settings, total, self.seed)
 
-    async def advance(self, number: int) -> Step:
+    async def advance(self, number: int) -> StepResult:
         started = time.perf_counter()
         values = self._curriculum.values(number)
-        played = await self._player.play(number, values)
+        played = await self._worker.play(number, values)
         everything = [*played.groups, *played.dropped]
         check_failures(everything, self._config.max_failures)
-        await self.workshop.engine.pause()
+        await self.context.engine.pause()
         ready = time.perf_counter()
         warming_up = self._critic is not None and self._critic.is_warming_up(number)
         with self.change():
             # where nothing could be learned, the update has no metrics
-            metrics = {"no_signal": float(not warming_up)} | reinforce_groups(
+            metrics = {"no_signal": float(not warming_up)} | policy_update(
                 self._learner,
                 played,
                 self._config,
@@ -87,15 +86,15 @@ class Reinforcement(Stage):
         self._adapt(metrics)
         metrics |= timing_metrics(everything, ready - started, ended - ready)
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
-        metrics["policy_version"] = self.workshop.engine.policy_version
+        metrics["policy_version"] = self.context.engine.policy_version
         self._curriculum.observe(metrics)
-        return Step(metrics, played.groups)
+        return StepResult(metrics, played.groups)
 
     def _sync(self, number: int) -> None:
         """After step `number`, counted from 0: let the reference follow, if it is time to."""
         config = self._config.reference_sync
         if config is not None and self._reference is not None and (number + 1) % config.every == 0:
-            sync_reference(self._reference, self.workshop.model, config.mixup_alpha)
+            sync_reference(self._reference, self.context.model, config.mixup_alpha)
 
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Find the next step's KL coefficient, and note the one that this step had."""
@@ -111,7 +110,7 @@ class Reinforcement(Stage):
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
         state = {
-            "player": self._player.state_dict(),
+            "player": self._worker.state_dict(),
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
         }
@@ -124,7 +123,7 @@ class Reinforcement(Stage):
     def load(self, folder: Path) -> None:
         load_learner(folder, self._learner)
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        self._player.load_state_dict(state["player"])
+        self._worker.load_state_dict(state["player"])
         self._curriculum.load_state_dict(state["curriculum"])
         if self._config.kl_control is not None:
             self._kl = state["kl"]

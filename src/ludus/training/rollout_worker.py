@@ -17,26 +17,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ludus.core.failures import ConfigError
+import torch
+
+from ludus.algos import overlong_penalty, resample_on_correct, roc_penalty
+from ludus.core.failures import ConfigError, Fault
+from ludus.core.generation import FinishReason
 from ludus.core.random import key
-from ludus.core.trajectory import Group, Trajectory
+from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajectory, is_success
 from ludus.observe import rollout_metrics
 from ludus.observe.metrics import has_signal
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.runner import Rollout
-from ludus.training.broken import KINDS, is_masked, kinds_of
 from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
-from ludus.training.settings import RLConfig
-from ludus.training.shaping import resample, shape
-from ludus.training.task_sets import PER_SET, Dealt, Deck, TaskSet, seed_of_set
+from ludus.training.recipe import PER_SET
+from ludus.training.settings import BrokenConfig, OverlongConfig, RLConfig
+from ludus.training.task_sampler import SampledTask, TaskSampler, TaskSet, seed_of_set
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class RolloutBatch:
     """The groups of a step."""
 
     groups: list[Group]
@@ -49,58 +52,58 @@ class Played:
     """What was played and is not learnt from: replaced groups, and attempts that resampling left out."""
 
 
-class Player:
+class RolloutWorker:
     """Plays the steps of a stage, and knows which tasks come next."""
 
     def __init__(self, sets: Sequence[TaskSet], config: RLConfig, seed: int) -> None:
         self._sets = list(sets)
         self._config = config
         self._seed = seed
-        self._decks = {0: Deck(self._sets, seed)}
+        self._samplers = {0: TaskSampler(self._sets, seed)}
         """The deck with which a step begins: the last one played, and the one after it."""
 
-    async def play(self, step: int, values: Mapping[str, float]) -> Played:
+    async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
         """The groups of a step of the stage, under the settings that a curriculum has it at.
 
         The same step can be played again, and is the same then; but for that, steps follow each other.
         """
-        deck = self._deck(step).copy()
+        sampler = self._sampler_at(step).copy()
         table = _Table(self._sets, self._config, self._rollouts(values))
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
-        dealt = deck.deal(self._config.tasks, hardest)
+        dealt = sampler.sample(self._config.tasks, hardest)
         groups = await table.play(dealt, seed)
         refilled = 0
         for number in range(self._config.refill.rounds if self._config.refill else 0):
             empty = [place for place, group in enumerate(groups) if not table.teaches(group)]
-            further = deck.deal_from([dealt[place].set for place in empty], hardest)
+            further = sampler.sample_from([dealt[place].set for place in empty], hardest)
             found = await table.play(further, key(seed, "refill", number))
             for place, group in zip(empty, found, strict=True):
                 table.dropped[dealt[place].set].append(groups[place])
                 groups[place] = group
                 refilled += table.teaches(group)
-        self._decks = {step: self._decks[step], step + 1: deck}
+        self._samplers = {step: self._samplers[step], step + 1: sampler}
         sets, masked = [one.set for one in dealt], table.masked(groups)
         metrics = table.metrics(groups, sets) | {"masked": len(masked)}
         if self._config.refill is not None:
             metrics["refilled"] = refilled
             metrics["without_signal"] = sum(not table.teaches(group) for group in groups)
-        return Played(groups, masked, sets, metrics, [g for one in table.dropped for g in one])
+        return RolloutBatch(groups, masked, sets, metrics, [g for one in table.dropped for g in one])
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last step played began, and where it ended: a step that was cut off begins again."""
-        return {str(step): deck.state_dict() for step, deck in self._decks.items()}
+        return {str(step): sampler.state_dict() for step, sampler in self._samplers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        decks = {int(step): Deck(self._sets, self._seed) for step in state}
-        for step, deck in decks.items():
-            deck.load_state_dict(state[str(step)])
-        self._decks = decks
+        samplers = {int(step): TaskSampler(self._sets, self._seed) for step in state}
+        for step, sampler in samplers.items():
+            sampler.load_state_dict(state[str(step)])
+        self._samplers = samplers
 
-    def _deck(self, step: int) -> Deck:
-        if step not in self._decks:
-            known = " or ".join(map(str, self._decks))
+    def _sampler_at(self, step: int) -> TaskSampler:
+        if step not in self._samplers:
+            known = " or ".join(map(str, self._samplers))
             raise ValueError(f"step {step} cannot begin here: this player stands at step {known}")
-        return self._decks[step]
+        return self._samplers[step]
 
     def _rollouts(self, values: Mapping[str, float]) -> list[Rollout]:
         """Each set's rollout under the settings of a curriculum."""
@@ -142,7 +145,7 @@ class _Table:
         self._resampled = 0
         self.dropped: list[list[Group]] = [[] for _ in sets]
 
-    async def play(self, dealt: Sequence[Dealt], seed: int) -> list[Group]:
+    async def play(self, dealt: Sequence[SampledTask], seed: int) -> list[Group]:
         """A group for each task, in order, shaped and resampled."""
         numbers = sorted({one.set for one in dealt})
         places = {number: self._places(number, dealt) for number in numbers}
@@ -160,7 +163,7 @@ class _Table:
     def _in_flight(self, number: int) -> int:
         return self._rollouts[number].max_in_flight
 
-    def _places(self, number: int, dealt: Sequence[Dealt]) -> int:
+    def _places(self, number: int, dealt: Sequence[SampledTask]) -> int:
         """A set's share of the places in flight, by its tasks; 0 where there are too few to share."""
         return self._in_flight(number) * sum(one.set == number for one in dealt) // len(dealt)
 
@@ -174,7 +177,7 @@ class _Table:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _play_set(
-        self, number: int, dealt: Sequence[Dealt], seed: int, places: int
+        self, number: int, dealt: Sequence[SampledTask], seed: int, places: int
     ) -> list[Group]:
         tasks = [one.task for one in dealt if one.set == number]
         rollout = self._rollouts[number]
@@ -233,3 +236,124 @@ class _Table:
 
 def _label(group: Group) -> tuple[str, int]:
     return group.task.id, group.trajectories[0].attempt
+
+
+# What a step does to episodes after they were played and scored: prices, penalties, and who stays.
+#
+# What counts as a success is settled before any price is put on it, and noted as the part "success": a right
+# answer does not become a wrong one by being long.
+
+OVERLONG, BROKEN = "overlong", "broken"
+"""The parts of the reward under which prices and penalties are shown."""
+
+
+def shape(trajectory: Trajectory, config: RLConfig) -> None:
+    """Add the price of length and the penalties of broken episodes to the total, and show them as parts."""
+    if trajectory.reward is None or not trajectory.is_trainable:
+        return
+    added: dict[str, float] = {}
+    if config.overlong is not None:
+        added[OVERLONG] = price_of_length(trajectory, config.overlong)
+    if has_penalties(config.broken):
+        added[BROKEN] = penalty(kinds_of(trajectory), config.broken)
+    if not added:
+        return
+    if taken := added.keys() & trajectory.rewards.keys():
+        raise ConfigError(
+            f"a reward reports a part called {min(taken)!r}, a name of shaping's; rename it"
+        )
+    trajectory.rewards.setdefault(SUCCESS, float(is_success(trajectory)))
+    trajectory.rewards |= added
+    trajectory.reward += sum(added.values())
+
+
+def price_of_length(trajectory: Trajectory, config: OverlongConfig) -> float:
+    """What the tokens that were said cost: from 0 down to minus the price."""
+    said = torch.tensor(float(sum(len(action.tokens) for action in trajectory.actions)))
+    return config.price * float(overlong_penalty(said, longest=config.longest, buffer=config.buffer))
+
+
+def resample(group: Group, keep: int, key: int) -> tuple[Group, list[Trajectory]]:
+    """GRPO-RoC: the group with `keep` of its scored attempts, and those that leave it.
+
+    Attempts that failed through our fault stay where they are: they are in no baseline, and are counted.
+    """
+    scored = [number for number, one in enumerate(group.trajectories) if one.is_trainable]
+    attempts = [group.trajectories[number] for number in scored]
+    kept = resample_on_correct(
+        [is_success(attempt) for attempt in attempts],
+        [_untidiness(attempt) for attempt in attempts],
+        keep=keep,
+        key=key,
+    )
+    leaving = set(scored) - {scored[number] for number in kept}
+    staying = [one for number, one in enumerate(group.trajectories) if number not in leaving]
+    return Group(group.task, staying), [group.trajectories[number] for number in sorted(leaving)]
+
+
+def _untidiness(trajectory: Trajectory) -> float:
+    return roc_penalty(
+        # a call that could not be parsed may have left a fault and no call: it was an attempt at one
+        calls=sum(max(len(action.calls), len(action.faults)) for action in trajectory.actions),
+        errors=len(trajectory.faults),
+        answers=1,  # an episode ends with its first answer
+        turns=trajectory.turns,
+    )
+
+
+# Episodes that went wrong by the model's doing: which kind of wrong, and what becomes of them.
+#
+# What failed through our fault is no broken episode; it is in no loss and no baseline anyway.
+
+Kind = Literal["no_answer", "over_length", "tool_error", "timed_out", "void_turn"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_TOO_LONG = frozenset({Fault.TOOL_TIMEOUT, Fault.LIMIT})
+
+
+def kinds_of(trajectory: Trajectory) -> frozenset[Kind]:
+    """All that is broken about an episode; nothing for one that cannot be trained on."""
+    if not trajectory.is_trainable:
+        return frozenset()
+    faults = {fault for action in trajectory.actions for fault in _faults(action)}
+    found: dict[Kind, bool] = {
+        "no_answer": trajectory.stop is StopReason.MAX_TURNS,
+        "over_length": trajectory.stop is StopReason.MAX_TOKENS,
+        "tool_error": bool(faults - _TOO_LONG),
+        "timed_out": bool(faults & _TOO_LONG),
+        "void_turn": _has_void_turn(trajectory),
+    }
+    return frozenset(kind for kind, is_so in found.items() if is_so)
+
+
+def is_masked(kinds: Collection[Kind], config: BrokenConfig) -> bool:
+    """Whether an episode with these kinds is left out of the loss."""
+    return any(getattr(config, kind) == "mask" for kind in kinds)
+
+
+def penalty(kinds: Collection[Kind], config: BrokenConfig) -> float:
+    """What is added to the reward of an episode with these kinds: one number for each of them."""
+    treatments = (getattr(config, kind) for kind in KINDS if kind in kinds)
+    return sum((value for value in treatments if isinstance(value, float)), 0.0)
+
+
+def has_penalties(config: BrokenConfig) -> bool:
+    """Whether any kind is answered by a number."""
+    return any(isinstance(getattr(config, kind), float) for kind in KINDS)
+
+
+def _faults(action: Segment) -> set[Fault]:
+    """The faults of a turn. A call that was cut off by a limit is malformed too, but that is no error."""
+    unanswered = () if action.finish is FinishReason.LENGTH else action.calls
+    return {*action.faults, *(call.fault for call in unanswered if call.fault is not None)}
+
+
+def _has_void_turn(trajectory: Trajectory) -> bool:
+    """Whether a turn holds neither a call nor an answer. What a cut turn would have held, nobody knows."""
+    silent = [
+        number
+        for number, action in enumerate(trajectory.actions)
+        if not action.calls and not action.faults and action.finish is not FinishReason.LENGTH
+    ]
+    answered = trajectory.stop is StopReason.ANSWERED and bool((trajectory.answer or "").strip())
+    return any(number < trajectory.turns - 1 or not answered for number in silent)

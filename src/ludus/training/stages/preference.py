@@ -23,24 +23,39 @@ Model Alignment as Prospect Theoretic Optimization", 2024, arXiv:2402.01306.
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolSpec
+from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine.hf_model import context_limit
+from ludus.observe import rollout_metrics
 from ludus.rollouts.renderers import Renderer
-from ludus.training.imitation import Conversation, trajectory_of
+from ludus.training.checkpoint import load_learner, load_reference, save_learner
+from ludus.training.conversations import Conversation, read_labelled, read_pairs, trajectory_of
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.rows import Row, flags, owners, rows_of
-from ludus.training.settings import PreferenceConfig
+from ludus.training.packing import Columns, Pack, Row, concat_masks, packs_of, rows_of, trajectory_ids
+from ludus.training.rollout_worker import RolloutWorker
+from ludus.training.run_context import RunContext, tool_specs
+from ludus.training.settings import (
+    PreferenceConfig,
+    RLConfig,
+)
+from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
+from ludus.training.task_sampler import items_of_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +164,7 @@ def pair_of(
     return Pair(trajectory_of(chosen, renderer, tools), trajectory_of(rejected, renderer, tools))
 
 
-def says_the_same(pair: Pair) -> bool:
+def has_equal_sides(pair: Pair) -> bool:
     """Whether there is nothing to prefer: the gradients of the two sides cancel."""
     chosen, rejected = ([row.tokens for row in rows_of([side])] for side in (pair.chosen, pair.rejected))
     return chosen == rejected
@@ -171,7 +186,7 @@ def prefer(
     labelled = [one for item in given for one in _apart(item)]
     episodes = [one.trajectory for one in labelled]
     rows = rows_of(episodes)
-    trajectory_T = owners(rows)
+    trajectory_T = trajectory_ids(rows)
     policy_N, reference_N, tokens_N = _scored(learner, reference, rows, len(episodes))
     anchor = _anchor(learner, reference, episodes) if config.loss == "kto" else 0.0
     good_N = torch.tensor([one.good for one in labelled])
@@ -188,9 +203,9 @@ def _scored(
     learner: Learner, reference: nn.Module | None, rows: Sequence[Row], episodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log p, log q and the action tokens of each episode, in float64: small differences of large sums count."""
-    said_T = flags(row.action_mask for row in rows)
+    said_T = concat_masks(row.action_mask for row in rows)
     budget, temperature = learner.config.micro_batch_tokens, learner.temperature
-    trajectory_T = owners(rows)
+    trajectory_T = trajectory_ids(rows)
 
     def summed(values_T: Tensor) -> Tensor:
         return torch.zeros(episodes, dtype=torch.float64).index_add(0, trajectory_T, values_T.double())
@@ -259,5 +274,124 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         return -pack.advantages_A * logprobs_A, {}
 
-    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     return learner.step(packs_of(rows, columns, budget), objective)
+
+
+# Learning from preferences (DPO, IPO, SimPO, KTO), mined from played groups or given.
+
+log = logging.getLogger(__name__)
+
+_STATE = "preference.json"
+
+
+class PreferenceStage(Stage):
+    """Learn to prefer the better of two episodes."""
+
+    prefix = "dpo"
+
+    def __init__(self, context: RunContext, folder: Path, config: PreferenceConfig) -> None:
+        super().__init__(context, folder, config.steps)
+        self._config = config
+        self.phase = config.title
+        # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
+        temperature = context.recipe.sampling.temperature if config.pairs is None else 1.0
+        self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
+        self._worker = _miner(context, config, self.seed) if config.pairs is None else None
+        self._given: Sequence[Pair | Labelled] = []
+        self._found_any = False
+        """Whether any step so far has mined a pair."""
+        self._reference: nn.Module | None = None
+
+    async def begin(self) -> None:
+        if self._config.loss != "simpo":
+            self._reference = load_reference(self.context, self.folder, self.is_resumed)
+        if self._config.pairs is not None:
+            self._given = await load_preferences(self.context, self._config)
+            equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
+            if equal:
+                log.warning(
+                    "in %d of %d pairs both sides say the same, which teaches nothing",
+                    equal,
+                    len(self._given),
+                )
+
+    async def advance(self, number: int) -> StepResult:
+        started = time.perf_counter()
+        groups: Sequence[Group] = []
+        metrics: dict[str, float] = {}
+        learned: Sequence[Pair | Labelled]
+        if self._worker is None:
+            seed = key(self.seed, "dpo")
+            learned = items_of_step(self._given, number, self._config.batch, seed)
+        else:
+            played = await self._worker.play(number, {})
+            check_failures(played.groups, self._config.max_failures)
+            groups = played.groups
+            pairs = pairs_of(groups, self._config.margin)
+            metrics = rollout_metrics(groups)
+            self._note_found(number, pairs)
+            learned = labelled_of(pairs) if self._config.loss == "kto" else pairs
+        await self.context.engine.pause()
+        metrics["pairs"] = len(learned)
+        with self.change():
+            metrics |= prefer(self._learner, learned, self._reference, self._config)
+        return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
+
+    def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
+        """A step without pairs leaves the weights as they are; all of them are a mistake."""
+        self._found_any |= bool(pairs)
+        if number + 1 == self.steps and not self._found_any:
+            apart = f" by {self._config.margin:g} at least" if self._config.margin else ""
+            raise ConfigError(
+                f"in {self.steps} step(s), no two attempts at a task differed in reward{apart}, so there was "
+                "no pair to learn from: lower the margin, raise attempts or tasks, or use rewards that tell "
+                "episodes apart"
+            )
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+        if self._worker is not None:
+            state = {"player": self._worker.state_dict(), "found_any": self._found_any}
+            (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+        if self._worker is not None:
+            state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+            self._worker.load_state_dict(state["player"])
+            self._found_any = state["found_any"]
+
+
+def _miner(context: RunContext, config: PreferenceConfig, seed: int) -> RolloutWorker:
+    mining = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+    return RolloutWorker(context.task_sets, mining, seed)
+
+
+async def load_preferences(context: RunContext, config: PreferenceConfig) -> Sequence[Pair | Labelled]:
+    """The pairs of a file or dataset, or for KTO its labelled episodes."""
+    source = config.pairs
+    assert source is not None
+    read = read_labelled if config.loss == "kto" else read_pairs
+    given: Sequence[tuple[Any, Any]] = read(source, config.columns)
+    if not given:
+        raise ConfigError(f"{source} has no pairs to learn from")
+    renderer = context.rollout.renderer
+    specs = await tool_specs(context.rollout, context.parts)
+    found: list[Pair | Labelled] = []
+    for number, (first, second) in enumerate(given, start=1):
+        try:
+            if config.loss == "kto":
+                found.append(Labelled(trajectory_of(first, renderer, specs), second))
+            else:
+                found.append(pair_of(first, second, renderer, specs))
+        except ConfigError as error:
+            raise ConfigError(f"{source}, pair {number}: {error}") from None
+    sides = {"chosen": "what was chosen in pair", "rejected": "what was rejected in pair"}
+    for side, what in sides.items() if config.loss != "kto" else [("trajectory", "answer")]:
+        check_readable([getattr(one, side) for one in found], context.model, what)
+    if all(isinstance(one, Pair) and has_equal_sides(one) for one in found):
+        raise ConfigError(
+            f"{source}: in every pair both sides say the same, so there is nothing to learn"
+        )
+    return found

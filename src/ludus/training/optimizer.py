@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from ludus.kernels import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.kernels.device import on_device, sent
-from ludus.training.master_weights import MasterWeights
 from ludus.training.settings import OptimizerConfig
 
 log = logging.getLogger(__name__)
@@ -154,3 +155,151 @@ def _kernel_runs(device: torch.device) -> bool:
     if reason is not None:
         log.warning("the optimizer's step is made by torch's own kernels: %s", reason)
     return reason is None
+
+
+# Float32 copies of half-precision weights, which the optimizer updates in their stead.
+#
+# bf16 has 8 bits of precision: an update smaller than about a 500th of a weight is rounded away, and at the
+# learning rates of fine-tuning nearly all of them are. So the optimizer owns a float32 master of each such
+# weight. After a step the masters are rounded into the module's own storage, in place: whoever knows its
+# addresses, such as a captured graph, reads the new weights. Float32 parameters are their own masters.
+#
+# A master counts only as long as rounding it gives the weight. Where somebody else has changed the module in
+# place, by loading other weights into it, say, its value is the truth and the master starts again from there.
+# (Changes through `parameter.data`, which torch does not count, are not seen, and are undone by the next step.)
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """What an optimizer should update for some parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._half = [p for p in parameters if p.dtype in _HALF]
+        self._masters: dict[nn.Parameter, Tensor] = {p: p.detach().float() for p in self._half}
+        self._versions = self._current_versions()
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer updates: the parameter's master, or the parameter itself."""
+        return self._masters.get(parameter, parameter)
+
+    def adopt_changes(self) -> None:
+        """Before a step: start again from weights that others have changed since the last one."""
+        if self._current_versions() != self._versions:
+            self._follow()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """After a step: round the masters into the module."""
+        if self._half:
+            weights: list[Tensor] = list(self._half)
+            torch._foreach_copy_(weights, self.state_dict())
+            self._versions = self._current_versions()
+
+    def state_dict(self) -> list[Tensor]:
+        """The masters, in the order of the parameters."""
+        return [self._masters[p] for p in self._half]
+
+    @torch.no_grad()
+    def load_state_dict(self, state: list[Tensor] | None) -> None:
+        """Take up saved masters; None is a state from before there were any."""
+        if state is not None and len(state) == len(self._half):
+            for parameter, saved in zip(self._half, state, strict=True):
+                self._masters[parameter].copy_(saved)
+        self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for parameter, master in self._masters.items():
+            own = parameter.detach()
+            torch.where(master.to(own.dtype) == own, master, own.float(), out=master)
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        """Counters that torch raises at every change in place."""
+        return [p._version for p in self._half]
+
+
+# Gradient accumulation in float32. A hook takes a parameter's gradient away as soon as the backward pass has
+# finished it (on the thread of the backward pass, while the caller waits). The first one is kept as it is; from
+# the second on the sum is float32, so that small gradients are not rounded away.
+#
+# A backward pass can run out of memory when some parameters already have their gradient. They are noted, and
+# skipped when the micro-batch is tried again, whole or split: each micro-batch counts once.
+
+
+def _remove(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+class GradientAccumulator:
+    """The sums so far, for each of some parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._is_hooked = self._is_collecting = False
+        self._served: set[nn.Parameter] = set()
+        """Those that have had the gradient of the micro-batch that is being tried."""
+        self._skipped: frozenset[nn.Parameter] = frozenset()
+        """Those that had it in an attempt that failed later on."""
+
+    def clear(self) -> None:
+        """Forget everything, and free it."""
+        self._totals = {}
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def in_order(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The parameters that got a gradient, and the sums, which are given away one by one.
+
+        The gradient of a single micro-batch is as it was found; of several, it is their sum in float32.
+        """
+        return ((p, self._totals.pop(p)) for p in self.parameters if p in self._totals)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While this lasts, what backward passes find goes into the sums."""
+        if not self._is_hooked:
+            self._hook()
+        self._is_collecting = True
+        try:
+            yield
+        finally:
+            self._is_collecting = False
+
+    def _hook(self) -> None:
+        """Once, and not for each step, which would take milliseconds; the hooks go when the sums do."""
+        own = weakref.ref(self)
+
+        def take(parameter: Tensor) -> None:
+            sums = own()
+            if sums is not None and sums._is_collecting:
+                sums._take(parameter)
+
+        parameters: list[Any] = list(self.parameters)
+        hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
+        weakref.finalize(self, _remove, hooks)
+        self._is_hooked = True
+
+    def begin(self, skipped: frozenset[nn.Parameter] = frozenset()) -> None:
+        """Before an attempt at a micro-batch; `skipped` have had its gradient already."""
+        self._served = set()
+        self._skipped = skipped
+
+    def served(self) -> frozenset[nn.Parameter]:
+        """After an attempt that failed: who has had the micro-batch's gradient by now."""
+        for parameter in self.parameters:
+            parameter.grad = None  # one that was finished when memory ran out, and not yet taken
+        return self._skipped | self._served
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or parameter in self._skipped:
+            return
+        total = self._totals.get(parameter)
+        self._totals[parameter] = gradient if total is None else total.float().add_(gradient)
+        self._served.add(parameter)

@@ -9,23 +9,28 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
 from ludus.rewards import Scorer
+from ludus.training.conversations import read_conversations, read_labelled, read_pairs
 from ludus.training.curriculum import DIFFICULTY, STRICTNESS
-from ludus.training.imitation import read_conversations, read_labelled, read_pairs
 from ludus.training.models import check_source, device_of
-from ludus.training.parts import Parts, demonstrations_of
+from ludus.training.parts import (
+    Parts,
+    TaskSetSpec,
+    demonstrations_of,
+    refuse_stray_tasks,
+    task_set_specs,
+)
 from ludus.training.recipe import ModelConfig, Recipe
-from ludus.training.set_building import SetPlan, plans_of, refuse_stray_tasks
 from ludus.training.settings import (
     DistillationConfig,
-    ImitationConfig,
-    MeasurementConfig,
+    EvaluationStageConfig,
     PreferenceConfig,
     RejectionConfig,
     RLConfig,
+    SFTConfig,
     StageConfig,
     held_out_count,
 )
-from ludus.training.task_sets import difficulty_of
+from ludus.training.task_sampler import difficulty_of
 
 
 def check_parts(recipe: Recipe, parts: Parts) -> None:
@@ -41,7 +46,7 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
     _check_pools(recipe, parts)
     for where, stage in recipe.named_stages:
         _check_stage(stage, where, recipe, parts)
-    imitates = any(isinstance(stage, ImitationConfig) for stage in recipe.stages)
+    imitates = any(isinstance(stage, SFTConfig) for stage in recipe.stages)
     if parts.demonstrations is not None and not imitates:
         raise ConfigError(
             "there are demonstrations, but no [warm_start] to imitate them in: add the table (or a "
@@ -82,7 +87,7 @@ def _check_pools(recipe: Recipe, parts: Parts) -> None:
 
 
 def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -> None:
-    if isinstance(stage, ImitationConfig):
+    if isinstance(stage, SFTConfig):
         try:
             shown = demonstrations_of(stage, recipe, parts)
         except ConfigError as error:
@@ -105,28 +110,28 @@ def _check_stage(stage: StageConfig, where: str, recipe: Recipe, parts: Parts) -
     if isinstance(stage, RLConfig) and stage.steps:
         _check_curriculum(stage, where, recipe, parts)
     measured = parts.held_out or any(one.evaluation for one in recipe.task_sets)
-    if isinstance(stage, MeasurementConfig) and not measured:
+    if isinstance(stage, EvaluationStageConfig) and not measured:
         raise ConfigError(
             f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
         )
 
 
-def _check_held_out(source: str, stage: ImitationConfig, where: str) -> None:
+def _check_held_out(source: str, stage: SFTConfig, where: str) -> None:
     try:
         read_conversations(source, stage.columns)
     except ConfigError as error:
         raise ConfigError(f"{where}.held_out: {error}") from None
 
 
-def with_steps(recipe: Recipe, parts: Parts) -> Recipe:
+def with_step_counts(recipe: Recipe, parts: Parts) -> Recipe:
     """The recipe with a number of steps where it says epochs."""
 
     def counted(stage: StageConfig) -> StageConfig:
-        if not isinstance(stage, ImitationConfig) or stage.epochs is None:
+        if not isinstance(stage, SFTConfig) or stage.epochs is None:
             return stage
         shown = demonstrations_of(stage, recipe, parts)
         # an expert plays each of the first set's tasks once
-        found = len(plans_of(recipe, parts)[0].parts.tasks if callable(shown) else shown)
+        found = len(task_set_specs(recipe, parts)[0].parts.tasks if callable(shown) else shown)
         learned = found - held_out_count(stage, found)
         steps = max(1, math.ceil(stage.epochs * learned / stage.batch))
         return stage.model_copy(update={"steps": steps, "epochs": None})
@@ -151,7 +156,7 @@ def _check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts)
     }
     if not moved.keys() & {STRICTNESS, DIFFICULTY}:
         return
-    plans = plans_of(recipe, parts)
+    plans = task_set_specs(recipe, parts)
     scorers = (Scorer(plan.parts.rewards, plan.parts.group_rewards) for plan in plans)
     if STRICTNESS in moved and not any(scorer.takes_strictness for scorer in scorers):
         raise ConfigError(
@@ -162,7 +167,7 @@ def _check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts)
         _check_difficulty(*moved[DIFFICULTY], plans)
 
 
-def _check_difficulty(place: str, values: Sequence[float], plans: Sequence[SetPlan]) -> None:
+def _check_difficulty(place: str, values: Sequence[float], plans: Sequence[TaskSetSpec]) -> None:
     easiest = {plan.name: min(map(difficulty_of, plan.parts.tasks), default=None) for plan in plans}
     if not any("difficulty" in task.metadata for plan in plans for task in plan.parts.tasks):
         raise ConfigError(

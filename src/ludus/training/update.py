@@ -19,11 +19,13 @@ gradient. So a metric means the same with and without `kl`, and in a step with l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ludus.algos import (
+    AdvantageInputs,
     Advantages,
     Algorithm,
     LossInputs,
@@ -33,6 +35,7 @@ from ludus.algos import (
     effective_sample_size,
     k1,
     k3,
+    kl_reward,
     load_algorithm,
     load_divergence,
     with_regularization,
@@ -41,27 +44,36 @@ from ludus.algos.advantages import size_within, sum_within
 from ludus.algos.losses import clamped_log_ratio
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
-from ludus.training.critic import Critic, Lesson, explained_variance
-from ludus.training.experience import Experience, experience_of, with_penalty, with_values
+from ludus.training.critic import Critic, ValueTargets, explained_variance
 from ludus.training.learner import TOKENS, Learner
-from ludus.training.logprobs import action_logprobs
-from ludus.training.packing import Columns, Pack, packs_of
-from ludus.training.playing import Played
-from ludus.training.rows import Row, flags, owners, row_mask, rows_of
+from ludus.training.logprobs import action_logprobs, logprobs_of
+from ludus.training.packing import (
+    Columns,
+    Pack,
+    Row,
+    advantage_inputs,
+    concat_masks,
+    engine_logprobs,
+    packs_of,
+    row_mask,
+    rows_of,
+    trajectory_ids,
+)
+from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import RLConfig
 
 
 def imitate(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """One step of supervised learning on what was said in these episodes, and on nothing else."""
     rows = rows_of(trajectories)
-    action_T = flags(row.action_mask for row in rows)
-    weights_T = by_token(owners(rows), action_T)
+    action_T = concat_masks(row.action_mask for row in rows)
+    weights_T = by_token(trajectory_ids(rows), action_T)
     columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
 
     def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs_A, {}
 
-    budget = learner.tokens_of_a_pass(len(row.tokens) for row in rows)
+    budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
     return learner.step(packs_of(rows, columns, budget), objective)
 
 
@@ -74,9 +86,9 @@ def algorithm_of(config: RLConfig) -> Algorithm:
     return load_algorithm(**settings | {"options": {**settings["options"], "skip_observations": False}})
 
 
-def reinforce_groups(
+def policy_update(
     learner: Learner,
-    played: Played,
+    played: RolloutBatch,
     config: RLConfig,
     *,
     reference: nn.Module | None,
@@ -105,20 +117,20 @@ def reinforce_groups(
         raise ValueError("rl.kl weighs the divergence from a reference, and none was given")
     if critic is None and Need.CRITIC in algorithm.needs:
         raise ValueError(f"{config.algorithm} needs a critic, and none was given")
-    learner.forget_gradients()  # a critic may need their room
-    step = experience_of(learner, played, config)
+    learner.clear_gradients()  # a critic may need their room
+    step = make_experience(learner, played, config)
     if not step.rows:
         return {}
     _check_sampled(step)
     metrics: dict[str, float] = {}
     if reference is not None and config.kl_in == "reward":
-        step, metrics["kl"] = with_penalty(step, learner, config, reference)
+        step, metrics["kl"] = with_kl_penalty(step, learner, config, reference)
         reference = None
     if critic is not None:
         step = with_values(step, critic)
     estimate = algorithm.estimate(step.inputs)
     if critic is not None and estimate.returns_T is not None:
-        metrics |= _teach(critic, step, estimate.returns_T, config)
+        metrics |= _update_critic(critic, step, estimate.returns_T, config)
     if critic_only:
         return metrics
     metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
@@ -160,22 +172,24 @@ def _check_sampled(step: Experience) -> None:
         )
 
 
-def _teach(critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig) -> dict[str, float]:
+def _update_critic(
+    critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig
+) -> dict[str, float]:
     """Let the critic learn what it should have said, wherever its word counted."""
     inputs, asked_T = step.inputs, step.inputs.action_T
     if not config.advantage_mask:
         asked_T = action_span(inputs.trajectory_T, inputs.action_T, len(inputs.rewards_N))
-        asked_T = asked_T & ~_first_places(step.rows)
+        asked_T = asked_T & ~_first_tokens(step.rows)
     assert inputs.values_T is not None
     explained = explained_variance(inputs.values_T[asked_T], returns_T[asked_T])
     metrics = {} if explained is None else {"explained_variance": explained}
-    lesson = Lesson(asked_T, inputs.values_T, returns_T)
+    lesson = ValueTargets(asked_T, inputs.values_T, returns_T)
     return metrics | critic.learn(step.rows, lesson, step.parts)
 
 
-def _first_places(rows: Sequence[Row]) -> Tensor:
+def _first_tokens(rows: Sequence[Row]) -> Tensor:
     """True at the first token of each row, before which nothing could be read."""
-    return flags([True] + [False] * (len(row.tokens) - 1) for row in rows)
+    return concat_masks([True] + [False] * (len(row.tokens) - 1) for row in rows)
 
 
 def _update(
@@ -211,9 +225,9 @@ def _update(
         return with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy), metrics
 
     always = (reference is not None and config.kl > 0) or config.entropy > 0
-    teaching = _teaching(step.rows, part, inside_T, estimate.advantages_T, always)
+    teaching = _rows_with_gradient(step.rows, part, inside_T, estimate.advantages_T, always)
     others = sorted(set(part) - set(teaching))
-    budget = learner.tokens_of_a_pass(len(step.rows[i].tokens) for i in teaching)
+    budget = learner.micro_batch_tokens(len(step.rows[i].tokens) for i in teaching)
     metrics = learner.step(
         packs_of(step.rows, columns, budget, teaching),
         objective,
@@ -259,7 +273,7 @@ def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _teaching(
+def _rows_with_gradient(
     rows: Sequence[Row], part: Sequence[int], inside_T: Tensor, advantages_T: Tensor, always: bool
 ) -> list[int]:
     """The rows that have a gradient: without other terms, those with an advantage that is not 0.
@@ -291,3 +305,93 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
 
 _OF_A_STEP = ("loss", "gradient_norm", "learning_rate")
 """Metrics that an optimizer step has one of, however many tokens it saw."""
+
+
+# What was played in a step, in tensors: everything that an estimate of advantages is made from.
+#
+# It is taken once, under the weights that played, before the first update of the step.
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The scored episodes of a step."""
+
+    rows: list[Row]
+    inputs: AdvantageInputs
+    trained_T: Tensor
+    """Where the loss applies: not at masked episodes, which are in the inputs nevertheless."""
+    behaviour_T: Tensor
+    old_T: Tensor
+    parts: list[list[int]]
+    """The rows of each update."""
+
+
+def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) -> Experience:
+    """The step's scored episodes, masked or not; failed ones are not among them."""
+    scored = [
+        (number, place, trajectory)
+        for number, group in enumerate(played.groups)
+        for place, trajectory in enumerate(group.trajectories)
+        if trajectory.is_trainable
+    ]
+    trajectories = [trajectory for _, _, trajectory in scored]
+    groups = [number for number, _, _ in scored]
+    rows = rows_of(trajectories)
+    inputs = advantage_inputs(
+        rows,
+        trajectories,
+        groups,
+        [played.sets[number] for number in groups],
+        train_observations=not config.loss_mask,
+    )
+    masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
+    behaviour_T, old_T = _starting_point(learner, rows, inputs, config)
+    parts: list[list[int]] = [[] for _ in range(config.updates)]
+    for i, row in enumerate(rows):
+        # as even as can be, so that there are as many updates as the recipe says
+        parts[groups[row.trajectory] * config.updates // len(played.groups)].append(i)
+    return Experience(
+        rows=rows,
+        inputs=inputs,
+        trained_T=inputs.loss_mask & ~masked_N[inputs.trajectory_T],
+        behaviour_T=behaviour_T,
+        old_T=old_T,
+        parts=[part for part in parts if part],
+    )
+
+
+def _starting_point(
+    learner: Learner, rows: Sequence[Row], inputs: AdvantageInputs, config: RLConfig
+) -> tuple[Tensor, Tensor]:
+    """(behaviour_T, old_T): as the engine sampled, and as the trainer sees it before the first update.
+
+    They are the same unless an importance correction compares them. What was heard nobody sampled, so there
+    both are the trainer's.
+    """
+    sampled_T = engine_logprobs(rows)
+    compares = config.correction is not None
+    asked_T = inputs.loss_mask if compares else inputs.loss_mask & ~inputs.action_T
+    if not bool(asked_T.any()):
+        return sampled_T, sampled_T
+    budget = learner.config.micro_batch_tokens
+    found_T = logprobs_of(learner.model, rows, asked_T, learner.temperature, budget)
+    behaviour_T = torch.where(inputs.action_T, sampled_T, found_T)
+    return behaviour_T, found_T if compares else behaviour_T
+
+
+def with_kl_penalty(
+    step: Experience, learner: Learner, config: RLConfig, reference: nn.Module
+) -> tuple[Experience, float]:
+    """The divergence from the reference as a reward of each action token; also its mean."""
+    said_T, budget = step.inputs.action_T, learner.config.micro_batch_tokens
+    reference_T = logprobs_of(reference, step.rows, said_T, learner.temperature, budget)
+    divergence = load_divergence(config.kl_estimator)
+    old_A, reference_A = step.old_T[said_T], reference_T[said_T]
+    penalty_T = kl_reward(old_A, reference_A, said_T, beta=config.kl, divergence=divergence)
+    kl = float(divergence(old_A, reference_A).mean())
+    return replace(step, inputs=replace(step.inputs, penalty_T=penalty_T)), kl
+
+
+def with_values(step: Experience, critic: Critic) -> Experience:
+    """The same with what the critic says."""
+    return replace(step, inputs=replace(step.inputs, values_T=critic.values(step.rows)))

@@ -7,54 +7,16 @@ of its own: refills take further tasks, and tasks that are too hard yet are pass
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from fractions import Fraction
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import Field, field_serializer
-
-from ludus.core.config import Config, Place
 from ludus.core.failures import ConfigError
-from ludus.core.random import key
+from ludus.core.random import key, shuffled
 from ludus.core.task import Task
-from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.runner import Rollout
-from ludus.training.batches import next_sets, walk
-
-PER_SET = ("success", "reward", "turns", "episodes")
-"""What a step tells of each task set, where there are several: sets/NAME/success, ..."""
-
-
-class TaskSetConfig(Config):
-    """One of several task sets. What it leaves out is as the recipe says."""
-
-    name: str = Field(pattern=r"^[\w.-]+$")
-    """What its metrics are called: sets/NAME/..."""
-    train: Place
-    """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
-    evaluation: Place | None = None
-    """Held-out tasks."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which field, as in tasks.columns."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its share of the tasks, relative to the other sets' weights."""
-    tools: tuple[str | dict[str, Any], ...] | None = None
-    """Tools, as in agent.tools."""
-    envs: dict[str, str] | None = None
-    """Environments, as in agent.envs."""
-    rewards: tuple[str | dict[str, Any], ...] | None = None
-    """Rewards, as in the recipe."""
-    group_rewards: tuple[str | dict[str, Any], ...] | None = None
-    """Group rewards, as in the recipe."""
-    budgets: Budgets | None = None
-    """Limits on an episode; those that are left out are the recipe's."""
-    system: str | None = None
-    """A system message, as in agent.system."""
-
-    @field_serializer("budgets")
-    def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:
-        """Those that were given: written out in full, they would replace the recipe's when read again."""
-        return None if budgets is None else budgets.model_dump(exclude_unset=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +32,7 @@ class TaskSet:
     """The budgets that are the set's own; a curriculum does not go beyond them."""
 
 
-class Dealt(NamedTuple):
+class SampledTask(NamedTuple):
     """A task, and the number of the set it comes from."""
 
     set: int
@@ -88,7 +50,7 @@ class Cursor:
 
 
 @dataclass(slots=True)
-class Deck:
+class TaskSampler:
     """Deals tasks from several sets by their weights. A copy deals the same ones, independently."""
 
     sets: Sequence[TaskSet]
@@ -104,24 +66,24 @@ class Deck:
                 raise ConfigError(f"the task set {one.name!r} has no tasks to learn from")
         self.cursors = self.cursors or [Cursor() for _ in self.sets]
 
-    def copy(self) -> Deck:
+    def copy(self) -> TaskSampler:
         return replace(self, cursors=list(self.cursors))
 
-    def deal(self, size: int, hardest: float | None = None) -> list[Dealt]:
+    def sample(self, size: int, hardest: float | None = None) -> list[SampledTask]:
         """The next `size` tasks, from all sets by their weights; none above the difficulty `hardest`."""
         numbers = next_sets([one.weight for one in self.sets], [c.dealt for c in self.cursors], size)
-        tasks = self.deal_from(numbers, hardest)
+        tasks = self.sample_from(numbers, hardest)
         for number, cursor in enumerate(self.cursors):
             self.cursors[number] = replace(cursor, dealt=cursor.dealt + numbers.count(number))
         return tasks
 
-    def deal_from(self, numbers: Sequence[int], hardest: float | None = None) -> list[Dealt]:
+    def sample_from(self, numbers: Sequence[int], hardest: float | None = None) -> list[SampledTask]:
         """One further task for each of these set numbers: replacements, which no weight counts."""
         dealt = {
             number: iter(self._advance(number, numbers.count(number), hardest))
             for number in sorted(set(numbers))
         }
-        return [Dealt(number, next(dealt[number])) for number in numbers]
+        return [SampledTask(number, next(dealt[number])) for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -170,3 +132,48 @@ def difficulty_of(task: Task) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"task {task.id!r}: its difficulty must be a number, not {value!r:.60}")
     return float(value)
+
+
+# Which tasks a step gets: every task once an epoch, in an order that the seed and the epoch decide.
+#
+# All of it is pure, a function of seed, position and weights, so that a resumed run sees exactly the tasks it
+# would have seen.
+
+T = TypeVar("T")
+
+
+def items_of_step(items: Sequence[T], step: int, size: int, seed: int) -> list[T]:
+    """The `size` items of step number `step`; a batch that crosses an epoch's end goes on in the next."""
+    return [items[i] for i in islice(walk(len(items), step * size, seed), size)]
+
+
+def walk(count: int, place: int, seed: int) -> Iterator[int]:
+    """The numbers below `count` from a place on, epoch by epoch, for ever: each of them once an epoch."""
+    while True:
+        epoch, offset = divmod(place, count)
+        order = shuffled(count, key(seed, "epoch", epoch))[offset:]
+        yield from order
+        place += len(order)
+
+
+def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list[int]:
+    """From which sets the next `size` items come, when `drawn` have come from each of them so far.
+
+    Every prefix follows the weights as closely as any sequence can: after n items, a set with share w has
+    had w * n of them, give or take 1 - 1 / (2 * sets - 2). Of the sets that are at all due, the one goes
+    first whose deadline for staying within that bound comes first. Tijdeman, "The chairman assignment
+    problem", Discrete Mathematics 32, 1980.
+    """
+    if len(weights) == 1:
+        return [0] * size
+    total = sum(map(Fraction, weights))  # exact, because a rounded tie could leave nobody due
+    shares = [Fraction(weight) / total for weight in weights]
+    slack = Fraction(1, 2 * len(weights) - 2)
+    had, place = list(drawn), sum(drawn)
+    chosen: list[int] = []
+    for n in range(place + 1, place + size + 1):
+        due = [i for i, share in enumerate(shares) if share * n - had[i] >= slack]
+        first = min(due, key=lambda i: (had[i] + 1 - slack) / shares[i])
+        had[first] += 1
+        chosen.append(first)
+    return chosen

@@ -37,7 +37,7 @@ _SHARE = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class SummaryOptions:
     """How to summarise."""
 
     by: str | None = None
@@ -139,18 +139,18 @@ class Comparison:
         }
 
 
-def summarise(groups: Sequence[Group], how: Statistics | None = None) -> list[Summary]:
+def summarise(groups: Sequence[Group], how: SummaryOptions | None = None) -> list[Summary]:
     """The whole first, then each sub-task by name, where tasks are told apart by `how.by`."""
-    how = how or Statistics()
+    how = how or SummaryOptions()
     ks = how.ks or powers_of_two(max((len(group.trajectories) for group in groups), default=0))
     return [_summary(name, chosen, ks, how) for name, chosen in slices(groups, how.by)]
 
 
 def compare(
-    first: Sequence[Group], second: Sequence[Group], how: Statistics | None = None
+    first: Sequence[Group], second: Sequence[Group], how: SummaryOptions | None = None
 ) -> list[Comparison]:
     """`first` against `second`, paired by task: the whole, then each sub-task. Empty without pairs."""
-    how = how or Statistics()
+    how = how or SummaryOptions()
     others = dict(slices(second, how.by))
     found = [
         _comparison(name, _rates(chosen, how), _rates(others.get(name, []), how), how)
@@ -196,7 +196,7 @@ def is_lost(trajectory: Trajectory) -> bool:
 
 
 def _outcomes(
-    attempts: Sequence[Sequence[Trajectory]], how: Statistics, lost: float | None = None
+    attempts: Sequence[Sequence[Trajectory]], how: SummaryOptions, lost: float | None = None
 ) -> list[list[float]]:
     """The successes at each task with any; where `lost` is given, lost episodes count as that."""
     found = [
@@ -210,7 +210,7 @@ def _outcomes(
     return [[value for value in task if value is not None] for task in found if task]
 
 
-def _summary(name: str, groups: Sequence[Group], ks: Sequence[int], how: Statistics) -> Summary:
+def _summary(name: str, groups: Sequence[Group], ks: Sequence[int], how: SummaryOptions) -> Summary:
     attempts = _by_task(groups)
     played = [trajectory for task in attempts for trajectory in task]
     scored = [trajectory for trajectory in played if trajectory.is_trainable]
@@ -253,7 +253,7 @@ def _widened(seen: Estimate, worst: Estimate | None = None, best: Estimate | Non
 
 
 def _pooled(
-    values: Sequence[Sequence[float]], how: Statistics, within: tuple[float, float] | None
+    values: Sequence[Sequence[float]], how: SummaryOptions, within: tuple[float, float] | None
 ) -> Estimate:
     """The mean over all episodes, with whole tasks drawn again."""
     return mean_interval(
@@ -268,7 +268,7 @@ def _pooled(
 def _at_k(
     cases: Sequence[Sequence[Sequence[float]]],
     ks: Sequence[int],
-    how: Statistics,
+    how: SummaryOptions,
     estimate: Callable[[Sequence[float], int], float],
 ) -> dict[int, Estimate]:
     """The mean over tasks for each k, over those with at least k scored attempts.
@@ -297,7 +297,7 @@ class _Rate:
     best: Fraction
 
 
-def _rates(groups: Sequence[Group], how: Statistics) -> dict[str, _Rate | None]:
+def _rates(groups: Sequence[Group], how: SummaryOptions) -> dict[str, _Rate | None]:
     """The rates by task; None for a task without a scored attempt."""
     found: dict[str, list[Trajectory]] = {}
     for group in groups:
@@ -305,7 +305,7 @@ def _rates(groups: Sequence[Group], how: Statistics) -> dict[str, _Rate | None]:
     return {task: _rate(attempts, how) for task, attempts in found.items()}
 
 
-def _rate(attempts: Sequence[Trajectory], how: Statistics) -> _Rate | None:
+def _rate(attempts: Sequence[Trajectory], how: SummaryOptions) -> _Rate | None:
     scored = [one for one in attempts if one.is_trainable]
     if not scored:
         return None
@@ -318,7 +318,7 @@ def _comparison(
     name: str,
     first: Mapping[str, _Rate | None],
     second: Mapping[str, _Rate | None],
-    how: Statistics,
+    how: SummaryOptions,
 ) -> Comparison | None:
     pairs = [
         (ours, theirs)

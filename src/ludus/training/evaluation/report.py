@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ludus.core.failures import lost_warning
 from ludus.core.messages import Json
-from ludus.observe import atomic_write, table_markdown
+from ludus.observe import atomic_file, atomic_write, printable, table_markdown
 from ludus.observe.report import Cell, markdown_text
 from ludus.observe.statistics import Estimate
-from ludus.training.evaluating.plot import plot_study
-from ludus.training.evaluating.study import Measured, Study
-from ludus.training.evaluating.summary import Summary
-from ludus.training.evaluation import TASK_SET
+from ludus.training.evaluation.evaluate import TASK_SET
+from ludus.training.evaluation.study import ModelResult, Study
+from ludus.training.evaluation.summary import ALL, Summary
 
 _HOW_IT_ENDED = {
     "tool_calls": "tool calls",
@@ -33,7 +33,7 @@ _TESTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Columns and rows, for the console or for Markdown."""
 
     title: str
@@ -69,7 +69,7 @@ def letters(study: Study) -> dict[str, str]:
     return {model: chr(ord("A") + i) if i < 26 else f"M{i}" for i, model in enumerate(models)}
 
 
-def single_table(study: Study) -> Table:
+def single_table(study: Study) -> ReportTable:
     """One measurement, one number in a row."""
     measured, summary = study.summaries[0]
     rows: list[list[Cell]] = [["success", interval_text(summary.success)]]
@@ -85,10 +85,10 @@ def single_table(study: Study) -> Table:
     if summary.left_out:
         rows.append(["aborted or not scored", summary.left_out])
     title = f"{measured.model}: {summary.tasks} tasks, {summary.episodes} episodes"
-    return Table(title, ("metric", "value"), rows)
+    return ReportTable(title, ("metric", "value"), rows)
 
 
-def full_table(study: Study) -> Table:
+def full_table(study: Study) -> ReportTable:
     """All measurements, one in a row."""
     summaries = study.summaries
     ks = sorted({k for _, summary in summaries for k in summary.passed})
@@ -122,10 +122,10 @@ def full_table(study: Study) -> Table:
         ]
         for measured, summary in summaries
     ]
-    return Table("evaluation", columns, rows)
+    return ReportTable("evaluation", columns, rows)
 
 
-def short_table(study: Study) -> Table:
+def short_table(study: Study) -> ReportTable:
     """All measurements in as many columns as fit on a terminal, models by their letters.
 
     Of pass@k it has what was asked for, or else the largest k.
@@ -143,10 +143,10 @@ def short_table(study: Study) -> Table:
         ]
         for measured, summary in study.summaries
     ]
-    return Table("evaluation", columns, rows)
+    return ReportTable("evaluation", columns, rows)
 
 
-def comparison_table(study: Study, *, short: bool = False) -> Table:
+def comparison_table(study: Study, *, short: bool = False) -> ReportTable:
     """Every model minus the one it is compared with; `short` with letters, for a terminal."""
     tasks = () if short else ("tasks",)
     columns = (*_place_columns(study), *tasks, "difference", "+/-/=", "p flip", "p sign")
@@ -162,7 +162,7 @@ def comparison_table(study: Study, *, short: bool = False) -> Table:
         ]
         for measured, comparison in study.comparisons
     ]
-    return Table(f"success by task, minus that of {names.get(study.against or '')}", columns, rows)
+    return ReportTable(f"success by task, minus that of {names.get(study.against or '')}", columns, rows)
 
 
 def study_json(study: Study) -> Json:
@@ -208,7 +208,7 @@ def write_report(folder: Path, study: Study) -> list[Path]:
     return paths
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: ReportTable) -> str:
     return table_markdown(table.columns, table.rows)
 
 
@@ -229,7 +229,7 @@ def _place_columns(study: Study) -> Sequence[str]:
     ]
 
 
-def _place(study: Study, measured: Measured, subtask: str, name: str) -> list[Cell]:
+def _place(study: Study, measured: ModelResult, subtask: str, name: str) -> list[Cell]:
     return [
         name,
         *([measured.turns] if _has_budgets(study) else []),
@@ -239,3 +239,74 @@ def _place(study: Study, measured: Measured, subtask: str, name: str) -> list[Ce
 
 def _has_budgets(study: Study) -> bool:
     return len({measured.turns for measured in study.measured}) > 1
+
+
+# A study as a picture: pass@k over k, success over turns. Matplotlib's own state is not touched.
+
+_LONGEST_LABEL = 48
+Points = list[tuple[int, Estimate]]
+
+
+def plot_study(path: str | Path, study: Study) -> None:
+    """Draw one line for each model, its interval as a band."""
+    from matplotlib.figure import Figure
+
+    curves = pass_curves(study)
+    scaling = turn_curves(study)
+    panels = [("k", "pass@k", curves)] if curves else []
+    if scaling:
+        panels.append(("most turns", "success (share of episodes)", scaling))
+    figure = Figure(figsize=(6.5 * max(1, len(panels)), 4.5), layout="constrained")
+    axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]
+    for axis, (across, up, lines) in zip(axes, panels, strict=False):
+        _draw(axis, lines)
+        axis.set_xlabel(across)
+        axis.set_ylabel(up)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def pass_curves(study: Study) -> list[tuple[str, Points]]:
+    """pass@k of each model, under each budget where there are several."""
+    several = len({measured.turns for measured in study.measured}) > 1
+    return [
+        (f"{m.model}, {m.turns} turns" if several else m.model, sorted(summary.passed.items()))
+        for m, summary in study.summaries
+        if summary.subtask == ALL and summary.passed
+    ]
+
+
+def turn_curves(study: Study) -> list[tuple[str, Points]]:
+    """Success of each model over its budgets of turns, where there are several."""
+    lines: dict[str, Points] = {}
+    for measured, summary in study.summaries:
+        if summary.subtask == ALL and summary.success is not None:
+            lines.setdefault(measured.model, []).append((measured.turns, summary.success))
+    return [(model, sorted(points)) for model, points in lines.items() if len(points) > 1]
+
+
+def _draw(axis: Any, lines: Sequence[tuple[str, Points]]) -> None:
+    drawn: list[Any] = []
+    for _, points in lines:
+        places = [place for place, _ in points]
+        (line,) = axis.plot(places, [estimate.value for _, estimate in points], "o-", linewidth=2)
+        drawn.append(line)
+        known = [(p, e.low, e.high) for p, e in points if e.low is not None and e.high is not None]
+        if known:
+            where, low, high = zip(*known, strict=True)
+            axis.fill_between(where, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axis.vlines(where, low, high, color=line.get_color(), alpha=0.5, linewidth=1)
+    places = sorted({place for _, points in lines for place, _ in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(places, [str(place) for place in places])
+    axis.minorticks_off()
+    axis.set_ylim(-0.03, 1.03)
+    axis.grid(alpha=0.25)
+    legend = axis.legend(drawn, [_label(label) for label, _ in lines], loc="best")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a model's name may hold a dollar sign
+
+
+def _label(text: str) -> str:
+    clean = printable(text)
+    return clean if len(clean) <= _LONGEST_LABEL else f"…{clean[-_LONGEST_LABEL:]}"

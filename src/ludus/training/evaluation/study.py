@@ -1,0 +1,464 @@
+"""Playing models under budgets of turns, and going on where an earlier run stopped.
+
+Models are opened one after the other, and only those with something left to play. Within one, budgets follow
+each other, and under a budget the task sets; all episodes of a set overlap (the rollout's `max_in_flight`
+bounds them). A group is written in a worker thread as soon as its last episode ends, and the next one is taken
+when it is on the disk. Cancelling stops all episodes; what was written stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from ludus.core.failures import ConfigError, LudusError, most_frequent
+from ludus.core.generation import Sampling
+from ludus.core.messages import Json
+from ludus.core.task import Task
+from ludus.core.trajectory import Group, StopReason
+from ludus.observe import atomic_write, read_groups, write_groups
+from ludus.observe.encoding import dump_value
+from ludus.observe.lock import FolderLock
+from ludus.rollouts.runner import Rollout
+from ludus.training.evaluation.evaluate import (
+    EvalModel,
+    Evaluation,
+    evaluation_of,
+    evaluation_seed,
+    joined,
+)
+from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
+from ludus.training.parts import Parts, TaskSetSpec
+from ludus.training.recipe import Recipe, with_absolute_paths
+from ludus.training.task_sampler import seed_of_set
+
+OnGroup = Callable[[str, int, int, int], None]
+"""Called as (model, turns, tasks finished, tasks in all) whenever one more task has been played."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTasks:
+    """The tasks of one task set."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    max_turns: int
+    """The set's own budget of turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyPlan:
+    """What to play."""
+
+    models: tuple[EvalModel, ...]
+    parts: tuple[EvalTasks, ...]
+    turns: tuple[int, ...]
+    """The budgets of turns to play under, each with the same tasks and draws; empty: each set's own."""
+    attempts: int
+    sampling: Sampling
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.models or not self.parts or not all(part.tasks for part in self.parts):
+            raise ConfigError("an evaluation needs a model and tasks")
+        if self.attempts < 1 or min(self.turns, default=1) < 1:
+            raise ConfigError("attempts and turns are at least 1")
+        for label, count in Counter(model.label for model in self.models).items():
+            if count > 1:
+                raise ConfigError(f"the model {label!r} is named {count} times; name it once")
+
+
+def eval_tasks_of(sets: Sequence[TaskSetSpec], most: int | None = None) -> tuple[EvalTasks, ...]:
+    """The held-out tasks of each set that has any, or the first `most` of them."""
+    found = [(one, tuple(one.parts.held_out[:most])) for one in sets]
+    return tuple(
+        EvalTasks(one.name, tasks, one.recipe.budgets.max_turns) for one, tasks in found if tasks
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One model under one budget of turns, on all task sets."""
+
+    model: str
+    turns: int
+    """The budget; where sets have budgets of their own, the largest."""
+    evaluation: Evaluation
+    kept: int
+    """How many tasks had been played by an earlier run."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that was measured, and how to look at it."""
+
+    measured: tuple[ModelResult, ...]
+    how: SummaryOptions
+    against: str | None = None
+    """The label of the model that the others are compared with."""
+
+    @cached_property
+    def summaries(self) -> list[tuple[ModelResult, Summary]]:
+        """Every measurement: the whole, and its sub-tasks."""
+        return [
+            (m, summary) for m in self.measured for summary in summarise(m.evaluation.groups, self.how)
+        ]
+
+    @cached_property
+    def comparisons(self) -> list[tuple[ModelResult, Comparison]]:
+        """Every other model minus `against`, under the same budget."""
+        others = {m.turns: m for m in self.measured if m.model == self.against}
+        return [
+            (m, comparison)
+            for m in self.measured
+            if m.model != self.against and m.turns in others
+            for comparison in compare(m.evaluation.groups, others[m.turns].evaluation.groups, self.how)
+        ]
+
+
+async def run_study(
+    recipe: Recipe,
+    parts: Parts,
+    plan: StudyPlan,
+    how: SummaryOptions | None = None,
+    *,
+    against: str | None = None,
+    results: ResultsFolder | None = None,
+    on_group: OnGroup | None = None,
+) -> Study:
+    """Play what is not in `results` yet; without a folder, everything, and nothing is kept."""
+    measured: list[ModelResult] = []
+    for model in plan.models:
+        measured += await _play(recipe, parts, plan, model, results, on_group)
+    return Study(tuple(measured), how or SummaryOptions(), against)
+
+
+async def _play(
+    recipe: Recipe,
+    parts: Parts,
+    plan: StudyPlan,
+    model: EvalModel,
+    results: ResultsFolder | None,
+    on_group: OnGroup | None,
+) -> list[ModelResult]:
+    rounds = [_Round(plan, model.label, turns, on_group) for turns in plan.turns or (None,)]
+    if results is not None:
+        for one in rounds:
+            await one.load(results, model.identity(recipe))
+    if any(one.is_missing for one in rounds):
+        async with model.open(recipe, parts) as sets:
+            for one in rounds:
+                await one.play({made.name: made.rollout for made in sets})
+    return [one.measured() for one in rounds]
+
+
+class _Round:
+    """One model under one budget, or under each set's own: a board for each task set."""
+
+    def __init__(self, plan: StudyPlan, model: str, turns: int | None, on_group: OnGroup | None) -> None:
+        self._model = model
+        self._turns = turns or max(part.max_turns for part in plan.parts)
+        self._total = sum(len(part.tasks) for part in plan.parts)
+        self._on_group = on_group or (lambda model, turns, done, total: None)
+        self._done = 0
+        self._boards = {
+            part.name: _Board(plan, number, model, turns or part.max_turns, self._note)
+            for number, part in enumerate(plan.parts)
+        }
+
+    @property
+    def is_missing(self) -> bool:
+        return any(board.missing for board in self._boards.values())
+
+    async def load(self, results: ResultsFolder, identity: Mapping[str, Any]) -> None:
+        several = len(self._boards) > 1
+        for name, board in self._boards.items():
+            cell = results.cell(self._model, identity, board.turns, name if several else None)
+            await board.load(cell)
+            self._done += board.kept
+
+    async def play(self, rollouts: Mapping[str, Rollout]) -> None:
+        for name, board in self._boards.items():
+            if board.missing:
+                await board.play(rollouts[name])
+
+    def measured(self) -> ModelResult:
+        found = joined({name: board.evaluation for name, board in self._boards.items()})
+        kept = sum(board.kept for board in self._boards.values())
+        return ModelResult(self._model, self._turns, found, kept)
+
+    def _note(self) -> None:
+        self._done += 1
+        self._on_group(self._model, self._turns, self._done, self._total)
+
+
+class _Board:
+    """One model under one budget on one task set: what has been played, and what is missing."""
+
+    def __init__(
+        self, plan: StudyPlan, number: int, model: str, turns: int, on_group: Callable[[], None]
+    ) -> None:
+        part = plan.parts[number]
+        self.turns = turns
+        self.missing = list(part.tasks)
+        self.kept = 0
+        """How many tasks an earlier run has played."""
+        self._plan = plan
+        self._tasks = part.tasks
+        self._seed = seed_of_set(plan.seed, number, part.name)
+        self._model = model
+        self._on_group = on_group
+        self._cell: Cell | None = None
+        self._groups: dict[str, Group] = {}
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return evaluation_of(list(self._groups.values()), self._tasks)
+
+    async def load(self, cell: Cell) -> None:
+        self._cell = cell
+        self._groups = await asyncio.to_thread(cell.groups, self._tasks)
+        self.missing = [
+            task
+            for task in self._tasks
+            if task.id not in self._groups or not is_finished(self._groups[task.id], self._plan.attempts)
+        ]
+        self.kept = len(self._tasks) - len(self.missing)
+
+    async def play(self, rollout: Rollout) -> None:
+        plan = self._plan
+        numbers = {task.id: number for number, task in enumerate(self._tasks)}
+        playing = replace(
+            rollout,
+            attempts=plan.attempts,
+            sampling=plan.sampling,
+            budgets=rollout.budgets.model_copy(update={"max_turns": self.turns}),
+        )
+        played = playing.groups(self.missing, evaluation_seed(self._seed))
+        async with aclosing(cast(AsyncGenerator[Group, None], played)) as groups:
+            async for group in groups:
+                self._groups[group.task.id] = group
+                if self._cell is not None:
+                    await asyncio.to_thread(self._cell.write, group, numbers[group.task.id])
+                self._on_group()
+        self.missing = []
+        self._check_scored()
+        if self._cell is not None:
+            await asyncio.to_thread(self._cell.close, list(self.evaluation.groups))
+
+    def _check_scored(self) -> None:
+        """Nothing at all was measured: say why, instead of a table of dashes."""
+        played = [t for group in self._groups.values() for t in group.trajectories]
+        if any(trajectory.is_trainable for trajectory in played):
+            return
+        failures = [t.failure for t in played if t.failure is not None]
+        if not failures:
+            raise ConfigError(
+                f"none of {len(played)} episodes was scored: there are no rewards, or they return None. List "
+                "rewards in the recipe, or pass rewards="
+            )
+        raise LudusError(
+            f"no episode of {self._model} could be scored: {len(failures)} of {len(played)} failed through "
+            f"no fault of the model's. {most_frequent(failures)}"
+        )
+
+
+# A folder of results. What is played is written at once, so that stopping loses nothing that was finished.
+#
+# ::
+#
+#     settings.json                        what was asked for; a folder holds one set of settings
+#     MODEL-DIGEST/model.json              which model
+#     MODEL-DIGEST/turns-8/parts/000003.parquet   the episodes of the fourth task, while it is being played
+#     MODEL-DIGEST/turns-8/episodes.parquet       all of them, once it has been
+#     MODEL-DIGEST/turns-8/NAME/...        the same for each task set, where there are several
+#     report.md, report.json, plot.png     what people and programs read
+#
+# Every file appears whole or not at all. A task counts as finished when none of its episodes failed through
+# our fault or was aborted; those that did are played again by the next run, and shown until then.
+
+SETTINGS = "settings.json"
+_FORMAT = 1
+_EPISODES, _PARTS = "episodes.parquet", "parts"
+
+
+def settings_of(
+    sets: Sequence[TaskSetSpec],
+    tasks: Sequence[Sequence[Task]],
+    attempts: int,
+    sampling: Sampling,
+    seed: int,
+) -> Json:
+    """Everything that decides what an episode is, apart from the model and the most turns."""
+    found: Json = {
+        "format": _FORMAT,
+        "attempts": attempts,
+        "sampling": asdict(sampling),
+        "seed": seed,
+    }
+    described = {one.name: _settings_of_set(one, own) for one, own in zip(sets, tasks, strict=True)}
+    if len(described) == 1:
+        found |= next(iter(described.values()))
+    else:
+        found["sets"] = described
+    loaded: Json = json.loads(json.dumps(found))
+    return loaded
+
+
+def _settings_of_set(one: TaskSetSpec, tasks: Sequence[Task]) -> Json:
+    raw = with_absolute_paths(one.recipe.model_dump(mode="json"))
+    return {
+        "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
+        "agent": raw["agent"],
+        "budgets": {name: value for name, value in raw["budgets"].items() if name != "max_turns"},
+        "rewards": raw["rewards"],
+        "group_rewards": raw["group_rewards"],
+    }
+
+
+def digest_of(tasks: Sequence[Task]) -> str:
+    """Changes when a task does. A value that cannot be stored, such as an object, is not looked at."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        messages = [message.as_chat() for message in task.messages]
+        for value in (task.id, messages, task.target, dict(task.envs), dict(task.metadata)):
+            text, is_exact = dump_value(value)
+            digest.update((text if is_exact else "?").encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One model under one budget of turns."""
+
+    path: Path
+
+    def groups(self, tasks: Sequence[Task]) -> dict[str, Group]:
+        """What has been played, by task, finished or not."""
+        known = {task.id: task for task in tasks}
+        files = [self.path / _EPISODES, *sorted((self.path / _PARTS).glob("*.parquet"))]
+        read = (group for file in files if file.is_file() for group in read_groups(file))
+        # a part is newer than the whole: it was played because something in the whole had failed
+        return {g.task.id: Group(known[g.task.id], g.trajectories) for g in read if g.task.id in known}
+
+    def write(self, group: Group, number: int) -> None:
+        """Keep the episodes of the task with this number."""
+        write_groups(self.path / _PARTS / f"{number:06d}.parquet", [group], split="eval")
+
+    def close(self, groups: Sequence[Group]) -> None:
+        """All has been played: one file instead of many."""
+        if (self.path / _PARTS).is_dir():
+            write_groups(self.path / _EPISODES, groups, split="eval")
+            shutil.rmtree(self.path / _PARTS)
+
+
+def is_finished(group: Group, attempts: int) -> bool:
+    """Whether nothing of it need be played again."""
+    return len(group.trajectories) == attempts and all(
+        t.failure is None and t.stop is not StopReason.ABORTED for t in group.trajectories
+    )
+
+
+class ResultsFolder:
+    """The results of one set of settings, for any models and budgets. One process writes at a time."""
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+        """A new folder, or one that was written under the same settings."""
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file, not a folder of results")
+        stored = self.path / SETTINGS
+        if not stored.is_file() and self.path.is_dir() and any(_visible(self.path)):
+            raise ConfigError(f"{self.path} holds something else than results; choose another folder")
+        self._was_there = stored.is_file()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self.path / ".lock")
+        self._lock.acquire()
+        try:
+            if stored.is_file():
+                _check_same(stored, settings)
+            else:
+                atomic_write(stored, json.dumps(settings, indent=2) + "\n")
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @classmethod
+    def numbered(cls, name: str, settings: Mapping[str, Any], root: str | Path = "evaluations") -> Self:
+        """A new folder evaluations/NAME-001, counted up."""
+        slug = slug_of(name)
+        for number in range(1, 1_000_000):
+            path = Path(root) / f"{slug}-{number:03d}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return cls(path, settings)
+        raise ConfigError(f"{root} is full of results called {slug}")
+
+    def cell(
+        self, label: str, identity: Mapping[str, Any], turns: int, task_set: str | None = None
+    ) -> Cell:
+        """The place of a model's episodes under a budget. Another model of that name has another place."""
+        raw = json.dumps(identity, sort_keys=True)
+        digest = hashlib.sha256(raw.encode()).hexdigest()[:8]
+        folder = self.path / f"{slug_of(label)}-{digest}"
+        if not (folder / "model.json").is_file():
+            atomic_write(
+                folder / "model.json", json.dumps({"label": label, **identity}, indent=2) + "\n"
+            )
+        place = folder / f"turns-{turns}"
+        return Cell(place if task_set is None else place / task_set)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """A new folder into which nothing was played, because something was wrong, is removed."""
+        if error is not None and not self._was_there and not any(self.path.rglob("*.parquet")):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def slug_of(name: str) -> str:
+    """The name as part of a path."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:].strip("-.") or "model"
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    return (entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def _check_same(stored: Path, settings: Mapping[str, Any]) -> None:
+    try:
+        found = json.loads(stored.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{stored} cannot be read: {error}") from None
+    differing = list(_differences(found, dict(settings), ""))
+    if differing:
+        raise ConfigError(
+            f"{stored.parent} holds results of other settings:\n"
+            + "\n".join(f"  {line}" for line in differing[:20])
+            + "\ngive the same settings, or another folder"
+        )
+
+
+def _differences(old: Any, new: Any, where: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(name), new.get(name), f"{where}.{name}" if where else name)
+    elif old != new:
+        yield f"{where}: {old!r:.80} there, {new!r:.80} now"

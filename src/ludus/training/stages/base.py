@@ -1,0 +1,178 @@
+"""What a stage of a run is: a number of steps, each of which either happens whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from torch import nn
+
+from ludus.core.failures import ConfigError, LudusError, most_frequent
+from ludus.core.random import key
+from ludus.core.trajectory import Group, Trajectory
+from ludus.engine import vocabulary_size
+from ludus.engine.hf_model import context_limit
+from ludus.training.packing import rows_of
+from ludus.training.recipe import Recipe
+from ludus.training.run_context import RunContext
+from ludus.training.settings import (
+    DistillationConfig,
+    EvaluationStageConfig,
+    PreferenceConfig,
+    RejectionConfig,
+    RLConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step has shown."""
+
+    metrics: dict[str, float]
+    groups: Sequence[Group] = field(default_factory=list)
+    """The episodes that were played for it."""
+    split: str = "train"
+    """What the episodes were played for: train or eval."""
+
+
+class Stage:
+    """One part of a run. The trainer counts its steps, writes down what they show, and saves between them."""
+
+    phase: str = "stage"
+    """What it is called where people read."""
+    prefix: ClassVar[str] = ""
+    """What its metrics are called, before the slash; RL's have none."""
+    learns: ClassVar[bool] = True
+    """Whether it changes the weights."""
+
+    def __init__(self, context: RunContext, folder: Path, steps: int) -> None:
+        self.context = context
+        self.folder = folder
+        """A place in the run's folder for what outlives checkpoints, such as a reference model."""
+        self.steps = steps
+        self.seed = _seed(context.recipe, int(folder.name))
+        """Decides this stage's draws; two stages must not draw alike."""
+        self.is_resumed = False
+        """Whether it goes on from a checkpoint of its own."""
+        self.is_torn = False
+        """Whether a step changed some weights and did not get to its end: nothing to go on from."""
+
+    async def begin(self) -> None:
+        """Get ready for the first step, or for the one after a checkpoint."""
+
+    async def advance(self, number: int) -> StepResult:
+        """Do step `number`, counted from 0. After the weights have changed, nothing is awaited any more."""
+        raise NotImplementedError
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Around a step's updates. An error in their midst leaves the stage torn, and it is not saved."""
+        self.is_torn = True
+        yield
+        self.is_torn = False
+
+    async def settle(self) -> None:
+        """After a step has been written down: let the engine go on with the new weights."""
+        if self.learns:
+            await self.context.engine.update_weights()
+            await self.context.engine.resume()
+
+    def save(self, folder: Path) -> None:
+        """Write into a checkpoint what going on needs, apart from the weights."""
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint that `save` wrote; called after `begin`."""
+
+
+def _seed(recipe: Recipe, number: int) -> int:
+    """The run's own seed for the first stage that plays, and one of its own for each later one."""
+    plays = (RLConfig, PreferenceConfig, RejectionConfig, DistillationConfig)
+    is_first = not any(isinstance(stage, plays) for stage in recipe.stages[:number])
+    return recipe.seed if is_first else key(recipe.seed, "stage", number)
+
+
+class EvaluationStage(Stage):
+    """Play the held-out tasks several times, and write down how often it goes well."""
+
+    phase = "evaluation"
+    prefix = "eval"
+    learns = False
+
+    def __init__(self, context: RunContext, folder: Path, config: EvaluationStageConfig) -> None:
+        super().__init__(context, folder, steps=1)
+        self._config = config
+
+    async def advance(self, number: int) -> StepResult:
+        config = self._config
+        measured = await self.context.measure(
+            attempts=config.attempts,
+            temperature=config.temperature,
+            pass_at=config.pass_at,
+            with_pass=True,
+        )
+        check_failures(measured.groups, self.context.recipe.rl.max_failures)
+        return StepResult(measured.metrics, measured.groups, split="eval")
+
+
+def check_readable(trajectories: Sequence[Trajectory], model: nn.Module, what: str) -> None:
+    """Refuse episodes that the model cannot read; `what` is what one of them is called."""
+    limit, vocabulary = context_limit(model), vocabulary_size(model)
+    for number, trajectory in enumerate(trajectories, start=1):
+        for row in rows_of([trajectory]):
+            if limit is not None and len(row.tokens) > limit:
+                raise ConfigError(
+                    f"{what} {number} has {len(row.tokens)} tokens, and the model can look at {limit}: shorten "
+                    "it or leave it out, or use a model with a longer context"
+                )
+            if max(row.tokens) >= vocabulary:
+                raise ConfigError(
+                    f"{what} {number} holds the token {max(row.tokens)}, and the model has {vocabulary}: is "
+                    "the tokenizer another model's, or were the embeddings not resized?"
+                )
+
+
+# Stopping when too much of what we are responsible for is broken: training would be on luck.
+
+
+def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool = True) -> None:
+    """Raise when a larger share of the episodes failed through our fault, or (`scored`) none was scored."""
+    failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
+    played = sum(len(group.trajectories) for group in groups)
+    if scored and played and not failures and not any(group.trainable for group in groups):
+        raise ConfigError(
+            f"none of {played} episodes was scored: every reward returned None. Return a number for at "
+            "least some of them"
+        )
+    if played and len(failures) / played > max_failures:
+        raise LudusError(
+            f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
+            f"max_failures = {max_failures:g} allows. {most_frequent(failures)}"
+        )
+
+
+# Where a step's time went.
+
+
+def timing_metrics(groups: Sequence[Group], playing: float, training: float) -> dict[str, float]:
+    """Shares of the step. While playing, a phase's share is its share of the episodes' time."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    total = sum(t.seconds.get("total", 0.0) for t in trajectories) or 1.0
+    step = playing + training
+    names = {"generation": "generate", "tools": "tools", "rewards": "rewards"}
+    shares = {
+        f"time_share/{name}": playing
+        / step
+        * sum(t.seconds.get(phase, 0.0) for t in trajectories)
+        / total
+        for name, phase in names.items()
+    }
+    said = sum(len(action.tokens) for t in trajectories for action in t.actions)
+    return shares | {
+        "time_share/training": training / step,
+        "tokens_per_second": said / step,
+        "episodes_per_second": len(trajectories) / step,
+        "step_seconds": step,
+    }

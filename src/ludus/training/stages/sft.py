@@ -1,0 +1,227 @@
+"""Supervised learning on demonstrations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.core.failures import ConfigError
+from ludus.core.random import key, shuffled
+from ludus.core.trajectory import Group, Trajectory
+from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
+from ludus.training.checkpoint import load_learner, load_reference, save_learner
+from ludus.training.conversations import read_conversations
+from ludus.training.learner import Learner
+from ludus.training.logprobs import logprobs_of
+from ludus.training.packing import concat_masks, rows_of
+from ludus.training.parts import demonstrations_of
+from ludus.training.rollout_worker import RolloutWorker
+from ludus.training.run_context import RunContext, tool_specs
+from ludus.training.settings import RejectionConfig, RLConfig, SFTConfig, held_out_count
+from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
+from ludus.training.task_sampler import items_of_step
+from ludus.training.update import imitate
+
+log = logging.getLogger(__name__)
+
+
+class SFTStage(Stage):
+    """Learn to say what was said in the demonstrations."""
+
+    phase = "warm start"
+    prefix = "sft"
+
+    def __init__(self, context: RunContext, folder: Path, config: SFTConfig) -> None:
+        super().__init__(context, folder, config.steps)
+        self._config = config
+        self._demonstrations: list[Trajectory] = []
+        self._held_out: list[Trajectory] = []
+        self._learner = Learner(context.model, config.optimizer, config.steps, seed=self.seed)
+
+    async def begin(self) -> None:
+        config, seed = self._config, self.context.recipe.seed
+        shown = await load_demonstrations(self.context, config)
+        order = shuffled(len(shown), key(seed, "held out"))
+        kept_out = set(order[: held_out_count(config, len(shown))])
+        self._demonstrations = [one for place, one in enumerate(shown) if place not in kept_out]
+        self._held_out = [shown[place] for place in sorted(kept_out)]
+        self._held_out += await load_held_out(self.context, config)
+        if not (has_expert(self.context, self._config) or self.context.recipe.task_sets):
+            await self._note_unknown_tools()
+
+    async def _note_unknown_tools(self) -> None:
+        """What others have written down may have had other tools than there are in this run."""
+        messages = [message for shown in self._demonstrations for message in shown.messages]
+        called = {call.name for message in messages for call in message.tool_calls}
+        if not called:
+            return
+        known = {spec.name for spec in await tool_specs(self.context.rollout, self.context.parts)}
+        if unknown := sorted(called - known):
+            log.warning(
+                "demonstrations call tools that this run does not have: %s", ", ".join(unknown)[:200]
+            )
+
+    async def advance(self, number: int) -> StepResult:
+        started = time.perf_counter()
+        seed = key(self.context.recipe.seed, "warm start")
+        batch = items_of_step(self._demonstrations, number, self._config.batch, seed)
+        with self.change():
+            metrics = imitate(self._learner, batch)
+        if self._held_out and self._is_due(number + 1):
+            metrics["held_out_loss"] = loss_on(self._learner, self._held_out)
+        return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
+
+    def _is_due(self, done: int) -> bool:
+        """After the first step, every so many as evaluations come, and after the last."""
+        every = self.context.recipe.evaluation.every
+        return done in (1, self.steps) or bool(every and done % every == 0)
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+
+
+def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
+    """The mean of -log p over what was said in these episodes, without learning from them."""
+    rows = rows_of(trajectories)
+    said_T = concat_masks(row.action_mask for row in rows)
+    budget = learner.config.micro_batch_tokens
+    return -float(logprobs_of(learner.model, rows, said_T, 1.0, budget)[said_T].double().mean())
+
+
+# What stages are given to learn from: demonstrations and pairs, as far as the model can read them.
+#
+# A run of several stages looks at all of it before the first step: a file that cannot be read is not worth the
+# hours of training that come before its stage.
+
+
+async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
+    """The trajectories to imitate."""
+    source = demonstrations_of(config, context.recipe, context.parts)
+    shown = await context.demonstrations(source, config.max_failures)
+    if not shown:
+        raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
+    if isinstance(config.held_out, float) and len(shown) < 2:
+        raise ConfigError("held_out takes a share of the demonstrations, and there is only one")
+    check_readable(shown, context.model, "demonstration")
+    return shown
+
+
+async def load_held_out(context: RunContext, config: SFTConfig) -> list[Trajectory]:
+    """The conversations of their own that a stage measures its loss on; none where it names none."""
+    if not isinstance(config.held_out, str):
+        return []
+    shown = await context.demonstrations(read_conversations(config.held_out, config.columns))
+    check_readable(shown, context.model, "held-out conversation")
+    return shown
+
+
+def has_expert(context: RunContext, config: SFTConfig) -> bool:
+    """Whether an expert plays the demonstrations, which takes its time and is left for the stage itself."""
+    return callable(demonstrations_of(config, context.recipe, context.parts))
+
+
+# Rejection sampling, and AgentEvol's iteration of it: explore, filter, imitate, repeat.
+#
+# Xi et al., "AgentGym: Evolving Large Language Model-based Agents across Diverse Environments", 2024,
+# arXiv:2406.04151.
+
+
+_KEPT, _STATE = "kept.parquet", "rejection.json"
+
+
+class RejectionStage(Stage):
+    """Imitate one's own best episodes."""
+
+    phase = "rejection sampling"
+    prefix = "rejection"
+
+    def __init__(self, context: RunContext, folder: Path, config: RejectionConfig) -> None:
+        super().__init__(context, folder, config.rounds * config.steps)
+        self._config = config
+        self._learner = self._new_learner()
+        exploring = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+        self._worker = RolloutWorker(context.task_sets, exploring, self.seed)
+        self._kept: list[Trajectory] = []
+        self._found_any = False
+        """Whether any round so far had something to imitate."""
+
+    async def advance(self, number: int) -> StepResult:
+        started = time.perf_counter()
+        round_number, place = divmod(number, self._config.steps)
+        groups: Sequence[Group] = []
+        metrics: dict[str, float] = {}
+        if place == 0:
+            groups = await self._explore(round_number)
+            metrics = rollout_metrics(groups) | {"kept": len(self._kept)}
+        if self._kept:
+            seed = key(self.seed, "rejection", round_number)
+            batch = items_of_step(self._kept, place, min(self._config.batch, len(self._kept)), seed)
+            with self.change():
+                if place == 0 and self._config.restart:
+                    self._return_to_start()
+                metrics |= imitate(self._learner, batch)
+        return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
+
+    async def begin(self) -> None:
+        if self._config.restart:
+            load_reference(self.context, self.folder, self.is_resumed)  # written down, to return to
+
+    async def _explore(self, round_number: int) -> list[Group]:
+        played = await self._worker.play(round_number, {})
+        check_failures(played.groups, self._config.max_failures)
+        await self.context.engine.pause()
+        self._kept = [t for group in played.groups for t in chosen(group, self._config)]
+        self._found_any |= bool(self._kept)
+        if not self._kept:
+            self._note_empty(round_number)
+        return played.groups
+
+    def _note_empty(self, round_number: int) -> None:
+        """A round without anything to imitate leaves the weights as they are; all of them are a mistake."""
+        config = self._config
+        if round_number + 1 == config.rounds and not self._found_any:
+            raise ConfigError(
+                f"no episode of {config.rounds} round(s) reached the reward {config.threshold:g}, so there "
+                "was nothing to imitate: lower the threshold, raise attempts or tasks, or start from a better "
+                "model"
+            )
+        log.warning(
+            "no episode of round %d reached the reward %g: nothing is learned in it",
+            round_number + 1,
+            config.threshold,
+        )
+
+    def _return_to_start(self) -> None:
+        start = load_reference(self.context, self.folder, is_resumed=True)
+        self.context.model.load_state_dict(start.state_dict())
+        self._learner = self._new_learner()
+
+    def _new_learner(self) -> Learner:
+        """Its schedule runs over all rounds, or over one where each begins anew."""
+        total = self._config.steps if self._config.restart else self.steps
+        return Learner(self.context.model, self._config.optimizer, total, seed=self.seed)
+
+    def save(self, folder: Path) -> None:
+        save_learner(folder, self._learner)
+        state = {"player": self._worker.state_dict(), "found_any": self._found_any}
+        (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        write_trajectories(folder / _KEPT, self._kept)
+
+    def load(self, folder: Path) -> None:
+        load_learner(folder, self._learner)
+        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        self._worker.load_state_dict(state["player"])
+        self._found_any = state["found_any"]
+        self._kept = read_trajectories(folder / _KEPT)
+
+
+def chosen(group: Group, config: RejectionConfig) -> list[Trajectory]:
+    """The episodes of a group that are imitated: the best, and of equal ones the shorter."""
+    good = [t for t in group.trainable if t.reward is not None and t.reward >= config.threshold]
+    return sorted(good, key=lambda t: (-(t.reward or 0.0), t.turns, t.attempt))[: config.keep]
