@@ -212,6 +212,38 @@ class RunConfig(Config):
     """Also log to this Weights & Biases project (extra: wandb)."""
 
 
+class TaskSetConfig(Config):
+    """One of several task sets. What it leaves out is as the recipe says."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    """What its metrics are called: sets/NAME/..."""
+    train: Place
+    """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
+    evaluation: Place | None = None
+    """Held-out tasks."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, as in tasks.columns."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the tasks, relative to the other sets' weights."""
+    tools: tuple[str | dict[str, Any], ...] | None = None
+    """Tools, as in agent.tools."""
+    envs: dict[str, str] | None = None
+    """Environments, as in agent.envs."""
+    rewards: tuple[str | dict[str, Any], ...] | None = None
+    """Rewards, as in the recipe."""
+    group_rewards: tuple[str | dict[str, Any], ...] | None = None
+    """Group rewards, as in the recipe."""
+    budgets: Budgets | None = None
+    """Limits on an episode; those that are left out are the recipe's."""
+    system: str | None = None
+    """A system message, as in agent.system."""
+
+    @field_serializer("budgets")
+    def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:
+        """Those that were given: written out in full, they would replace the recipe's when read again."""
+        return None if budgets is None else budgets.model_dump(exclude_unset=True)
+
+
 class Recipe(Config):
     """Everything about a run that is data. What is code is named by reference."""
 
@@ -323,38 +355,6 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 PER_SET = ("success", "reward", "turns", "episodes")
 """What a step tells of each task set, where there are several: sets/NAME/success, ..."""
-
-
-class TaskSetConfig(Config):
-    """One of several task sets. What it leaves out is as the recipe says."""
-
-    name: str = Field(pattern=r"^[\w.-]+$")
-    """What its metrics are called: sets/NAME/..."""
-    train: Place
-    """Tasks to learn from: a file, 'dataset:NAME:CONFIG@SPLIT', or 'module:function'."""
-    evaluation: Place | None = None
-    """Held-out tasks."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which field, as in tasks.columns."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Its share of the tasks, relative to the other sets' weights."""
-    tools: tuple[str | dict[str, Any], ...] | None = None
-    """Tools, as in agent.tools."""
-    envs: dict[str, str] | None = None
-    """Environments, as in agent.envs."""
-    rewards: tuple[str | dict[str, Any], ...] | None = None
-    """Rewards, as in the recipe."""
-    group_rewards: tuple[str | dict[str, Any], ...] | None = None
-    """Group rewards, as in the recipe."""
-    budgets: Budgets | None = None
-    """Limits on an episode; those that are left out are the recipe's."""
-    system: str | None = None
-    """A system message, as in agent.system."""
-
-    @field_serializer("budgets")
-    def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:
-        """Those that were given: written out in full, they would replace the recipe's when read again."""
-        return None if budgets is None else budgets.model_dump(exclude_unset=True)
 
 
 # What only a whole recipe shows to be wrong: settings of one table that another one leaves without effect.
