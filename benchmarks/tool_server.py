@@ -309,11 +309,12 @@ async def pairs(checkout: Path, python: str, rounds: int, concurrencies: tuple[i
             await load("warm up", 8, 32, sides[ours.pid], [HELLO] * 32)
             for concurrency in concurrencies:
                 ratios = []
+                # as many for both: at the end of a load fewer and fewer are under way
+                count = max(512, concurrency)
                 for _ in range(rounds):
                     rates, costs = [], []
-                    for (pid, once), count in zip(sides.items(), (1024, 128), strict=True):
+                    for pid, once in sides.items():
                         before = cpu_seconds(pid)
-                        count = max(count, concurrency)
                         measured = await load("", concurrency, count, once, [HELLO] * count)
                         assert not measured.failures, f"{measured.failures} of {count} failed"
                         rates.append(count / measured.wall)
