@@ -217,7 +217,7 @@ import sys, ludus
 loaded = lambda: print("LOADED", *set({HEAVY!r}) & set(sys.modules))
 ludus.tool, ludus.reward, ludus.Env, ludus.Agent, ludus.Recipe, ludus.Task, dir(ludus)
 loaded()
-from ludus.cli.errors import explained
+from ludus.cli.main import explained
 from ludus.cli.main import app
 for command in sys.argv[1:]:
     explained(lambda **options: app(command.split(), **options))

@@ -12,8 +12,7 @@ import pytest
 from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
-from ludus.cli.errors import explained
-from ludus.cli.main import app
+from ludus.cli.main import app, explained
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.checking import _judged
+from ludus.cli.check import _judged
 from ludus.cli.main import app
 from ludus.core.failures import Fault
 from ludus.core.messages import ToolResult

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.errors import explained
-from ludus.cli.main import app
+from ludus.cli.main import app, explained
 from ludus.observe import read_trajectories
 
 MODULE = '''

@@ -12,8 +12,7 @@ import pytest
 from openai_server import OpenAIServer, chat, error, serving, text
 from typer.testing import CliRunner
 
-from ludus.cli.errors import explained
-from ludus.cli.main import app
+from ludus.cli.main import app, explained
 from ludus.core.generation import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import read_trajectories

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ludus.observe import atomic_directory, atomic_file, atomic_write
-from ludus.observe.atomic import clean_leftovers
 from ludus.observe.checkpoints import (
     damage,
     list_checkpoints,
@@ -15,6 +14,7 @@ from ludus.observe.checkpoints import (
     prune_checkpoints,
     remove_checkpoints_after,
 )
+from ludus.observe.files import clean_leftovers
 
 
 def names(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from ludus.observe import (
     rollout_metrics,
     undefined,
 )
-from ludus.observe.catalogue import SPLITS
+from ludus.observe.metrics import SPLITS
 
 
 def group(*episodes):

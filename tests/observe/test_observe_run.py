@@ -12,7 +12,7 @@ from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.observe import RunFolder, RunWriter, TensorBoardSink, find_runs
-from ludus.observe.lock import FolderLock
+from ludus.observe.files import FolderLock
 
 
 def write_steps(run, steps):
@@ -337,7 +337,7 @@ def test_a_run_whose_first_file_cannot_be_written_vanishes(tmp_path, monkeypatch
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("ludus.observe.writer.atomic_write", full)
+    monkeypatch.setattr("ludus.observe.run_folder.atomic_write", full)
     with pytest.raises(OSError, match="no space"):
         RunWriter.create(tmp_path / "run", {})
     assert not (tmp_path / "run").exists()

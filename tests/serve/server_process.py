@@ -21,7 +21,7 @@ from ludus.core.task import Task
 
 TOOLS = Path(__file__).parent / "served_tools.py"
 _PROGRAM = (
-    "import sys; from ludus.cli.errors import explained; from ludus.cli.serving import serve_app; "
+    "import sys; from ludus.cli.main import explained; from ludus.cli.serve import serve_app; "
     "sys.exit(explained(serve_app))"
 )
 

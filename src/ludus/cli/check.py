@@ -1,84 +1,376 @@
-"""`ludus check`: find out what is wrong before a run does."""
+"""What `ludus check` does: load the thing, use it, and say what is wrong as (severity, text)."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
-from rich.console import Console
-from rich.text import Text
+from ludus.core.failures import ConfigError, Failure, Fault, LudusError
+from ludus.core.messages import ToolCall, ToolContext, ToolResult
+from ludus.core.task import Task
+from ludus.core.trajectory import is_success
+from ludus.core.user_code import first_accidents, forget_shown, waiting_places
+from ludus.envs import ENVS, check_env
+from ludus.rewards import check_rewards
+from ludus.rollouts.agent import Agent
+from ludus.rollouts.episode import Episode
+from ludus.rollouts.tasksets import load_tasks
+from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, close_shared_sandboxes
+from ludus.tools import shut
+from ludus.tools.library import build_toolset
+from ludus.tools.signature import example_of
+from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
+from ludus.training.recipe import Recipe, load_recipe
 
-check_app = typer.Typer(
-    help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
-)
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings that replace the recipe's.")]
-
-
-@check_app.command("recipe")
-def check_recipe(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],
-    overrides: Overrides = None,
-    call_tools: Annotated[
-        bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")
-    ] = True,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
-    ] = 60.0,
-) -> None:
-    """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
-    from ludus.cli.checking import recipe_findings
-
-    _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
-
-
-@check_app.command("env")
-def check_environment(
-    env: Annotated[str, typer.Argument(help="A prebuilt environment's name, or module:Class.")],
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What the tasks call it, where they name several.")
-    ] = None,
-) -> None:
-    """Reset, act, close: does an environment keep its contract?"""
-    from ludus.cli.checking import env_findings
-
-    _finish(env_findings(env, tasks, name), env)
+Findings = list[tuple[str, str]]
+SAMPLE = 16
+"""How many tasks a check looks at."""
+BYTES_PER_TOKEN = 8
+"""More than the text of any language takes."""
+VARIANTS = 3
+"""How often a check calls each tool, with other arguments each time."""
+SECONDS = 60.0
+"""How long a part of a check may take."""
+GRACE = 5.0
+"""How long what is stopped may take to clean up."""
 
 
-@check_app.command("tool")
-def check_tool(
-    tool: Annotated[
-        str, typer.Argument(help="module:function, file.py:function, or a name such as python.")
-    ],
-    arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
-) -> None:
-    """Show a tool as the model sees it, and call it."""
-    from ludus.cli.checking import tool_findings
+def recipe_findings(
+    path: Path, overrides: list[str], call_tools: bool = True, seconds: float = SECONDS
+) -> Findings:
+    """Everything that can be found out about a recipe without loading its model, for each task set.
 
-    _finish(tool_findings(tool, arguments), tool)
+    `seconds` is how long each of the things that it tries may take.
+    """
+    recipe = load_recipe(path, overrides)
+    parts = load_parts(recipe)
+    # torch and transformers are imported from here on: mistakes in the recipe itself are told before
+    from ludus.training.models import check_source
+    from ludus.training.preflight import check_parts
+    from ludus.training.report import idle_patience
+
+    refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
+    findings: Findings = list(dict.fromkeys(refusals))  # both look at the device
+    if text := idle_patience(recipe):
+        findings.append(("warning", text))
+    plans = task_set_specs(recipe, parts)
+
+    async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it
+        for plan in plans:
+            of_set = f"{plan.name}: " if len(plans) > 1 else ""
+            found = await _set_findings(plan, call_tools, seconds)
+            findings.extend((severity, of_set + text) for severity, text in found)
+        await close_shared_sandboxes()
+
+    asyncio.run(every_set())
+    return findings
 
 
-@check_app.command("sandbox")
-def check_sandbox(
-    preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,
-    network: Annotated[bool, typer.Option(help="Let code inside use the network.")] = False,
-) -> None:
-    """Show which layers of isolation hold on this machine, found out by trying every door from inside."""
-    from ludus.cli.sandboxing import sandbox_findings
-
-    _finish(sandbox_findings(tuple(preload or ()), network), "sandbox")
+def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
+    """What a check that would end a run has to say."""
+    try:
+        check(*arguments)
+    except LudusError as error:
+        return [("error", str(error))]
+    return []
 
 
-def _finish(findings: list[tuple[str, str]], what: str) -> None:
-    """Print findings as (severity, text); an error among them makes the command fail."""
-    console = Console()
-    styles = {"error": "bold red", "warning": "yellow", "info": ""}
-    for severity, text in findings:
-        console.print(Text(f"{severity}: {text}", style=styles[severity]), soft_wrap=True)
-    broken = sum(severity == "error" for severity, _ in findings)
-    console.print(Text(f"{what}: " + (f"{broken} error(s)" if broken else "ok")))
-    if broken:
-        raise typer.Exit(1)
+async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> Findings:
+    """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
+    recipe, parts = plan.recipe, plan.parts
+    findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
+    seen = {_content(task) for task in parts.tasks}
+    both = [task.id for task in parts.held_out if _content(task) in seen]
+    if both:
+        findings.append(
+            ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
+        )
+    for name, factory in parts.envs.items():
+        found = _env(factory, parts.tasks[:1], name)
+        findings += await _within(seconds, f"the check of the environment {name!r}", found)
+    if parts.tasks:
+        findings += await _within(seconds, "an episode", _episode(recipe, parts))
+        # where an episode failed, so would the expert's, and each of the calls
+        if not any(severity == "error" for severity, _ in findings):
+            findings += await _within(seconds, "the check of the rewards", _scores(recipe, parts))
+        if call_tools and not any(severity == "error" for severity, _ in findings):
+            calls = _tool_calls(recipe, parts)
+            findings += await _within(seconds * VARIANTS, "the calls of the tools", calls)
+    return findings
+
+
+async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]) -> Findings:
+    """What a part of a check finds; or that it did not end in time, and where it waits."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if done:
+        return task.result()
+    places = waiting_places()
+    task.cancel()
+    await asyncio.wait([task], timeout=GRACE)
+    where = f": it waits at {', '.join(places)}" if places else ""
+    more = "mend what it waits for, or raise --seconds"
+    return [("error", f"{what} did not end within {seconds:g} s{where}; {more}")]
+
+
+def _content(task: Task) -> str:
+    """All of a task but its name: what its answer is, or its sandbox holds, may be the only difference."""
+    return repr((task.messages, task.target, task.envs, task.metadata))
+
+
+async def _episode(recipe: Recipe, parts: Parts) -> Findings:
+    """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.run_context import build_rollout
+
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
+    rollout = build_rollout(recipe, parts, engine, tokenizer)
+    # a token here is a byte, of which the model's own tokenizer makes fewer tokens
+    room = BYTES_PER_TOKEN * recipe.budgets.max_tokens
+    rollout.budgets = recipe.budgets.model_copy(update={"max_tokens": room})
+    try:
+        trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+    if trajectory.failure is not None:
+        failure = trajectory.failure
+        return [("error", f"an episode failed at the boundary '{failure.boundary}': {failure.message}")]
+    if not trajectory.turns:
+        text = (
+            "an episode ended before the model could say anything: the first prompt is far longer than "
+        )
+        return [("error", f"{text}budgets.max_tokens = {recipe.budgets.max_tokens}")]
+    if trajectory.reward is None and not parts.group_rewards:
+        return [("warning", "an episode was played and not scored: every reward returned None")]
+    ended = f"{trajectory.stop}, reward {trajectory.reward}"
+    return [("info", f"an episode was played, by a script in the model's place: {ended}")]
+
+
+async def _scores(recipe: Recipe, parts: Parts) -> Findings:
+    """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.run_context import build_rollout, play_expert
+
+    tasks = parts.tasks[:SAMPLE]
+    expert = parts.demonstrations
+    if callable(expert):
+        tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+        rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
+        played = await play_expert(rollout, expert, tasks, recipe.seed)
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+        won = sum(is_success(trajectory) for trajectory in played)
+        text = f"the expert, given all the turns it needs, succeeds on {won} of {len(tasks)} tasks"
+        return [("info" if won == len(tasks) else "warning", text)]
+    if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
+        return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
+    report = await check_rewards(tasks, parts.rewards)
+    return [("info" if report.ok else "error", str(report))]
+
+
+async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
+    """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
+    from ludus.engine.fake import FakeEngine
+    from ludus.rewards import Scorer
+    from ludus.rollouts.tokenizers import HFTokenizer
+    from ludus.training.models import fit_tokenizer
+    from ludus.training.run_context import build_rollout, tool_specs
+
+    forget_shown()
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
+    budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS})
+    findings: Findings = []
+    try:
+        for spec in await tool_specs(rollout, parts):
+            played: list[tuple[ToolResult | None, Failure | None]] = []
+            for variant in range(VARIANTS):
+                arguments = example_of(spec.parameters, variant)
+                trial = OneCall(ToolCall(spec.name, arguments))
+                playing = replace(rollout, agent=trial, budgets=budgets, scorer=Scorer(()), retries=0)
+                trajectory = await playing.play(parts.tasks[0], attempt=variant, seed=recipe.seed)
+                played.append((trial.result, trajectory.failure))
+            findings += _judged(spec.name, played)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+        await shut(rollout.tools)
+        await close_shared_sandboxes()
+    return findings
+
+
+class OneCall(Agent):
+    """An agent that makes one call and keeps its result."""
+
+    def __init__(self, call: ToolCall) -> None:
+        self.call = call
+        self.result: ToolResult | None = None
+
+    async def run(self, episode: Episode) -> None:
+        [(_, self.result)] = await episode.call([self.call])
+
+
+def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]]) -> Findings:
+    """What calls of one tool with different arguments tell about it."""
+    failures = [failure for _, failure in played if failure is not None]
+    if failures:
+        return [("error", f"the tool {tool!r} failed when it was called: {failures[0].message}")]
+    results = [result for result, _ in played if result is not None]
+    if any(result.fault is None for result in results):
+        return []
+    accidents = first_accidents(tool)
+    if len(accidents) == len(results) and len(set(accidents)) == 1:
+        fix = "mend it; or, if it refuses arguments in this way, let it raise ToolFault, which says so"
+        return [("error", f"the tool {tool!r} raises {accidents[0]}, whatever it is given: {fix}")]
+    refusal = f"{results[0].fault}: {results[0].content}" if results else "no result"
+    told = f"the tool {tool!r} took none of {len(results)} generated calls ({refusal:.200})"
+    if results and all(result.fault is Fault.TOOL_TIMEOUT for result in results):
+        return [("warning", f"{told}: does it ever return? Its `timeout` says how long a call may take")]
+    return [("info", f"{told}: try it yourself with ludus check tool")]
+
+
+def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:
+    """What an environment does with the first task; `name` is what tasks call it."""
+    given = load_tasks(tasks)[:1] if tasks else []
+    return asyncio.run(_env(ENVS.load(reference), given, name or _name_in(given, reference)))
+
+
+def _name_in(tasks: list[Task], reference: str) -> str:
+    """What the tasks call an environment that the command line has by a file or a module."""
+    names = list(tasks[0].envs) if tasks else []
+    if reference in names or not names:
+        return reference
+    if len(names) > 1:
+        raise ConfigError(
+            f"task {tasks[0].id!r} has the environments {', '.join(names)}: say by --name which one "
+            f"{reference!r} is"
+        )
+    return names[0]
+
+
+async def _env(factory: object, tasks: list[Task], name: str) -> Findings:
+    if not callable(factory):
+        raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
+    task = tasks[0] if tasks else Task.of("check", id="check")
+    found = await check_env(factory, task, name=name)
+    findings = [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
+    if not tasks and any(severity == "error" for severity, _ in findings):
+        findings.append(("info", "it was given a task without data; give it one of its own by --tasks"))
+    return findings
+
+
+def tool_findings(reference: str, arguments: str | None) -> Findings:
+    """A tool as the model is told of it, and what a call gives."""
+    tools = build_toolset([reference])
+    context = ToolContext("check", Task.of("check", id="check"))
+    try:
+        given = json.loads(arguments) if arguments is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--arguments is not JSON: {error}") from None
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError("--arguments must be a JSON object")
+
+    async def used() -> Findings:
+        spec = (await tools.list(context))[0]
+        findings: Findings = [("info", json.dumps(spec.as_openai(), indent=2))]
+        if not spec.description:
+            findings.append(("warning", "it has no description: write a docstring, the model reads it"))
+        if given is not None:
+            try:
+                await tools.open(context)
+                result = await tools.call(ToolCall(spec.name, given), context)
+            except LudusError as error:
+                return [*findings, ("error", str(error))]
+            fault = f" (the model's fault: {result.fault})" if result.fault else ""
+            findings.append(("warning" if fault else "info", f"result{fault}: {result.content}"))
+            await tools.close(context)
+            await close_shared_sandboxes()
+        return findings
+
+    return asyncio.run(used())
+
+
+_ROUNDS = 20
+_LIMITS = Limits(wall_seconds=2.0, cpu_seconds=2.0, memory_mb=128, processes=32)
+# what must stop each of these programs
+_STOPPED = {
+    "endless loop": ("while True: pass", {Outcome.TIMEOUT, Outcome.CPU}),
+    "memory bomb": ("x = bytearray(3 << 30)", {Outcome.MEMORY}),
+    "endless output": ("while True: print('x' * 100_000)", {Outcome.OUTPUT, Outcome.TIMEOUT}),
+    "fork bomb": (
+        "import os, time\nwhile True:\n    os.fork() or time.sleep(9)",
+        {Outcome.RAISED, Outcome.PROCESSES, Outcome.TIMEOUT},
+    ),
+    "full disk": ("f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))", {Outcome.RAISED}),
+}
+
+
+def sandbox_findings(preload: tuple[str, ...], network: bool) -> Findings:
+    """Which layers are active, which doors are closed, and whether limits stop what they should."""
+    return asyncio.run(
+        _sandbox_findings(SandboxConfig(preload=preload, network=network, accept_risk=True))
+    )
+
+
+async def _sandbox_findings(config: SandboxConfig) -> Findings:
+    sandbox = Sandbox(config)
+    try:
+        layers = await sandbox.start()
+        found: Findings = []
+        for name, is_active in layers.active.items():
+            reason = layers.reasons.get(name) or layers.reasons.get("namespaces", "")
+            found.append(("info", f"{name}: on") if is_active else ("warning", f"{name}: off. {reason}"))
+        for door, error in layers.doors.items():
+            found.append(
+                ("info", f"{door}: closed ({error})")
+                if error
+                else ("error", f"{door}: open to code inside; it is refused unless accept_risk = true")
+            )
+        found += await _sandbox_limits(sandbox)
+        found += await _sandbox_speed(sandbox)
+        return found
+    except LudusError as error:
+        return [("error", str(error))]
+    finally:
+        await sandbox.close()
+
+
+async def _sandbox_limits(sandbox: Sandbox) -> Findings:
+    programs = list(_STOPPED.items())
+    results = await asyncio.gather(*(sandbox.python(code, limits=_LIMITS) for _, (code, _) in programs))
+    return [
+        ("info" if result.outcome in expected else "error", f"{name}: {result.outcome}")
+        for (name, (_, expected)), result in zip(programs, results, strict=True)
+    ]
+
+
+async def _sandbox_speed(sandbox: Sandbox) -> Findings:
+    fresh = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        await sandbox.python("print('hello world')")
+        fresh.append(time.perf_counter() - started)
+    async with await sandbox.session() as session:
+        statements = [(await session.python("x = 1")).seconds for _ in range(_ROUNDS)]
+        started = time.perf_counter()
+        try:
+            async with await session.fork():
+                fork = f"{(time.perf_counter() - started) * 1000:.1f} ms"
+        except CannotFork as refused:
+            fork = f"refused ({refused.reason})"
+    return [
+        (
+            "info",
+            f"median of a fresh execution {statistics.median(fresh) * 1000:.1f} ms, of a statement in a "
+            f"session {statistics.median(statements) * 1000:.2f} ms; fork of a session {fork}",
+        )
+    ]

@@ -1,17 +1,23 @@
-"""`ludus train | eval | rollout | show | check | serve`."""
+"""The command line: `ludus train | eval | rollout | init | settings | show | check | serve`.
+
+Only the commands and their options are here. What a command does is imported when it runs, so that
+`ludus --help` and the lighter commands do not wait for torch.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from ludus.cli.check import check_app
-from ludus.cli.errors import explained
-from ludus.cli.serving import serve_app
+from ludus.cli.serve import serve_app
+from ludus.core.failures import LudusError
 
 app = typer.Typer(
     name="ludus",
@@ -21,8 +27,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+check_app = typer.Typer(
+    help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
+)
 app.add_typer(check_app, name="check")
 app.add_typer(serve_app, name="serve")
+
+# Which package the command line's errors come from differs between versions of typer (some bring their own
+# copy of click), so the class is found as an ancestor of one that typer exports.
+UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 RecipeArgument = Annotated[
     Path | None,
@@ -84,7 +97,7 @@ def train(
     ] = None,
 ) -> None:
     """Train by a recipe: `ludus train recipe.toml rl.steps=50`. Ctrl-C saves, and says how to go on."""
-    from ludus.cli.training import run_training
+    from ludus.cli.train import run_training
 
     run_training(recipe, overrides or [], resume)
 
@@ -143,8 +156,7 @@ def evaluate(
     out: Out = None,
 ) -> None:
     """Measure models on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
-    from ludus.cli.play_options import Options, StudyOptions
-    from ludus.cli.playing import run_evaluation
+    from ludus.cli.eval import Options, StudyOptions, run_evaluation
 
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
@@ -180,8 +192,7 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes on training tasks and look at them: `ludus rollout runs/safe-001 --tasks 3`."""
-    from ludus.cli.play_options import Options
-    from ludus.cli.playing import run_rollout
+    from ludus.cli.eval import Options, run_rollout
 
     options = Options(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
@@ -244,10 +255,106 @@ def show(
     limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
 ) -> None:
     """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
-    from ludus.cli.showing import Wanted, show_episodes
+    from ludus.cli.show import Wanted, show_episodes
 
     wanted = Wanted(step, split, task, attempt, failed)
     show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
+
+
+@check_app.command("recipe")
+def check_recipe(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],
+    overrides: Overrides = None,
+    call_tools: Annotated[
+        bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")
+    ] = True,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
+    ] = 60.0,
+) -> None:
+    """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
+    from ludus.cli.check import recipe_findings
+
+    _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
+
+
+@check_app.command("env")
+def check_environment(
+    env: Annotated[str, typer.Argument(help="A prebuilt environment's name, or module:Class.")],
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the tasks call it, where they name several.")
+    ] = None,
+) -> None:
+    """Reset, act, close: does an environment keep its contract?"""
+    from ludus.cli.check import env_findings
+
+    _finish(env_findings(env, tasks, name), env)
+
+
+@check_app.command("tool")
+def check_tool(
+    tool: Annotated[
+        str, typer.Argument(help="module:function, file.py:function, or a name such as python.")
+    ],
+    arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
+) -> None:
+    """Show a tool as the model sees it, and call it."""
+    from ludus.cli.check import tool_findings
+
+    _finish(tool_findings(tool, arguments), tool)
+
+
+@check_app.command("sandbox")
+def check_sandbox(
+    preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,
+    network: Annotated[bool, typer.Option(help="Let code inside use the network.")] = False,
+) -> None:
+    """Show which layers of isolation hold on this machine, found out by trying every door from inside."""
+    from ludus.cli.check import sandbox_findings
+
+    _finish(sandbox_findings(tuple(preload or ()), network), "sandbox")
+
+
+def _finish(findings: list[tuple[str, str]], what: str) -> None:
+    """Print findings as (severity, text); an error among them makes the command fail."""
+    console = Console()
+    styles = {"error": "bold red", "warning": "yellow", "info": ""}
+    for severity, text in findings:
+        console.print(Text(f"{severity}: {text}", style=styles[severity]), soft_wrap=True)
+    broken = sum(severity == "error" for severity, _ in findings)
+    console.print(Text(f"{what}: " + (f"{broken} error(s)" if broken else "ok")))
+    if broken:
+        raise typer.Exit(1)
+
+
+def explained(command: Callable[..., Any]) -> int:
+    """Run a command; what Ludus raises on purpose is explained in a message instead of a traceback."""
+    try:
+        result = command(standalone_mode=False)
+    except LudusError as error:
+        if "LUDUS_TRACEBACK" in os.environ:
+            raise
+        _say(f"error: {error}")
+        return 2
+    except OSError as error:
+        _say(f"error: {error}")
+        return 2
+    except UsageProblem as error:
+        error.show()
+        return int(error.exit_code)
+    except typer.Exit as ending:
+        return int(ending.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _say("stopped")
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def run() -> None:

@@ -55,7 +55,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SettingsTable:
     """One kind of table, and where in a recipe it can stand."""
 
     model: type[BaseModel]
@@ -74,7 +74,7 @@ class Table:
             yield Setting(name, takes, value, meaning, found, field.is_required())
 
 
-def tables(model: type[BaseModel] = Recipe) -> list[Table]:
+def tables(model: type[BaseModel] = Recipe) -> list[SettingsTable]:
     """The tables of a recipe in their order, each once with all places where it can stand."""
     places: dict[type[BaseModel], list[str]] = {}
 
@@ -88,7 +88,7 @@ def tables(model: type[BaseModel] = Recipe) -> list[Table]:
                 visit(inner, f"{place}.{name}{brackets}{kind}".lstrip("."))
 
     visit(model, "")
-    return [Table(table, tuple(where)) for table, where in places.items()]
+    return [SettingsTable(table, tuple(where)) for table, where in places.items()]
 
 
 def markdown() -> str:
@@ -117,7 +117,7 @@ def described(key: str) -> list[tuple[str, Setting]]:
     found: dict[str, Setting] = {}
     wanted = [part for part in key.split(".") if part and not part.isdecimal()]
 
-    def visit(table: Table, path: str, rest: list[str]) -> None:
+    def visit(table: SettingsTable, path: str, rest: list[str]) -> None:
         for one in table.settings:
             if rest and one.key != rest[0]:
                 continue
@@ -126,9 +126,9 @@ def described(key: str) -> list[tuple[str, Setting]]:
                 found.setdefault(place, one)
             usual = one.default if isinstance(one.default, BaseModel) else None
             for inner in one.tables:
-                visit(Table(inner, usual=usual), place, rest[1:])
+                visit(SettingsTable(inner, usual=usual), place, rest[1:])
 
-    visit(Table(Recipe), "", wanted)
+    visit(SettingsTable(Recipe), "", wanted)
     if not found:
         near = _alike(key, wanted)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `ludus settings` lists all of them"
@@ -230,7 +230,7 @@ def default_text(setting: Setting) -> str:
     if isinstance(value, BaseModel):
         value = {
             one.key: getattr(value, one.key)
-            for one in Table(type(value)).settings
+            for one in SettingsTable(type(value)).settings
             if getattr(value, one.key) != one.default
         } or None
     return "" if value is None else _toml(value)
@@ -265,7 +265,7 @@ def _about(models: Any) -> str:
     return " ".join((first.__doc__ or "").split()) if first is not None else ""
 
 
-def _title(table: Table) -> str:
+def _title(table: SettingsTable) -> str:
     return table.places[0].replace("[]", "") or "The top of the file"
 
 

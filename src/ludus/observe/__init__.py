@@ -1,24 +1,24 @@
 """What a run leaves behind, and what a person sees of it: metrics, episodes, checkpoints, reports."""
 
-from ludus.observe.atomic import atomic_directory, atomic_file, atomic_write
-from ludus.observe.catalogue import (
+from ludus.observe.checkpoints import Checkpoint, damage
+from ludus.observe.console import Progress, printable, setup_logging
+from ludus.observe.encoding import Opaque
+from ludus.observe.files import atomic_directory, atomic_file, atomic_write
+from ludus.observe.metrics import (
     CATALOGUE,
     Metric,
     catalogue_markdown,
     combine,
     definition_of,
+    has_signal,
     prefixed,
+    rollout_metrics,
     undefined,
 )
-from ludus.observe.checkpoints import Checkpoint, damage
-from ludus.observe.encoding import Opaque
-from ludus.observe.logs import printable, setup_logging
-from ludus.observe.metrics import has_signal, rollout_metrics
-from ludus.observe.progress import Progress
-from ludus.observe.report import plot_curve, table_markdown, table_rich
-from ludus.observe.run import RunFolder, TrajectoryFile, find_runs
+from ludus.observe.report import episode_text, plot_curve, table_markdown, table_rich
+from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
 from ludus.observe.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
-from ludus.observe.store import (
+from ludus.observe.trajectory_store import (
     StoreError,
     holds_trajectories,
     read_groups,
@@ -26,8 +26,6 @@ from ludus.observe.store import (
     write_groups,
     write_trajectories,
 )
-from ludus.observe.transcript import episode_text
-from ludus.observe.writer import RunWriter
 
 __all__ = [
     "CATALOGUE",

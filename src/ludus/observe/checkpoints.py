@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.core.messages import Json
-from ludus.observe.atomic import atomic_directory, remove_directory
+from ludus.observe.files import atomic_directory, remove_directory
 
 MANIFEST = "manifest.json"
 _CHANGEABLE = ("adapter_config.json", "base.json")

@@ -1,12 +1,250 @@
-"""From a batch of groups to numbers. Pure; what each number means is written in `catalogue`."""
+"""The metrics of a batch of episodes, and the catalogue of what every logged number means.
+
+A name such as `reward/<part>` stands for a family. A name may start with the split it was measured on:
+`eval/success` is `success` over the evaluation episodes. What users log themselves goes under `custom/`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from ludus.core.failures import Boundary, Fault
 from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory, is_success
+
+Aggregate = Literal["mean", "sum", "max", "last"]
+
+SPLITS = ("train", "eval", "sft", "dpo", "rejection", "distill", "rollout")
+"""The prefixes that say which episodes or examples, or which stage, a number was measured on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number with a written definition. `aggregate` says how the numbers of several steps combine."""
+
+    name: str
+    definition: str
+    unit: str
+    aggregate: Aggregate = "mean"
+
+    def covers(self, name: str) -> bool:
+        """Whether `name` is this metric, or a member of this family."""
+        pattern = re.sub(r"<\w+>", ".+", re.escape(self.name))
+        return re.fullmatch(pattern, name, flags=re.DOTALL) is not None
+
+
+ROLLOUT_METRICS: tuple[Metric, ...] = (
+    Metric("episodes", "Episodes played, the failed ones included.", "episodes", "sum"),
+    Metric(
+        "episodes_scored",
+        "Episodes that ended by themselves or by a budget and were scored. Every mean and share below "
+        "is over these, unless it says otherwise.",
+        "episodes",
+        "sum",
+    ),
+    Metric("reward", "Mean of the total reward that is trained on.", "reward"),
+    Metric("reward_std", "Standard deviation (population) of the total reward.", "reward"),
+    Metric("reward/<part>", "Mean of one part of the reward, over the episodes that have it.", "reward"),
+    Metric(
+        "success",
+        "Share of episodes that succeeded: the reward part `success` is at least 1, or, where there is "
+        "no such part, the total is; or as the recipe defines it.",
+        "share",
+    ),
+    Metric("turns", "Mean number of actions: how often the model spoke.", "per episode"),
+    Metric("tool_calls", "Mean number of tool calls, the faulty ones included.", "per episode"),
+    Metric("invalid_calls", "Mean number of calls that were answered by a fault.", "per episode"),
+    Metric("invalid_call_share", "Calls answered by a fault of the model's, over all calls.", "share"),
+    Metric("fault/<type>", "Mean number of calls answered by a fault of this type.", "per episode"),
+    Metric("fault_share/<type>", "Calls answered by a fault of this type, over all calls.", "share"),
+    Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
+    Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
+    Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
+    Metric("tokens/action", "Mean number of tokens the model said.", "tokens per episode"),
+    Metric("tokens/observation", "Mean number of tokens tools and environments put there, and the "
+           "end-of-turn tokens that were added for the model.", "tokens per episode"),
+    Metric(
+        "groups_without_signal",
+        "Share of all groups in which no two scored attempts have different rewards: a baseline taken "
+        "over the group leaves nothing to learn from them.",
+        "share",
+    ),
+    Metric("failures", "Episodes lost to a failure of ours, out of all episodes.", "episodes", "sum"),
+    Metric("failure/<boundary>", "Episodes lost to a failure of ours at this boundary.", "episodes",
+           "sum"),
+    Metric("failure_share", "Episodes lost to a failure of ours, over all episodes.", "share"),
+    Metric("aborted", "Episodes cancelled on purpose: shutdown, or too stale.", "episodes", "sum"),
+    Metric("unscored", "Episodes that neither failed nor were aborted, and have no reward.", "episodes",
+           "sum"),
+    Metric(
+        "seconds/<phase>",
+        "Mean wall time an episode spent in a phase: generate, tools, rewards, total. Phases of "
+        "different episodes overlap.",
+        "seconds per episode",
+    ),
+)  # fmt: skip
+
+TRAINING_METRICS: tuple[Metric, ...] = (
+    Metric("loss", "The loss that was minimised: what each trained token weighs is the aggregation's to say. "
+           "This and the gradient's norm are missing where there was nothing to learn.", "nats"),
+    Metric("entropy", "Mean entropy of the policy's next-token distribution at action tokens. This, the clip "
+           "fractions, ratios, differences and divergences are plain means over all action tokens of the "
+           "step that are not masked, those without advantage included.", "nats"),
+    Metric("kl", "Mean estimate of KL(policy ‖ reference) at action tokens; absent without a reference.",
+           "nats"),
+    Metric("kl_coefficient", "Weight of that divergence in this step; it changes with `kl_control`.", "1",
+           "last"),
+    Metric("kl_old_k1", "Mean of log p_old - log p at action tokens, which were drawn from p_old: the k1 "
+           "estimate of KL(p_old ‖ policy), the policy when the step began against each update's. verl's "
+           "`ppo_kl`.", "nats"),
+    Metric("kl_old_k3", "The k3 estimate of the same divergence, never negative; what `target_kl` bounds.",
+           "nats"),
+    Metric("ess", "Effective sample size of the importance weights w = p / p_engine over action tokens, as a "
+           "share: (sum w)² / (n · sum w²).", "share"),
+    Metric("ess_sequence", "The same over sequences, a sequence's weight being the product of its tokens'.",
+           "share"),
+    Metric("extended", "1 after the last step of a run that was then made longer; `evaluation.patience` counts "
+           "from there.", "1", "last"),
+    Metric("updates", "Optimizer updates that the step took; `target_kl` may leave some out.", "updates",
+           "sum"),
+    Metric("clip_fraction", "Share of action tokens whose importance ratio was clipped.", "share"),
+    Metric("clip_fraction_low", "Share of action tokens clipped at the lower bound (advantage below 0; TRL's "
+           "clip_ratio/low).", "share"),
+    Metric("clip_fraction_high", "Share of action tokens clipped at the upper bound (advantage above 0; TRL's "
+           "clip_ratio/high), or by a dual clip's.", "share"),
+    Metric("gradient_norm", "L2 norm of the whole gradient before clipping.", "1"),
+    Metric("learning_rate", "Learning rate of the optimizer step.", "1", "last"),
+    Metric("logprob_difference_mean", "Mean absolute difference between the engine's and the trainer's "
+           "log-probability of the same action token under the same weights.", "nats"),
+    Metric("logprob_difference_max", "The largest such difference.", "nats", "max"),
+    Metric("ratio_mean", "Mean ratio of a trained token's probability to its probability when the step "
+           "began.", "1"),
+    Metric("ratio_max", "The largest such ratio.", "1", "max"),
+    Metric("importance_weight", "Mean weight that an importance correction gave to a trained token.",
+           "1"),
+    Metric("value_loss", "The critic's loss: half the squared error of its values.", "reward²"),
+    Metric("value_clip_fraction", "Share of values that had moved too far to be moved on.", "share"),
+    Metric("value_gradient_norm", "L2 norm of the critic's gradient before clipping.", "1"),
+    Metric("value_learning_rate", "Learning rate of the critic's step.", "1", "last"),
+    Metric("explained_variance", "Share of the returns' variance that the critic's values explain.",
+           "share"),
+    Metric("masked", "Episodes that were kept out of the loss because they were broken.", "episodes",
+           "sum"),
+    Metric("broken/<kind>", "Episodes that went wrong in this way by the model's doing: no_answer, "
+           "over_length, tool_error, timed_out, void_turn.", "episodes", "sum"),
+    Metric("refilled", "Groups that replaced a group without signal.", "groups", "sum"),
+    Metric("without_signal", "Groups still without signal after all refills.", "groups", "sum"),
+    Metric("resampled", "Attempts that resampling left out of their groups.", "episodes", "sum"),
+    Metric("sets/<name>", "A number over the episodes of one task set, such as sets/maths/success.",
+           "any"),
+    Metric("curriculum/<setting>", "The value of a scheduled setting in this step.", "any", "last"),
+    Metric("no_signal", "Whether nothing could be learned from the step's rewards: no advantage differed from "
+           "0, as where the rewards of each group are all equal.", "share"),
+    Metric("success_low", "Lower end of the 95% interval of `success`, lost episodes counted as 0.",
+           "share", "last"),
+    Metric("success_high", "Upper end of the 95% interval of `success`, lost episodes counted as 1.",
+           "share", "last"),
+    Metric("pass@<k>", "The chance that at least one of k attempts succeeds, averaged over tasks "
+           "(unbiased).", "share"),
+    Metric("average@<k>", "The success of the first k attempts, averaged over tasks.", "share"),
+    Metric("kept", "Episodes that rejection sampling found worth imitating.", "episodes"),
+    Metric("pairs", "Pairs of episodes (for KTO: episodes) that a preference step learned from.",
+           "pairs", "sum"),
+    Metric("accuracy", "Share of pairs whose preferred episode has the larger implicit reward; for KTO, "
+           "of episodes on their side of the reference point.", "share"),
+    Metric("reference_point", "KTO's z0: the estimate of KL(policy ‖ reference) from mismatched prompts "
+           "and answers, at least 0.", "nats"),
+    Metric("margin", "Mean difference of the implicit rewards of preferred and rejected episodes.",
+           "nats"),
+    Metric("held_out_loss", "Mean of -log p over the assistant's tokens of held-out conversations.",
+           "nats"),
+    Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
+           "an estimate of KL(student ‖ teacher).", "nats"),
+    Metric("action_tokens", "Tokens of the batch that the loss applies to, counted once whatever `epochs`; "
+           "those without advantage included.", "tokens", "sum"),
+    Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
+    Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
+    Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "
+           "measured; the time of playing is divided among generation, tools and rewards in proportion "
+           "to the time that episodes spent in each, and what they spent elsewhere is in none.",
+           "share"),
+    Metric("policy_version", "How many times the weights have been updated.", "updates", "last"),
+    Metric("step_seconds", "Wall time of the whole step.", "seconds"),
+    Metric("custom/<name>", "A number of the user's own.", "any"),
+)  # fmt: skip
+
+CATALOGUE: tuple[Metric, ...] = ROLLOUT_METRICS + TRAINING_METRICS
+
+
+def definition_of(name: str) -> Metric | None:
+    """The catalogue's entry for a logged name, its split prefix aside; None for an unknown name."""
+    exact = [metric for metric in CATALOGUE if metric.name == name]
+    found = exact or [metric for metric in CATALOGUE if metric.covers(name)]
+    if found:
+        return found[0]
+    split, slash, rest = name.partition("/")
+    return definition_of(rest) if slash and split in SPLITS else None
+
+
+def undefined(names: Iterable[str]) -> list[str]:
+    """The names that have no definition."""
+    return [name for name in names if definition_of(name) is None]
+
+
+def prefixed(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics with each name under `split`, which is one of `SPLITS`."""
+    if split not in SPLITS:
+        raise ValueError(f"a split is one of {', '.join(SPLITS)}, not {split!r}")
+    return {f"{split}/{name}": value for name, value in metrics.items()}
+
+
+def combine(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One row for several: each metric by its own aggregate, and an unknown one by its mean."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: _aggregated(name, values) for name, values in columns.items()}
+
+
+def _aggregated(name: str, values: Sequence[float]) -> float:
+    metric = definition_of(name)
+    match metric.aggregate if metric else "mean":
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "last":
+            return values[-1]
+        case _:
+            return sum(values) / len(values)
+
+
+def catalogue_markdown() -> str:
+    """The catalogue as the page `docs/metrics.md`."""
+    splits = ", ".join(f"`{split}/`" for split in SPLITS)
+    head = [
+        "# Metrics",
+        "",
+        "Every number that Ludus logs, and what it means. This page is generated from",
+        "`ludus.observe.metrics`; a test fails when the two differ.",
+        "",
+        "A name such as `reward/<part>` stands for a family. A name may start with the split it was",
+        f"measured on ({splits}): `eval/success` is `success` over the",
+        "evaluation episodes. The last column says how the numbers of several steps combine into one.",
+    ]
+    return "\n".join(
+        [*head, *_section("Episodes", ROLLOUT_METRICS), *_section("Training", TRAINING_METRICS), ""]
+    )
+
+
+def _section(title: str, metrics: Sequence[Metric]) -> list[str]:
+    rows = [f"| `{m.name}` | {m.definition} | {m.unit} | {m.aggregate} |" for m in metrics]
+    return ["", f"## {title}", "", "| name | definition | unit | combine |", "|---|---|---|---|", *rows]
+
 
 Success = Callable[[Trajectory], bool]
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Json
-from ludus.observe.atomic import atomic_write
+from ludus.observe.files import atomic_write
 
 _log = logging.getLogger(__name__)
 

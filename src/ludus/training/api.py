@@ -35,7 +35,7 @@ from ludus.observe import (
     WandbSink,
     setup_logging,
 )
-from ludus.observe.progress import SHOWN
+from ludus.observe.console import SHOWN
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.demonstrator import Expert
 from ludus.training.checkpoint import RunProgress, UnsavedError, load_progress

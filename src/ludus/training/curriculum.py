@@ -18,7 +18,7 @@ from pydantic import Field, StrictFloat, StrictInt, ValidationError, model_valid
 from ludus.core.config import Config
 from ludus.core.config_problems import explained
 from ludus.core.failures import ConfigError
-from ludus.observe.catalogue import SPLITS, definition_of
+from ludus.observe.metrics import SPLITS, definition_of
 from ludus.rollouts.budgets import Budgets
 
 BUDGETS = "budgets."

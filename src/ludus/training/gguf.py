@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from ludus.core.failures import ConfigError, MissingExtraError, not_there
 from ludus.observe import atomic_directory
-from ludus.observe.atomic import remove_directory
+from ludus.observe.files import remove_directory
 
 log = logging.getLogger(__name__)
 

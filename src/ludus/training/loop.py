@@ -25,7 +25,7 @@ from dataclasses import replace
 from ludus.core.failures import lost_warning
 from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed
-from ludus.observe.atomic import remove_directory
+from ludus.observe.files import remove_directory
 from ludus.training.checkpoint import (
     RunProgress,
     check_sync,

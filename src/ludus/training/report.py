@@ -18,7 +18,7 @@ from ludus.observe import (
     table_markdown,
 )
 from ludus.observe.report import LOSSES, Cell, markdown_text
-from ludus.observe.store import read_failures
+from ludus.observe.trajectory_store import read_failures
 from ludus.training.recipe import Recipe, learns, steps_of
 from ludus.training.settings import (
     EvaluationStageConfig,

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
 from ludus.observe import RunFolder, episode_text, printable
-from ludus.observe.run import TrajectoryFile
-from ludus.observe.store import select_trajectories
+from ludus.observe.run_folder import TrajectoryFile
+from ludus.observe.trajectory_store import select_trajectories
 
 if TYPE_CHECKING:
     from ludus.core.tokenizer import Tokenizer
+
 
 _ALL = 100_000_000
 

@@ -1,4 +1,15 @@
-"""The one process that writes a run. It holds the folder's lock from the first to the last write."""
+"""A run is a folder: `RunFolder` reads it, `RunWriter` writes it. Its layout:
+
+::
+
+    recipe.json                      the whole recipe, as it was resolved
+    metrics.jsonl                    one line of numbers per step
+    trajectories/step-000012.parquet the episodes of a step (step-000012-eval.parquet: evaluated)
+    checkpoints/step-000012/         see `checkpoints`
+    logs/ludus.log                   everything that was logged
+    tensorboard/                     when asked for
+    curve.png, report.md             what a person looks at first
+"""
 
 from __future__ import annotations
 
@@ -7,32 +18,165 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ludus.core.failures import ConfigError, LudusError, not_there
-from ludus.core.trajectory import Group
-from ludus.observe.atomic import atomic_write, clean_leftovers, is_hidden_write, remove
+from ludus.core.messages import Json
+from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.checkpoints import (
     Checkpoint,
+    damage,
+    list_checkpoints,
     new_checkpoint,
     prune_checkpoints,
     remove_checkpoints_after,
 )
-from ludus.observe.lock import FolderLock
-from ludus.observe.run import OBJECTS, RECIPE, RunFolder
-from ludus.observe.sinks import JsonLinesSink, Sink, Sinks
-from ludus.observe.store import write_groups
+from ludus.observe.files import FolderLock, atomic_write, clean_leftovers, is_hidden_write, remove
+from ludus.observe.sinks import JsonLinesSink, Sink, Sinks, read_metrics
+from ludus.observe.trajectory_store import read_trajectories, write_groups
+
+_log = logging.getLogger(__name__)
+
+RECIPE = "recipe.json"
+OBJECTS = "objects.json"
+_TRAJECTORIES = re.compile(r"step-(\d{6,})(?:-(\w+))?\.parquet")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrajectoryFile:
+    """A file of the episodes of one step and split."""
+
+    step: int
+    split: str
+    path: Path
+
+
+class RunFolder:
+    """The things in a run's folder. Reading takes no lock and is safe while the run is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trajectories_path(self) -> Path:
+        return self.path / "trajectories"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def log_path(self) -> Path:
+        return self.path / "logs" / "ludus.log"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def curve_path(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.md"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is a run in this folder."""
+        return (self.path / RECIPE).is_file()
+
+    def recipe(self) -> Json:
+        """The recipe that the run was started with."""
+        try:
+            recipe: Json = json.loads((self.path / RECIPE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{self.path} is not a run: it has no {RECIPE}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.path / RECIPE} is damaged ({error})") from None
+        return recipe
+
+    def objects(self) -> dict[str, str]:
+        """What of the run was passed as Python objects, by the part's name: a command cannot rebuild it."""
+        file = self.path / OBJECTS
+        try:
+            found: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        except ValueError as error:
+            raise ConfigError(f"{file} is damaged ({error})") from None
+        return found
+
+    def metrics(self) -> list[Json]:
+        """The rows of numbers, in the order they were logged."""
+        return read_metrics(self.metrics_path)
+
+    def trajectory_path(self, step: int, split: str = "train") -> Path:
+        """Where the episodes of a step are, or will be."""
+        if not re.fullmatch(r"\w+", split):
+            raise ValueError(f"a split is a word, not {split!r}")
+        suffix = "" if split == "train" else f"-{split}"
+        return self.trajectories_path / f"step-{step:06d}{suffix}.parquet"
+
+    def trajectory_files(self) -> list[TrajectoryFile]:
+        """The files of episodes that there are, the oldest first."""
+        folder = self.trajectories_path
+        entries = folder.iterdir() if folder.is_dir() else ()
+        matches = [(entry, _TRAJECTORIES.fullmatch(entry.name)) for entry in entries]
+        return sorted(TrajectoryFile(int(m[1]), m[2] or "train", entry) for entry, m in matches if m)
+
+    def trajectories(self, step: int, split: str = "train") -> list[Trajectory]:
+        """The episodes of a step."""
+        return read_trajectories(self.trajectory_path(step, split))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The complete checkpoints, the oldest first."""
+        return list_checkpoints(self.checkpoints_path)
+
+    def latest_checkpoint(self, *, thorough: bool = False) -> Checkpoint | None:
+        """The newest that is whole, by the sizes of its files; `thorough`: and by what is in them."""
+        for checkpoint in reversed(self.checkpoints()):
+            problems = damage(checkpoint.path, thorough=True) if thorough else []
+            if not problems:
+                return checkpoint
+            _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])
+        return None
+
+
+def find_runs(root: str | Path = "runs") -> Sequence[RunFolder]:
+    """The runs directly below `root`, the one written to last at the end."""
+    folder = Path(root)
+    runs = [RunFolder(entry) for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted((run for run in runs if run.is_run), key=_last_written)
+
+
+def _last_written(run: RunFolder) -> float:
+    source = run.metrics_path if run.metrics_path.exists() else run.path / RECIPE
+    return source.stat().st_mtime
+
 
 _LOCK = ".lock"
 _BEGINNING = (RECIPE, OBJECTS, "metrics.jsonl", "logs", "tensorboard", "wandb", "wandb-id", "stages")
 """What is in a run's folder before anything has been recorded; there are no metrics yet."""
-_log = logging.getLogger(__name__)
 
 
 class RunWriter(RunFolder):
-    """A run that is being written. Made by `create` or `resume`; close it, or use it in `with`."""
+    """A run that is being written: one process holds the folder's lock from the first to the last write.
+
+    Made by `create` or `resume`; close it, or use it in `with`.
+    """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)

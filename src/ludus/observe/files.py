@@ -1,21 +1,27 @@
-"""Writes that happen entirely or not at all, whenever the process is killed.
+"""Atomic writes, and a lock that lets one process at a time write to a folder.
 
-Everything is written under a hidden name beside its target, synced to the disk, and renamed into place.
-A killed writer leaves only its hidden name behind; readers do not look at hidden names, and the next
-writer into the same folder removes those whose process is gone.
+A write happens entirely or not at all, whenever the process is killed: it goes under a hidden name beside
+its target, is synced to the disk, and renamed into place. A killed writer leaves only its hidden name
+behind; readers do not look at hidden names, and the next writer into the same folder removes those whose
+process is gone.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ludus.core.failures import LudusError
 
 _LEFTOVER = re.compile(r"\..*\.ludus-(?P<host>[^.]*)-(?P<pid>\d+)-[0-9a-f]{8}\.tmp", re.DOTALL)
 _STALE_SECONDS = 24 * 3600
@@ -149,3 +155,72 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+class FolderLock:
+    """An exclusive lock on a folder: `flock` on a file that names the holder. It ends with its process."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._descriptor: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock, or say who has it. A dead holder's lock is free."""
+        if self._descriptor is not None:
+            return
+        descriptor = self._locked()
+        while not _is_still(descriptor, self.file):  # its holder removed it after it was opened here
+            os.close(descriptor)
+            descriptor = self._locked()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def _locked(self) -> int:
+        """The file, opened and locked."""
+        descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode("utf-8", errors="replace").strip()
+            os.close(descriptor)
+            raise LudusError(
+                f"{self.file.parent} is being written by another run ({holder or 'unknown process'}); "
+                "stop that one first, or choose another folder"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: removing it would race with the next holder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.discard(self)
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether the file of that name is the one that was opened."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _forget_in_child() -> None:
+    """A forked worker must not keep the lock alive after its parent has died."""
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ludus.serve import ServerConfig
     from ludus.tools.hosting import ToolReference
 
+
 serve_app = typer.Typer(
     help="Serve tools over HTTP.", no_args_is_help=True, pretty_exceptions_enable=False
 )
