@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
 
-.PHONY: quickstart test test-slow test-gpu lint format bench shape clean help
+.PHONY: quickstart test test-slow test-gpu lint format bench docs shape clean help
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,8 +67,16 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
+docs: $(VENV)/.installed-docs  ## The documentation as a site, in site/ (a broken link is an error)
+	$(BIN)/zensical build --strict
+	@echo 'open site/index.html, or: $(BIN)/zensical serve'
+
 shape: $(VENV)/.installed-dev  ## Files, lines, names used twice, how many files a token passes (ARGS=-v lists them)
 	$(BIN)/python dev/shape.py $(ARGS)
 
+$(VENV)/.installed-docs: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:  ## Remove what was built; runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

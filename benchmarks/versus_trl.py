@@ -7,7 +7,7 @@
 The quickstart's model is warm-started once. Then both frameworks train it with GRPO from that checkpoint:
 first with tools that answer at once, then with tools that take a while. Each side runs in a process of its
 own, one after the other; TRL in its own virtual environment, `.venvs/trl`, which is made when it is missing.
-What is compared, what is not, and what was measured: docs/benchmarks.md.
+What is compared, what is not, and what was measured: docs/performance.md.
 """
 
 from __future__ import annotations

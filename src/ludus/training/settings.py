@@ -153,7 +153,7 @@ class RLConfig(Config):
     kind: Literal["rl"] = "rl"
     """What kind of stage this is."""
     algorithm: str = "grpo"
-    """How rewards become advantages and a loss: a name from docs/algos.md, or 'file.py:function'."""
+    """How rewards become advantages and a loss: a name from docs/algorithms.md, or 'file.py:function'."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the algorithm's advantages, such as { discount = 0.99 }."""
     loss: str | None = None

@@ -1,0 +1,227 @@
+"""GRPO in one flat file: task, rollout, reward, advantage, loss, optimizer step, in order. No trainer class.
+
+A support desk with four teams. The agent reads a ticket with one tool and assigns it with another: two turns,
+with an observation in between that the loss must not touch. A tiny model is made from scratch. Demonstrations,
+right on half of the tickets, teach it the syntax of a tool call. GRPO teaches it which team is right, and is
+measured on tickets that neither stage has seen. About a minute on two CPU cores:
+
+    python examples/grpo_loop.py
+
+`ludus.train` does the same with recipes, checkpoints, resuming, metrics, other algorithms and a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import ludus
+from ludus.algos import AdvantageInputs, LossInputs, by_token, clipped_surrogate, grpo
+from ludus.core.generation import Engine
+from ludus.core.random import key
+from ludus.core.tokenizer import ByteTokenizer, Tokenizer
+from ludus.engine import EmbeddedEngine, FakeEngine, PackedContext, head_logits, hidden_states
+from ludus.rewards import Scorer
+from ludus.rollouts import Budgets, Demonstrator, Rollout
+from ludus.rollouts.formats import load_format
+from ludus.rollouts.renderers import Renderer
+from ludus.tools import LocalTools
+from ludus.training.models import load_model
+from ludus.training.recipe import ModelConfig, ScratchConfig
+
+SEED = 0
+WARM_STEPS, WARM_BATCH, WARM_RATE = 200, 16, 3e-3
+STEPS, TASKS, ATTEMPTS, RATE = 20, 12, 8, 1e-3  # an RL step plays TASKS x ATTEMPTS episodes
+
+# 1. Tasks: a prompt, and a target that only the reward sees.
+
+TEAMS = {"Charged twice": "billing", "No login": "access", "No signal": "network", "Lost parcel": "mail"}
+WHO = [
+    "baker",
+    "school",
+    "pilot",
+    "farmer",
+    "nurse",
+    "museum",
+    "singer",
+    "bank",
+    "lawyer",
+    "clown",
+    "painter",
+    "judge",
+]
+TICKETS = [(f"{what}, says a {who}.", team) for who in WHO for what, team in TEAMS.items()]
+random.Random(SEED).shuffle(TICKETS)
+
+
+def task(number: int, copy: int = 0) -> ludus.Task:
+    return ludus.Task.of(f"Ticket {number}", TICKETS[number][1], id=f"{number}-{copy}")
+
+
+HELD_OUT = [task(number) for number in range(3, len(TICKETS), 5)]
+TRAIN = [task(number, copy) for number in range(len(TICKETS)) if number % 5 != 3 for copy in range(8)]
+
+
+# 2. Tools, and an expert who shows how to call them.
+
+
+@ludus.tool
+async def read(ticket: int) -> str:
+    """Read a ticket."""
+    if not 0 <= ticket < len(TICKETS):
+        raise ludus.ToolFault(f"there is no ticket {ticket}")
+    return TICKETS[ticket][0]
+
+
+@ludus.tool
+async def assign(to: str) -> ludus.ToolResult:
+    """Assign the ticket to a team."""
+    return ludus.ToolResult("assigned", terminated=True)  # ends the episode
+
+
+def expert(given: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
+    yield ludus.ToolCall("read", {"ticket": int(given.id.split("-")[0])})
+    teams = [given.target, given.target, *TEAMS.values()]
+    yield ludus.ToolCall("assign", {"to": random.Random(given.id).choice(teams)})
+
+
+# 3. The reward: a function of the trajectory.
+
+
+@ludus.reward(name="success")
+async def right(trajectory: ludus.Trajectory, target: str) -> float:
+    return float(any(call.arguments.get("to") == target for call in trajectory.calls))
+
+
+# 4. From trajectories to tensors: sequences lie end to end, without padding.
+
+
+def packed(trajectories: Sequence[ludus.Trajectory]) -> tuple[list[int], Tensor, Tensor]:
+    """Lengths, tokens and the action mask: True where the model said the token."""
+    tokens = [token for trajectory in trajectories for token in trajectory.tokens]
+    mask = [said for trajectory in trajectories for said in trajectory.action_mask]
+    return (
+        [len(trajectory.tokens) for trajectory in trajectories],
+        torch.tensor(tokens),
+        torch.tensor(mask),
+    )
+
+
+def action_logprobs(model: nn.Module, trajectories: Sequence[ludus.Trajectory]) -> Tensor:
+    """The log-probability of each action token, by a forward pass of the module that the engine samples."""
+    lengths, tokens_T, action_T = packed(trajectories)
+    context = PackedContext(lengths)  # attention within each sequence
+    hidden_TD = hidden_states(model, tokens_T, context.position_ids, context)
+    place_A = action_T.nonzero().squeeze(1)
+    logits_AV = head_logits(model, hidden_TD[place_A - 1])  # the token before predicts the action
+    return logits_AV.log_softmax(-1).gather(1, tokens_T[place_A, None]).squeeze(1)
+
+
+# 5. Two losses.
+
+
+def sft_loss(model: nn.Module, demonstrations: Sequence[ludus.Trajectory]) -> Tensor:
+    """Imitation: the mean negative log-likelihood of the expert's tokens."""
+    return -action_logprobs(model, demonstrations).mean()
+
+
+def grpo_loss(model: nn.Module, groups: Sequence[ludus.Group]) -> Tensor:
+    """Group-relative advantages, the clipped surrogate, and the mean over action tokens."""
+    # an episode that failed through no fault of the model has no reward: it is in no baseline and in no loss
+    played = [
+        (g, t) for g, group in enumerate(groups) for t in group.trajectories if t.reward is not None
+    ]
+    trajectories = [trajectory for _, trajectory in played]
+    lengths, _, action_T = packed(trajectories)
+    trajectory_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    inputs = AdvantageInputs(
+        rewards_N=torch.tensor([trajectory.reward for trajectory in trajectories]),
+        group_N=torch.tensor([group for group, _ in played]),
+        trajectory_T=trajectory_T,
+        action_T=action_T,
+    )
+    advantages_T = grpo(inputs).advantages_T  # (r - mean) / std within the group, on each action token
+    sampled_A = torch.tensor([p for t in trajectories for p in t.logprobs])[
+        action_T
+    ]  # as the engine saw them
+    loss_A, _ = clipped_surrogate(
+        LossInputs(
+            logprobs_A=action_logprobs(model, trajectories),
+            old_A=sampled_A,
+            advantages_A=advantages_T[action_T],
+            sequence_A=trajectory_T[action_T],
+        )
+    )
+    return (loss_A * by_token(trajectory_T, action_T)[action_T]).sum()
+
+
+# 6. The loop.
+
+
+def rollout(engine: Engine, tokenizer: Tokenizer, agent: ludus.Agent | None = None) -> Rollout:
+    return Rollout(
+        engine,
+        Renderer(tokenizer, load_format("hermes")),
+        Scorer([right]),
+        LocalTools([read, assign]),
+        agent=agent or ludus.Agent(),
+        budgets=Budgets(max_turns=2, max_turn_tokens=24),
+        attempts=1 if agent else ATTEMPTS,
+    )
+
+
+async def played(by: Rollout, tasks: Sequence[ludus.Task], seed: int) -> list[ludus.Group]:
+    return [group async for group in by.groups(tasks, seed)]
+
+
+def mean_reward(groups: Sequence[ludus.Group]) -> float:
+    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    return sum(rewards) / len(rewards)
+
+
+async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
+    """Train, print, and return the success on held-out tickets."""
+    # a tokenizer is fitted to what the expert's episodes look like; a pretrained model brings its own
+    by_bytes = ByteTokenizer()
+    shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN, SEED)
+    segments = [s for group in shown for t in group.trajectories for s in t.sequences[0].segments]
+    texts = [by_bytes.decode(segment.tokens) for segment in segments]
+    model, tokenizer = load_model(ModelConfig(scratch=ScratchConfig(layers=2, width=128)), SEED, texts)
+    engine = EmbeddedEngine(model, tokenizer)  # samples this very module: weights are never copied
+    policy, teacher = rollout(engine, tokenizer), rollout(engine, tokenizer, Demonstrator(expert))
+
+    async def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        await engine.pause()  # nothing is in flight while the weights change
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        await engine.update_weights()  # drops the KV cache of the old weights
+        await engine.resume()
+
+    print(f"at the start          {mean_reward(await played(policy, HELD_OUT, SEED)):6.1%}")
+    optimizer = torch.optim.AdamW(model.parameters(), WARM_RATE)
+    demonstrations = [t for group in await played(teacher, TRAIN, SEED) for t in group.trajectories]
+    for step in range(warm_steps):
+        batch = random.Random(key(SEED, "sft", step)).sample(demonstrations, WARM_BATCH)
+        await update(optimizer, sft_loss(model, batch))
+    print(f"after the warm start  {mean_reward(await played(policy, HELD_OUT, SEED)):6.1%}")
+
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    for step in range(steps):
+        tasks = random.Random(key(SEED, "rl", step)).sample(TRAIN, TASKS)
+        groups = await played(policy, tasks, key(SEED, step))
+        await update(optimizer, grpo_loss(model, groups))
+        print(f"step {step + 1:3}  reward {mean_reward(groups):.3f}")
+    final = mean_reward(await played(policy, HELD_OUT, SEED))
+    print(f"after GRPO            {final:6.1%}")
+    await engine.close()
+    return final
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
