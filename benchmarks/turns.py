@@ -36,10 +36,9 @@ from ludus.core.trajectory import Trajectory
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Rollout
-from ludus.rollouts.agent import Agent
-from ludus.rollouts.demonstrator import Demonstrator
+from ludus.rollouts.agent import Agent, Demonstrator
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.tools import as_toolset
 from ludus.training.models import fit_tokenizer

@@ -31,7 +31,7 @@ from ludus.core.messages import Message, ToolContext
 from ludus.core.task import Task
 from ludus.envs.safe import training_tasks
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.tools import LocalTools
 from ludus.training.api import load_recipe

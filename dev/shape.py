@@ -87,7 +87,7 @@ async def hops() -> dict[str, set[str]]:
     from ludus.rewards import Scorer
     from ludus.rollouts import Budgets, Rollout
     from ludus.rollouts.formats import load_format
-    from ludus.rollouts.renderers import Renderer
+    from ludus.rollouts.renderer import Renderer
     from ludus.tools import LocalTools
 
     @ludus.reward

@@ -28,7 +28,7 @@ from ludus.engine import EmbeddedEngine, FakeEngine, PackedContext, head_logits,
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.tools import LocalTools
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig, ScratchConfig

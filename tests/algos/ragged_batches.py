@@ -10,7 +10,7 @@ import random
 
 from hypothesis import strategies as st
 
-from ludus.algos import Attempt, Turn
+from ludus.algos import Attempt, TurnTokens
 
 
 def attempt_from(random: random.Random) -> Attempt:
@@ -18,16 +18,16 @@ def attempt_from(random: random.Random) -> Attempt:
         return random.choice([0.0, 1.0, 0.1, -1.0, round(random.uniform(-3, 3), 3)])
 
     turns = [
-        Turn(
-            said=random.randint(0, 3),
-            heard=random.randint(0, 2),
+        TurnTokens(
+            action=random.randint(0, 3),
+            observation=random.randint(0, 2),
             reward=random.choice([0.0, 0.0, 0.25, -0.5]),
             anchor=random.randint(-1, 2),
         )
         for _ in range(random.randint(0, 4))
     ]
     prompt, group = random.randint(1, 3), random.randint(0, 2)
-    length = prompt + sum(turn.said + turn.heard for turn in turns)
+    length = prompt + sum(turn.action + turn.observation for turn in turns)
     return Attempt(
         reward=number(),
         turns=turns,

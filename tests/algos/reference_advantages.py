@@ -17,13 +17,13 @@ def said(attempt: Any) -> list[int]:
     """The places of the tokens that the model said."""
     places, at = [], attempt.prompt
     for turn in attempt.turns:
-        places += range(at, at + turn.said)
-        at += turn.said + turn.heard
+        places += range(at, at + turn.action)
+        at += turn.action + turn.observation
     return places
 
 
 def length(attempt: Any) -> int:
-    return attempt.prompt + sum(turn.said + turn.heard for turn in attempt.turns)
+    return attempt.prompt + sum(turn.action + turn.observation for turn in attempt.turns)
 
 
 def everywhere(attempts: list[Any], number: Callable[[int], float]) -> Tokens:
@@ -114,10 +114,10 @@ def token_rewards(attempt: Any) -> dict[int, float]:
     rewards = {place: attempt.penalties[place] if attempt.penalties else 0.0 for place in said(attempt)}
     paid, at = 0.0, attempt.prompt
     for turn in attempt.turns:
-        if turn.said:
-            rewards[at + turn.said - 1] += turn.reward
+        if turn.action:
+            rewards[at + turn.action - 1] += turn.reward
             paid += turn.reward
-        at += turn.said + turn.heard
+        at += turn.action + turn.observation
     if rewards:
         rewards[max(rewards)] += attempt.reward - paid
     return rewards
@@ -144,8 +144,8 @@ def turn_at(attempt: Any, place: int) -> int:
     """The turn during which a token was said, or after which it was heard; silent turns are no turns."""
     at, number = attempt.prompt, -1
     for turn in attempt.turns:
-        at += turn.said + turn.heard
-        number += turn.said > 0
+        at += turn.action + turn.observation
+        number += turn.action > 0
         if place < at:
             return number
     raise AssertionError("past the end")
@@ -206,7 +206,7 @@ def turn_returns(attempt: Any, discount: float) -> list[float]:
     tokens = token_rewards(attempt)
     rewards = [
         sum(reward for place, reward in tokens.items() if turn_at(attempt, place) == number)
-        for number in range(sum(turn.said > 0 for turn in attempt.turns))
+        for number in range(sum(turn.action > 0 for turn in attempt.turns))
     ]
     return [
         sum(discount ** (k - u) * rewards[k] for k in range(u, len(rewards)))
@@ -220,10 +220,10 @@ def by_turn(attempts: list[Any], number: Callable[[int, int], float]) -> Tokens:
         at = attempt.prompt
         spoken = 0
         for turn in attempt.turns:
-            for place in range(at, at + turn.said):
+            for place in range(at, at + turn.action):
                 result[i][place] = number(i, spoken)
-            spoken += turn.said > 0
-            at += turn.said + turn.heard
+            spoken += turn.action > 0
+            at += turn.action + turn.observation
     return result
 
 
@@ -247,7 +247,7 @@ def turn_grpo(attempts: list[Any], discount: float, normalise: bool) -> Tokens:
 
 
 def anchors(attempt: Any) -> list[int]:
-    return [turn.anchor for turn in attempt.turns if turn.said]
+    return [turn.anchor for turn in attempt.turns if turn.action]
 
 
 def gigpo(attempts: list[Any], discount: float, step_weight: float, normalise: bool) -> Tokens:

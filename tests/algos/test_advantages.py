@@ -20,7 +20,7 @@ from ludus.algos import (
     Advantages,
     Attempt,
     Need,
-    Turn,
+    TurnTokens,
     inputs_from,
     load_estimator,
     needs_of,
@@ -124,7 +124,9 @@ def test_a_critic_can_have_a_lambda_of_its_own(batch: list[Attempt]) -> None:
 def test_gae_by_hand() -> None:
     """Two turns around an observation; gamma 0.5, lambda 1: credit passes the observation undiminished."""
     attempt = Attempt(
-        reward=1.0, turns=[Turn(1, heard=3), Turn(2)], values=[9, 0.5, 9, 9, 9, 0.25, 0.125]
+        reward=1.0,
+        turns=[TurnTokens(1, observation=3), TurnTokens(2)],
+        values=[9, 0.5, 9, 9, 9, 0.25, 0.125],
     )
     found = algos.gae(inputs_from([attempt]), discount=0.5, lam=1.0, normalise=False)
     last, middle = 1 - 0.125, 0.5 * 1 - 0.25
@@ -134,7 +136,7 @@ def test_gae_by_hand() -> None:
 
 def test_truncation_is_not_termination() -> None:
     """A cut episode is followed to its last state, whose value stands for the outcome and all after it."""
-    cut = Attempt(reward=1.0, turns=[Turn(2)], values=[0, 2.0, 3.0], truncated=True)
+    cut = Attempt(reward=1.0, turns=[TurnTokens(2)], values=[0, 2.0, 3.0], truncated=True)
     ended = replace(cut, truncated=False)
     options: dict[str, Any] = {"discount": 0.5, "lam": 1.0, "normalise": False}
     found = algos.gae(inputs_from([cut, ended]), bootstrap=True, **options)
@@ -155,7 +157,10 @@ def test_a_critic_of_cut_episodes_converges(cut: float, paid: float) -> None:
     for _ in range(400):
         batch = [
             Attempt(
-                paid if n < 10 * cut else 1.0, [Turn(2)], values=[9.0, *values], truncated=n < 10 * cut
+                paid if n < 10 * cut else 1.0,
+                [TurnTokens(2)],
+                values=[9.0, *values],
+                truncated=n < 10 * cut,
             )
             for n in range(10)
         ]
@@ -169,7 +174,7 @@ def test_a_critic_of_nothing_but_cut_episodes_stays() -> None:
     """Nothing says what comes after, so the last state's value is kept, however often it is paid 1."""
     values = [0.25, 0.5]
     for _ in range(50):
-        cut = Attempt(1.0, [Turn(2)], values=[9.0, *values], truncated=True)
+        cut = Attempt(1.0, [TurnTokens(2)], values=[9.0, *values], truncated=True)
         found = algos.gae(inputs_from([cut]), bootstrap=True, normalise=False).returns_T
         assert found is not None
         values = found.tolist()[1:]
@@ -177,7 +182,7 @@ def test_a_critic_of_nothing_but_cut_episodes_stays() -> None:
 
 
 def test_a_turns_pay_lands_on_its_last_token_and_the_rest_at_the_end() -> None:
-    paid = Attempt(reward=1.0, prompt=2, turns=[Turn(2, 2, reward=0.25), Turn(3, 1)])
+    paid = Attempt(reward=1.0, prompt=2, turns=[TurnTokens(2, 2, reward=0.25), TurnTokens(3, 1)])
     assert algos.token_rewards(inputs_from([paid])).tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.75, 0]
 
 
@@ -199,7 +204,7 @@ def test_turn_level_credit_without_turn_rewards_is_grpo(batch: list[Attempt]) ->
 
 def test_ragged_turn_counts_do_not_bias_turn_level_credit() -> None:
     """Two alike fail in four turns, one succeeds in one: the long ones must not count four times."""
-    long, short = Attempt(0.0, [Turn(1)] * 4), Attempt(1.0, [Turn(1)])
+    long, short = Attempt(0.0, [TurnTokens(1)] * 4), Attempt(1.0, [TurnTokens(1)])
     found = algos.turn_grpo(inputs_from([long, long, short]), normalise=False)
     advantages = found.advantages_T[inputs_from([long, long, short]).action_T]
     torch.testing.assert_close(advantages, torch.tensor([-1 / 3] * 8 + [2 / 3], dtype=torch.float64))
@@ -208,7 +213,7 @@ def test_ragged_turn_counts_do_not_bias_turn_level_credit() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("said", [[1], [3, 1], [2, 2, 1, 4]])
 def test_identical_siblings_teach_nothing_at_any_turn(said: list[int], size: int) -> None:
-    twin = Attempt(1.0, [Turn(n, 1, reward=0.1, anchor=i) for i, n in enumerate(said)])
+    twin = Attempt(1.0, [TurnTokens(n, 1, reward=0.1, anchor=i) for i, n in enumerate(said)])
     for name, options in (("turn_grpo", {"discount": 0.5}), ("gigpo", {}), ("grpo", {}), ("rloo", {})):
         found = load_estimator(name, options)(inputs_from([twin] * size)).advantages_T
         assert not found.any(), name
@@ -219,7 +224,7 @@ def test_identical_siblings_teach_nothing_at_any_turn(said: list[int], size: int
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, 1e6 + 0.1])
 def test_equal_rewards_are_exactly_nothing(reward: float, size: int, dtype: torch.dtype) -> None:
     """Not nearly: a rounding of the mean, divided by a deviation of the same size, would be a signal."""
-    inputs = inputs_from([Attempt(reward, [Turn(2)])] * size, dtype)
+    inputs = inputs_from([Attempt(reward, [TurnTokens(2)])] * size, dtype)
     for name in ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp_baseline", "turn_grpo", "gigpo"):
         assert not load_estimator(name)(inputs).advantages_T.any(), name
 
@@ -228,7 +233,7 @@ def test_equal_rewards_are_exactly_nothing(reward: float, size: int, dtype: torc
 def test_edges_are_defined(name: str) -> None:
     """No trajectories; none that spoke; one alone; a batch in which only some spoke."""
     silent = Attempt(1.0, [], values=[0.5], penalties=[0.0])
-    speaking = Attempt(0.0, [Turn(1)], values=[0.5, 0.25], penalties=[0.0, 0.0])
+    speaking = Attempt(0.0, [TurnTokens(1)], values=[0.5, 0.25], penalties=[0.0, 0.0])
     for batch in ([], [silent], [silent, silent], [speaking], [silent, speaking]):
         found = load_estimator(name)(inputs_from(batch))
         assert found.advantages_T.shape == (sum(map(reference.length, batch)),)
@@ -238,7 +243,7 @@ def test_edges_are_defined(name: str) -> None:
 
 def test_a_silent_attempt_is_in_the_baseline() -> None:
     """It was scored, so it counts; it has no tokens that could be credited."""
-    batch = [Attempt(1.0, []), Attempt(0.0, [Turn(1)])]
+    batch = [Attempt(1.0, []), Attempt(0.0, [TurnTokens(1)])]
     for name in ("dr_grpo", "turn_grpo"):
         options = {"normalise": False} if name == "turn_grpo" else {}
         assert load_estimator(name, options)(inputs_from(batch)).advantages_T.tolist() == [0, 0, -0.5]
@@ -246,7 +251,7 @@ def test_a_silent_attempt_is_in_the_baseline() -> None:
 
 def test_sets_are_normalised_apart() -> None:
     """One set's rewards are a hundred times the other's; neither sees the other's scale."""
-    batch = [Attempt(r, [Turn(2)], group=g) for g in (0, 1) for r in (0.0, 1.0, 1.0)]
+    batch = [Attempt(r, [TurnTokens(2)], group=g) for g in (0, 1) for r in (0.0, 1.0, 1.0)]
     batch += [replace(a, reward=100 * a.reward, group=a.group + 2, set=1) for a in batch]
     for name in ("reinforce_pp", "reinforce_pp_baseline"):
         found = load_estimator(name)(inputs_from(batch)).advantages_T
@@ -258,7 +263,11 @@ def test_sets_are_normalised_apart() -> None:
 class TestMasks:
     """The loss mask and the advantage mask are separate switches."""
 
-    attempt = Attempt(1.0, [Turn(1, heard=2), Turn(1, heard=1)], values=[0, 0.5, 0.2, 0.3, 0.6, 0.1])
+    attempt = Attempt(
+        1.0,
+        [TurnTokens(1, observation=2), TurnTokens(1, observation=1)],
+        values=[0, 0.5, 0.2, 0.3, 0.6, 0.1],
+    )
 
     def inputs(self, *, loss_mask: bool) -> AdvantageInputs:
         inputs = inputs_from([self.attempt])
@@ -318,7 +327,7 @@ def test_needs_are_written_down() -> None:
 @pytest.mark.parametrize("name", ["reinforce_pp", "gae"])
 def test_rounding_noise_in_a_penalty_is_no_signal(name: str) -> None:
     """A policy that has not left its reference yet has a divergence of some 1e-8: nothing to learn from."""
-    attempts = [Attempt(0.0, [Turn(4)]) for _ in range(4)]
+    attempts = [Attempt(0.0, [TurnTokens(4)]) for _ in range(4)]
     inputs = inputs_from(attempts)
     size, dtype = len(inputs.trajectory_T), inputs.rewards_N.dtype
     noise_T = torch.linspace(-3e-8, 3e-8, size, dtype=dtype) * inputs.action_T

@@ -89,11 +89,13 @@ def test_observations_do_not_matter(name: str, batch: list[Attempt], seed: int) 
         )
         at = attempt.prompt
         for turn, more in zip(attempt.turns, heard, strict=True):
-            end = at + turn.said + turn.heard
+            end = at + turn.action + turn.observation
             values += [*attempt.values[at:end], *(source.uniform(-9, 9) for _ in range(more))]
             penalties += [*attempt.penalties[at:end], *(source.uniform(-9, 9) for _ in range(more))]
             at = end
-        turns = [replace(t, heard=t.heard + n) for t, n in zip(attempt.turns, heard, strict=True)]
+        turns = [
+            replace(t, observation=t.observation + n) for t, n in zip(attempt.turns, heard, strict=True)
+        ]
         return replace(attempt, turns=turns, values=values, penalties=penalties)
 
     stretched = [longer(attempt) for attempt in batch]

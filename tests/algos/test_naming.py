@@ -12,7 +12,7 @@ from ludus.algos import (
     Attempt,
     LossInputs,
     Need,
-    Turn,
+    TurnTokens,
     inputs_from,
     load_algorithm,
     load_estimator,
@@ -20,14 +20,16 @@ from ludus.algos import (
 )
 from ludus.core.failures import ConfigError
 
-PAIR = [Attempt(1.0, [Turn(1)]), Attempt(0.0, [Turn(2)])]
+PAIR = [Attempt(1.0, [TurnTokens(1)]), Attempt(0.0, [TurnTokens(2)])]
 
 
 @pytest.mark.parametrize("name", list(algos.ALGORITHMS))
 def test_every_algorithm_can_be_loaded_and_run(name: str) -> None:
     needs_length = algos.ALGORITHMS[name].aggregation == "length"
     algorithm = load_algorithm(name, aggregation_options={"length": 4} if needs_length else None)
-    batch = [Attempt(r, [Turn(2, 1, anchor=0), Turn(1)], values=[0.0] * 5) for r in (1.0, 0.0)]
+    batch = [
+        Attempt(r, [TurnTokens(2, 1, anchor=0), TurnTokens(1)], values=[0.0] * 5) for r in (1.0, 0.0)
+    ]
     inputs = inputs_from(batch)
     advantages = algorithm.estimate(inputs).advantages_T[inputs.action_T]
     logprobs = torch.full_like(advantages, -1.0).requires_grad_()

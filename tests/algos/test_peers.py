@@ -24,7 +24,7 @@ import ludus.algos as algos
 from ludus.algos import (
     Attempt,
     LossInputs,
-    Turn,
+    TurnTokens,
     inputs_from,
     load_aggregation,
     load_estimator,
@@ -44,9 +44,10 @@ class Batch:
         self.attempts = []
         for number in range(12):
             turns = [
-                Turn(source.randint(1, 3), source.randint(0, 3)) for _ in range(source.randint(1, 4))
+                TurnTokens(source.randint(1, 3), source.randint(0, 3))
+                for _ in range(source.randint(1, 4))
             ]
-            length = 1 + sum(turn.said + turn.heard for turn in turns)
+            length = 1 + sum(turn.action + turn.observation for turn in turns)
             values = [source.gauss(0, 1) for _ in range(length)]
             reward = round(source.uniform(-1, 2), 2)
             self.attempts.append(Attempt(reward, turns, group=number // 4, values=values))

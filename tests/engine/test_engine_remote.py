@@ -25,7 +25,7 @@ from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, Transcript
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.tools import as_toolset, tool
 
 FAST = RemoteOptions(retries=3, first_pause=0.001, seconds=20)

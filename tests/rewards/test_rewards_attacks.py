@@ -14,11 +14,11 @@ import pytest_asyncio
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.task import Task
 from ludus.rewards import synthetic_episode
-from ludus.rewards.judging.answers import code_of
-from ludus.rewards.judging.place import Boxes, NoRoom, judged
-from ludus.rewards.programs import Programs
-from ludus.rewards.sql_match import SqlMatch
-from ludus.rewards.unit_tests import UnitTests
+from ludus.rewards.code_tests.fault_attribution import SandboxBusy, SandboxFactory, judged
+from ludus.rewards.code_tests.programs import Programs
+from ludus.rewards.code_tests.sql_match import SqlMatch
+from ludus.rewards.code_tests.test_cases import code_of
+from ludus.rewards.code_tests.unit_tests import UnitTests
 from ludus.sandbox import Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)
@@ -106,7 +106,7 @@ async def test_whatever_a_wrong_solution_raises_or_returns_scores_0(code: str) -
 FORGE = """
 import sys
 def forge(text):
-    sys.modules["ludus.rewards.judging.inside.judged"].write = lambda answer: text
+    sys.modules["ludus.rewards.code_tests.guest.solution_main"].write = lambda answer: text
 """
 FORGED = {
     "nothing": "''",
@@ -253,10 +253,12 @@ async def test_iterators_of_a_solution_end() -> None:
 async def test_breaking_the_judge_scores_0(
     monkeypatch: pytest.MonkeyPatch, code: str, tests: str
 ) -> None:
-    from ludus.rewards.judging import trial
+    from ludus.rewards.code_tests import unit_tests
 
-    limits = trial._JUDGE_LIMITS.model_copy(update={"wall_seconds": 2.0, "cpu_seconds": 1.0})
-    monkeypatch.setattr(trial, "_JUDGE_LIMITS", limits)
+    limits = unit_tests._TESTS_PROCESS_LIMITS.model_copy(
+        update={"wall_seconds": 2.0, "cpu_seconds": 1.0}
+    )
+    monkeypatch.setattr(unit_tests, "_TESTS_PROCESS_LIMITS", limits)
     assert await score(code, tests) == 0.0
 
 
@@ -353,7 +355,7 @@ def _judge(broken: Callable[[str, int], Exception | None]) -> Any:
     """A judging that breaks as told; it notes the sandbox of each time."""
     boxes: list[Sandbox] = []
 
-    async def judge(answer: str, box: Boxes) -> dict[str, float]:
+    async def judge(answer: str, box: SandboxFactory) -> dict[str, float]:
         sandbox = box(CONFIG)
         assert (await sandbox.python("print(1)")).stdout == "1\n"
         boxes.append(sandbox)
@@ -413,7 +415,7 @@ async def test_a_machine_that_breaks_between_two_answers_is_ours() -> None:
 
 @on_sandbox
 async def test_no_room_for_the_repetition_is_ours() -> None:
-    errors = [RuntimeError("broken"), None, NoRoom(Boundary.SANDBOX, "no room")]
+    errors = [RuntimeError("broken"), None, SandboxBusy(Boundary.SANDBOX, "no room")]
     judge, _ = _judge(lambda _, times: errors[times - 1])
     with pytest.raises(InfraError, match="no room"):
         await judged("a", judge, "bad", "harmless")

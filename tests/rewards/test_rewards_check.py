@@ -12,7 +12,7 @@ from ludus.rewards import (
     CountBonus,
     Format,
     FormatGate,
-    Problem,
+    RewardProblem,
     build_group_reward,
     build_reward,
     check_rewards,
@@ -46,7 +46,7 @@ async def test_neighbours_with_the_same_answer_are_not_wrong_answers():
 
 async def test_a_reward_that_pays_for_anything_is_found():
     assert set(await problems(TASKS[:1], [reward(lambda: 1, name="kind")])) == {
-        ("0", Problem.WRONG_PASSES)
+        ("0", RewardProblem.WRONG_PASSES)
     }
 
 
@@ -56,7 +56,7 @@ async def test_a_gold_answer_that_fails_is_found_and_its_parts_are_shown():
     assert {f.task for f in report.findings} == {"spelt"}
     assert "the target holds no number" in str(report)
     report = await check_rewards(tasks, [exact_match.using(weight=0.5)])
-    assert [f.problem for f in report.findings] == [Problem.GOLD_FAILS] * 2
+    assert [f.problem for f in report.findings] == [RewardProblem.GOLD_FAILS] * 2
     assert "'exact_match': 1.0" in str(report)
     assert (await check_rewards(tasks, [exact_match.using(weight=0.5)], threshold=0.5)).ok
 
@@ -65,10 +65,10 @@ async def test_missing_targets_broken_and_silent_rewards_are_found():
     def broken():
         raise OSError("no judge")
 
-    assert ("0", Problem.NO_GOLD) in await problems([Task.of("?")], [exact_match])
-    assert set(await problems(TASKS[:1], [reward(broken)])) == {("0", Problem.BROKEN)}
+    assert ("0", RewardProblem.NO_GOLD) in await problems([Task.of("?")], [exact_match])
+    assert set(await problems(TASKS[:1], [reward(broken)])) == {("0", RewardProblem.BROKEN)}
     silent = reward(lambda: None, name="silent")
-    assert set(await problems(TASKS[:1], [silent])) == {("0", Problem.UNSCORED)}
+    assert set(await problems(TASKS[:1], [silent])) == {("0", RewardProblem.UNSCORED)}
 
 
 async def test_gold_and_wrong_may_be_whole_trajectories():
@@ -77,10 +77,10 @@ async def test_gold_and_wrong_may_be_whole_trajectories():
     def gold(task):
         return synthetic_episode(task, task.target, said=f"<answer>{task.target}</answer>")
 
-    assert [p for _, p in await problems(TASKS, [made])] == [Problem.GOLD_FAILS] * 3
+    assert [p for _, p in await problems(TASKS, [made])] == [RewardProblem.GOLD_FAILS] * 3
     assert await problems(TASKS, [made], gold=gold) == []
     assert await problems(TASKS, [made], gold=gold, wrong=lambda task: [gold(task)]) == [
-        (str(i), Problem.WRONG_PASSES) for i in range(3)
+        (str(i), RewardProblem.WRONG_PASSES) for i in range(3)
     ]
 
 

@@ -11,7 +11,7 @@ from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.rewards import Format
-from ludus.rewards.format import has_tags
+from ludus.rewards.text_rewards import has_tags
 
 
 @pytest.mark.parametrize(

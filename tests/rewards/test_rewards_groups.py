@@ -14,7 +14,7 @@ from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rewards import CountBonus, Curiosity, Ranking, Scorer, exact_match, group_reward
-from ludus.rewards.ranking import normalised_ranks
+from ludus.rewards.group_rewards import normalised_ranks
 
 
 def ranks_by_counting(keys):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import InfraError
 from ludus.rewards import contains, exact_match, f1
-from ludus.rewards.match import normalised, token_f1
+from ludus.rewards.text_rewards import normalised, token_f1
 
 words = st.lists(
     st.sampled_from(["The", "a", "an", "cat", "Cat!", "theory", "42", "é", "U.S.", "-", "\t", "\n"]),

@@ -16,8 +16,7 @@ import pytest
 from ludus.core.failures import InfraError, MissingExtraError
 from ludus.core.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
-from ludus.rewards.bounded import LimitExceeded, limited, run_bounded
-from ludus.rewards.mathematics import delimited
+from ludus.rewards.text_rewards import LimitExceeded, delimited, limited, run_limited
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ async def test_hostile_answers_are_wrong_answers(hostile):
 
 async def test_a_cold_workers_imports_are_not_the_answers(monkeypatch):
     """0.2 s suffice for any of these answers; importing sympy alone takes more, on a machine that is idle."""
-    monkeypatch.setattr("ludus.rewards.bounded._workers", cache(lambda _: ProcessExecutor(1)))
+    monkeypatch.setattr("ludus.rewards.text_rewards._workers", cache(lambda _: ProcessExecutor(1)))
     assert await maths.using(cpu_seconds=0.2)("1/2", "0.5") == 1.0
     assert (
         await maths.using(cpu_seconds=0.2)("(" * 5000, "5") == 0.0
@@ -75,8 +74,8 @@ async def test_a_cold_workers_imports_are_not_the_answers(monkeypatch):
 )
 async def test_an_answer_that_breaks_the_comparison_is_wrong(monkeypatch, how):
     """Whatever sympy or its parser does over an answer: the same target is fine with another one."""
-    monkeypatch.setattr("ludus.rewards.mathematics.are_equivalent", break_over)
-    monkeypatch.setattr("ludus.rewards.mathematics.warm_up", list)
+    monkeypatch.setattr("ludus.rewards.text_rewards.are_equivalent", break_over)
+    monkeypatch.setattr("ludus.rewards.text_rewards.warm_up", list)
     said = how if isinstance(how, str | int) else how.__name__
     assert await maths.using(retries=0)(f"break {said}", "5") == 0.0
     assert await maths.using(retries=0)("5", "5") == 1.0
@@ -124,13 +123,13 @@ async def test_the_missing_package_is_named(monkeypatch):
 
 async def test_memory_is_bounded_and_the_next_call_is_fine():
     with pytest.raises(LimitExceeded, match="256 MiB"):
-        await run_bounded(bytes, 1 << 30, cpu_seconds=5, memory=1 << 28)
-    assert await run_bounded(len, "abc", cpu_seconds=5) == 3
+        await run_limited(bytes, 1 << 30, cpu_seconds=5, memory=1 << 28)
+    assert await run_limited(len, "abc", cpu_seconds=5) == 3
 
 
 async def test_an_error_of_the_function_is_its_own():
     with pytest.raises(ValueError, match="invalid literal"):
-        await run_bounded(int, "x", cpu_seconds=5)
+        await run_limited(int, "x", cpu_seconds=5)
 
 
 def test_the_timer_is_off_when_the_function_is_done():

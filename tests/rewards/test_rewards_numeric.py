@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import InfraError
 from ludus.rewards import numeric
-from ludus.rewards.arithmetic import close, last_number
+from ludus.rewards.text_rewards import close, last_number
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,13 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.rewards import build_reward, check_rewards, synthetic_episode
-from ludus.rewards.judging.tables import ResultTable, TableRules, is_ordered, same_tables
-from ludus.rewards.sql_match import SqlMatch
+from ludus.rewards.code_tests.sql_match import (
+    ResultTable,
+    SqlMatch,
+    TableRules,
+    equal_tables,
+    is_ordered,
+)
 from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, SandboxError, shared_sandbox
 from ludus.sandbox.sql import Blob
 
@@ -189,20 +194,20 @@ def table(rows: list[Any]) -> ResultTable:
 def test_order_does_not_matter_unless_it_does(rows: list[Any], chance: random.Random) -> None:
     shuffled = list(rows)
     chance.shuffle(shuffled)
-    assert same_tables(table(rows), table(shuffled), TableRules())
-    assert same_tables(table(rows), table(rows), TableRules(ordered=True))
+    assert equal_tables(table(rows), table(shuffled), TableRules())
+    assert equal_tables(table(rows), table(rows), TableRules(ordered=True))
     order = list(range(len(table(rows).columns)))
     chance.shuffle(order)
     turned = [tuple(row[i] for i in order) for row in shuffled]
-    assert same_tables(table(rows), table(turned), TableRules(column_order=False))
+    assert equal_tables(table(rows), table(turned), TableRules(column_order=False))
 
 
 @given(tables, tables, st.booleans())
 def test_it_is_symmetric_and_duplicates_count(one: list[Any], other: list[Any], ordered: bool) -> None:
     rules = TableRules(ordered=ordered)
-    assert same_tables(table(one), table(other), rules) == same_tables(table(other), table(one), rules)
+    assert equal_tables(table(one), table(other), rules) == equal_tables(table(other), table(one), rules)
     if one:
-        assert not same_tables(table(one), table([*one, one[0]]), rules)
+        assert not equal_tables(table(one), table([*one, one[0]]), rules)
 
 
 numbers = st.lists(
@@ -222,7 +227,7 @@ def test_close_numbers_are_paired_as_a_search_over_all_pairings_would(one: Any, 
     expected = len(one) == len(other) and any(
         all(close(a, b) for a, b in zip(one, order, strict=True)) for order in permutations(other)
     )
-    assert same_tables(table(one), table(other), TableRules(tolerance=5e-7)) == expected
+    assert equal_tables(table(one), table(other), TableRules(tolerance=5e-7)) == expected
 
 
 @pytest.mark.parametrize(
@@ -244,33 +249,33 @@ def test_close_numbers_are_paired_as_a_search_over_all_pairings_would(one: Any, 
     ],
 )
 def test_values(one: Any, other: Any, same: bool) -> None:
-    assert same_tables(table(one), table(other), TableRules()) is same
+    assert equal_tables(table(one), table(other), TableRules()) is same
 
 
 def test_column_names_decide_where_they_are_asked_for() -> None:
     one, other = ResultTable(["A", "b"], [(1, 2)]), ResultTable(["B", "a"], [(2, 1)])
-    assert not same_tables(one, other, TableRules(column_names=True))
-    assert same_tables(one, other, TableRules(column_names=True, column_order=False))
+    assert not equal_tables(one, other, TableRules(column_names=True))
+    assert equal_tables(one, other, TableRules(column_names=True, column_order=False))
     wrong = ResultTable(["x", "a"], [(2, 1)])
-    assert not same_tables(one, wrong, TableRules(column_names=True, column_order=False))
+    assert not equal_tables(one, wrong, TableRules(column_names=True, column_order=False))
 
 
 def test_a_column_that_fits_twice_is_not_used_twice() -> None:
     one, other = table([(1, 1, 2)] * 3), table([(1, 2, 2)] * 3)
-    assert not same_tables(one, other, TableRules(column_order=False))
+    assert not equal_tables(one, other, TableRules(column_order=False))
     wide = [tuple([1.0] * 19 + [2.0])]
-    assert not same_tables(table(wide), table([tuple([1.0] * 20)]), TableRules(column_order=False))
+    assert not equal_tables(table(wide), table([tuple([1.0] * 20)]), TableRules(column_order=False))
     # Columns that agree one by one, rows that do not: the search for an assignment is bounded.
     left = [tuple(float((i >> bit) & 1) for bit in range(12)) for i in range(64)]
     right = [tuple(1.0 - value for value in row) for row in left[:-1]] + [left[0]]
-    same_tables(table(left), table(right), TableRules(column_order=False))
+    equal_tables(table(left), table(right), TableRules(column_order=False))
 
 
 def test_many_rows_and_columns_take_no_time() -> None:
     rows = [tuple(float(i % 7) for _ in range(20)) for i in range(2000)]
-    assert same_tables(table(rows), table(rows[::-1]), TableRules(column_order=False))
+    assert equal_tables(table(rows), table(rows[::-1]), TableRules(column_order=False))
     changed = [*rows[1:], tuple(-1.0 for _ in range(20))]
-    assert not same_tables(table(rows), table(changed), TableRules())
+    assert not equal_tables(table(rows), table(changed), TableRules())
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,19 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.rewards import build_reward, synthetic_episode
-from ludus.rewards.judging.answers import code_of, fenced_blocks
-from ludus.rewards.judging.comparing import same_output, same_value
-from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
-from ludus.rewards.judging.inside.proxies import restore
-from ludus.rewards.judging.specs import CallCase, SourceTests, StdinCase, parse_tests
-from ludus.rewards.unit_tests import UnitTests
+from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handles, read, refuse, write
+from ludus.rewards.code_tests.guest.proxies import restore
+from ludus.rewards.code_tests.test_cases import (
+    CallCase,
+    SourceTests,
+    StdinCase,
+    code_of,
+    equal_outputs,
+    equal_values,
+    fenced_blocks,
+    parse_tests,
+)
+from ludus.rewards.code_tests.unit_tests import UnitTests
 from ludus.sandbox import SandboxConfig, SandboxError, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)
@@ -750,7 +757,7 @@ def test_keys_that_collide_on_purpose_are_refused() -> None:
 
 @given(plain)
 def test_a_value_is_the_same_as_itself(value: Any) -> None:
-    assert same_value(value, value)
+    assert equal_values(value, value)
 
 
 @pytest.mark.parametrize(
@@ -774,7 +781,7 @@ def test_a_value_is_the_same_as_itself(value: Any) -> None:
     ],
 )
 def test_equality_as_tests_mean_it(found: Any, expected: Any, same: bool) -> None:
-    assert same_value(found, expected) is same
+    assert equal_values(found, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -795,7 +802,7 @@ def test_equality_as_tests_mean_it(found: Any, expected: Any, same: bool) -> Non
     ],
 )
 def test_outputs(found: str, expected: str, manner: Any, tolerance: float | None, same: bool) -> None:
-    assert same_output(found, expected, manner, tolerance) is same
+    assert equal_outputs(found, expected, manner, tolerance) is same
 
 
 def test_the_last_fenced_block_counts() -> None:

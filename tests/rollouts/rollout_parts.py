@@ -17,8 +17,7 @@ from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.formats import ActionFormat, load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.renderers.renderer import History
+from ludus.rollouts.renderer import History, Renderer
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.tools import as_toolset
 

@@ -20,7 +20,7 @@ from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, expert, held_out_tasks, opened
 from ludus.rollouts import Agent, Demonstrator, Episode
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.tools import tool
 from ludus.training.conversations import trajectory_of
 

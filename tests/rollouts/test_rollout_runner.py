@@ -17,8 +17,8 @@ from ludus.core.trajectory import StopReason, Trajectory
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import reward
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.runner import opening_messages
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import opening_messages
 from ludus.tools import tool
 
 

@@ -14,11 +14,11 @@ from ludus.core.trajectory import StopReason
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import Scorer, reward
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.demonstrator import Demonstrator
+from ludus.rollouts.agent import Demonstrator
+from ludus.rollouts.episode import Budgets
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import Rollout
 from ludus.tools import as_toolset
 
 

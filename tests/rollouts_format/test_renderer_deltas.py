@@ -26,8 +26,7 @@ from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.rollouts.formats import FORMATS, load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.renderers.cache import MOST_BYTES, Recent
+from ludus.rollouts.renderer import MOST_BYTES, Recent, Renderer
 from ludus.rollouts.tokenizers import HFTokenizer
 
 LOOKUP = ToolSpec(
@@ -567,8 +566,8 @@ class TestRecent:
         """In a process of its own: a dictionary that threads change half at a time ends the interpreter."""
         program = """
 import sys, threading
-from ludus.rollouts.renderers.cache import Recent
-from ludus.rollouts.renderers.pieces import Entry, Piece
+from ludus.rollouts.renderer import Recent
+from ludus.rollouts.chat_template import ChatEntry, Piece
 
 sys.setswitchinterval(1e-6)
 kept = Recent(16)
@@ -576,7 +575,7 @@ kept = Recent(16)
 def use(seed):
     for number in range(4000):
         one = (seed * 7 + number * 13) % 40
-        found = kept.get(("x", (Entry("user", (Piece(f"text {one}"),)),)), lambda: one)
+        found = kept.get(("x", (ChatEntry("user", (Piece(f"text {one}"),)),)), lambda: one)
         assert found == one
 
 threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]

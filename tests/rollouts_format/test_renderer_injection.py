@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.controls import ControlTexts
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.tokenizers import ControlTexts
 
 EXAMPLES = settings.default.max_examples // 5
 """For each of many tokenizers, templates and formats."""

@@ -16,7 +16,7 @@ from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.tools.hosting import load_tools
 from ludus.tools.remote import RemoteTools
 

@@ -16,10 +16,10 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.episode import Budgets
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import Rollout
 from ludus.tools.recording import Mode, RecordedTools, RecordingConfig
 from ludus.tools.recording.keys import Label
 

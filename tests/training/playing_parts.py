@@ -12,7 +12,7 @@ from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.tools import as_toolset
 from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import RLConfig

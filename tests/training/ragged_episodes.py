@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludus.algos import Attempt, Turn
+from ludus.algos import Attempt, TurnTokens
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import use_ludus_attention
@@ -118,15 +118,15 @@ def attempts_of(given: RolloutBatch) -> list[Attempt]:
     for number, group in enumerate(given.groups):
         for trajectory in group.trainable:
             segments = trajectory.sequences[0].segments
-            turns: list[Turn] = []
+            turns: list[TurnTokens] = []
             anchor = 99
             for segment in segments[1:]:
                 if segment.kind is SegmentKind.ACTION:
-                    turns.append(Turn(len(segment.tokens), 0, segment.reward or 0.0, anchor))
+                    turns.append(TurnTokens(len(segment.tokens), 0, segment.reward or 0.0, anchor))
                     anchor = -1
                 else:
                     last = turns.pop()
-                    turns.append(Turn(last.said, len(segment.tokens), last.reward, last.anchor))
+                    turns.append(TurnTokens(last.action, len(segment.tokens), last.reward, last.anchor))
                     anchor = HEARD.index(segment.tokens)
             attempts.append(
                 Attempt(

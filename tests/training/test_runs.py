@@ -27,7 +27,7 @@ from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.training import Parts, Recipe, load_parts
 from ludus.training.api import check_extension, finished_text, resolve

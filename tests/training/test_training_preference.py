@@ -30,7 +30,7 @@ from ludus.core.messages import Message, ToolCall
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.training.conversations import (
     parse_conversations,
     read_conversations,

@@ -315,11 +315,11 @@ def whitened(values_T: Tensor, inputs: AdvantageInputs) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """So many tokens said, so many heard in answer, and what the turn was paid, out of the total."""
+class TurnTokens:
+    """The token counts of one turn, and its reward, which is part of the episode's total."""
 
-    said: int
-    heard: int = 0
+    action: int
+    observation: int = 0
     reward: float = 0.0
     anchor: int = -1
 
@@ -329,7 +329,7 @@ class Attempt:
     """One episode: its total reward, its group, and how its tokens lie."""
 
     reward: float
-    turns: Sequence[Turn]
+    turns: Sequence[TurnTokens]
     group: int = 0
     prompt: int = 1
     """Tokens before the first turn."""
@@ -342,27 +342,27 @@ class Attempt:
 
     @property
     def turn_of_token(self) -> list[int]:
-        """The turn in which each token was said, counted within the attempt; -1 where it was not said."""
+        """The turn of each action token, counted within the attempt; -1 for prompt and observation tokens."""
         tokens, number = [-1] * self.prompt, 0
         for turn in self.turns:
-            tokens += [number] * turn.said + [-1] * turn.heard
-            number += bool(turn.said)
+            tokens += [number] * turn.action + [-1] * turn.observation
+            number += bool(turn.action)
         return tokens
 
     @property
-    def spoken(self) -> list[Turn]:
-        """The turns in which something was said; what the others were paid is paid at the end."""
-        return [turn for turn in self.turns if turn.said]
+    def acted(self) -> list[TurnTokens]:
+        """The turns that have action tokens; the rewards of the others land on the last token."""
+        return [turn for turn in self.turns if turn.action]
 
 
 def inputs_from(attempts: Sequence[Attempt], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
     """These attempts as a batch, laid end to end in the order given."""
-    turns = [(number, turn) for number, attempt in enumerate(attempts) for turn in attempt.spoken]
+    turns = [(number, turn) for number, attempt in enumerate(attempts) for turn in attempt.acted]
     tokens: list[tuple[int, int]] = []
     first = 0
     for number, attempt in enumerate(attempts):
         tokens += [(number, t if t < 0 else t + first) for t in attempt.turn_of_token]
-        first += len(attempt.spoken)
+        first += len(attempt.acted)
 
     def whole(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long)

@@ -17,8 +17,7 @@ from ludus.core.failures import InfraError
 from ludus.core.messages import Message
 from ludus.core.task import Task, numbered
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory, is_success
-from ludus.rewards.evaluate import Scoring, TurnReward
-from ludus.rewards.scorer import Scorer
+from ludus.rewards.scorer import RewardLike, Scorer, TurnReward
 
 NONSENSE = "I do not know, perhaps zzyzx."
 _AT_ONCE = 32
@@ -27,7 +26,7 @@ _SHOWN = 20
 Answer = str | Trajectory
 
 
-class Problem(StrEnum):
+class RewardProblem(StrEnum):
     """What can be wrong with a task and its rewards."""
 
     NO_GOLD = "no_gold"
@@ -38,11 +37,11 @@ class Problem(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RewardFinding:
     """One thing that is wrong, with the answer that showed it."""
 
     task: str
-    problem: Problem
+    problem: RewardProblem
     answer: str
     detail: str
 
@@ -56,7 +55,7 @@ class RewardReport:
 
     tasks: int
     episodes: int
-    findings: tuple[Finding, ...]
+    findings: tuple[RewardFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -91,7 +90,7 @@ def synthetic_episode(task: Task, answer: str, said: str | None = None) -> Traje
 
 async def check_rewards(
     tasks: Sequence[Task],
-    rewards: Sequence[Scoring | TurnReward],
+    rewards: Sequence[RewardLike | TurnReward],
     *,
     gold: Callable[[Task], Answer] = gold_answer,
     wrong: Callable[[Task], Sequence[Answer]] | None = None,
@@ -113,7 +112,7 @@ async def check_rewards(
         try:
             golds[task.id] = gold(task)
         except (ValueError, TypeError, KeyError) as error:
-            checker.note(task, Problem.NO_GOLD, "", str(error))
+            checker.note(task, RewardProblem.NO_GOLD, "", str(error))
     jobs = [checker.check(task, golds[task.id], should_win=True) for task in tasks if task.id in golds]
     for position, task in enumerate(tasks):
         neighbour = golds.get(tasks[position - 1].id)
@@ -138,11 +137,11 @@ class _Checker:
         self, scorer: Scorer, threshold: float, envs: Callable[[Task], Mapping[str, Any]] | None
     ) -> None:
         self.scorer, self.threshold, self.envs = scorer, threshold, envs
-        self.findings: list[Finding] = []
+        self.findings: list[RewardFinding] = []
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
-    def note(self, task: Task, problem: Problem, answer: str, detail: str) -> None:
-        self.findings.append(Finding(task.id, problem, answer, detail))
+    def note(self, task: Task, problem: RewardProblem, answer: str, detail: str) -> None:
+        self.findings.append(RewardFinding(task.id, problem, answer, detail))
 
     async def check(self, task: Task, answer: Answer, *, should_win: bool) -> None:
         trajectory = answer if isinstance(answer, Trajectory) else synthetic_episode(task, answer)
@@ -151,10 +150,15 @@ class _Checker:
             async with self._slots:
                 await self.scorer.score(trajectory, self.envs(task) if self.envs else {})
         except InfraError as error:
-            self.note(task, Problem.BROKEN, said, str(error))
+            self.note(task, RewardProblem.BROKEN, said, str(error))
             return
         scored = f"the total is {trajectory.reward}, the parts are {trajectory.rewards}"
         if not trajectory.is_trainable:
-            self.note(task, Problem.UNSCORED, said, scored)
+            self.note(task, RewardProblem.UNSCORED, said, scored)
         elif is_success(trajectory, self.threshold) != should_win:
-            self.note(task, Problem.GOLD_FAILS if should_win else Problem.WRONG_PASSES, said, scored)
+            self.note(
+                task,
+                RewardProblem.GOLD_FAILS if should_win else RewardProblem.WRONG_PASSES,
+                said,
+                scored,
+            )

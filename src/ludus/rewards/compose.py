@@ -1,7 +1,7 @@
-"""Rewards made of rewards: sums, gates, partial credit. They nest, and keep every part visible by name.
+"""Rewards made of rewards: weighted sums, gates, tool bonuses, efficiency. They nest, and log every part.
 
-The weight of a reward is applied once, by whatever it is handed to: the scorer, a sum, or a gate. The
-parts that are shown are always the unweighted ones.
+The weight of a reward is applied once, by its owner: the scorer, a sum, or a gate. Logged parts are always
+unweighted.
 """
 
 from __future__ import annotations
@@ -10,20 +10,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, Fault
+from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.episode import good_calls, made_calls
-from ludus.rewards.evaluate import Scoring, as_reward, evaluate, evaluate_all, members, weight_of
-from ludus.rewards.function import checked_name, checked_weight
-from ludus.rewards.guard import SelfGuarded, guarded
-from ludus.rewards.values import Parts, merge, number
+from ludus.rewards.reward import (
+    CheckedReward,
+    Parts,
+    checked_name,
+    checked_weight,
+    merge,
+    number,
+    with_retries,
+)
+from ludus.rewards.scorer import (
+    RewardLike,
+    as_reward,
+    evaluate,
+    evaluate_all,
+    rewards_by_name,
+    weight_of,
+)
+
+Envs = Mapping[str, Any]
+Scored = tuple[float | None, Parts]
+"""The score of a composite reward, and the parts that it came from."""
 
 _CLOSE = 1e-9
 
 
-class Composite(SelfGuarded, ABC):
-    """A reward that asks others. Subclasses say how in `_score`."""
+class Composite(CheckedReward, ABC):
+    """A reward that evaluates others. Subclasses say how in `_score`."""
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"inner"})
     """Which arguments of the constructor are rewards themselves; recipes may nest these."""
@@ -32,30 +49,28 @@ class Composite(SelfGuarded, ABC):
         self.name = checked_name(name)
         self.weight = checked_weight(weight, name)
         self.children = tuple(children)
-        members([self])
+        rewards_by_name([self])
 
     @property
     def uses_envs(self) -> bool:
         return any(getattr(child, "uses_envs", True) for child in self.children)
 
-    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+    async def score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Parts:
         async def call() -> Parts:
             value, parts = await self._score(trajectory, task, envs)
             own = {} if value is None else {self.name: number(value, f"the score of {self.name!r}")}
             merge(own, parts, self.name)
             return own
 
-        return await guarded(self.name, call)
+        return await with_retries(self.name, call)
 
     @abstractmethod
-    async def _score(
-        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
-    ) -> tuple[float | None, Parts]:
-        """What counts, and the parts it came from."""
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
+        """The score, and the parts it came from."""
 
 
-def counted(reward: Reward, parts: Mapping[str, float]) -> float | None:
-    """What `reward` adds to a sum: its own part times its own weight, or None when it is unscored."""
+def weighted_score(reward: Reward, parts: Mapping[str, float]) -> float | None:
+    """The weighted score of `reward`, or None when it is unscored."""
     value = parts.get(reward.name)
     return None if value is None else value * weight_of(reward)
 
@@ -69,7 +84,7 @@ class Weighted(Composite):
     takes_rewards: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
-        self, weights: Mapping[Scoring, float], *, name: str = "weighted", weight: float = 1.0
+        self, weights: Mapping[RewardLike, float], *, name: str = "weighted", weight: float = 1.0
     ) -> None:
         pairs = [(as_reward(thing), value) for thing, value in weights.items()]
         if not pairs:
@@ -77,9 +92,7 @@ class Weighted(Composite):
         super().__init__(name, [reward for reward, _ in pairs], weight)
         self.weights = [checked_weight(value, r.name) for r, value in pairs]
 
-    async def _score(
-        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
-    ) -> tuple[float | None, Parts]:
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts: Parts = {}
         total: float | None = None
         scores = await evaluate_all(self.children, trajectory, task, envs)
@@ -91,31 +104,31 @@ class Weighted(Composite):
 
 
 def combine(
-    rewards: Sequence[Scoring], weights: Sequence[float] | None = None, *, name: str = "combined"
+    rewards: Sequence[RewardLike], weights: Sequence[float] | None = None, *, name: str = "combined"
 ) -> Weighted:
     """The sum of `rewards`, by their own weights where none are given."""
     found = [as_reward(thing) for thing in rewards]
     values = [weight_of(reward) for reward in found] if weights is None else list(weights)
     if len(values) != len(found):
         raise ConfigError(f"{name!r}: {len(values)} weights for {len(found)} rewards")
-    members(found)
+    rewards_by_name(found)
     return Weighted(dict(zip(found, values, strict=True)), name=name)
 
 
 class Gate(Composite):
     """`inner` where `condition` scores at least `threshold`, and `otherwise` where it does not.
 
-    `otherwise` is a number or another reward. While the gate is shut, `inner` is not asked at all, which
-    saves the price of a judge; with `lazy=False` it is asked and shown, but does not count.
+    `otherwise` is a number or another reward. While the gate is shut, `inner` is not evaluated, which saves
+    the cost of an expensive judge; with `lazy=False` it is evaluated and logged, but does not count.
     """
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"condition", "inner", "otherwise"})
 
     def __init__(
         self,
-        condition: Scoring,
-        inner: Scoring,
-        otherwise: float | Scoring = 0.0,
+        condition: RewardLike,
+        inner: RewardLike,
+        otherwise: float | RewardLike = 0.0,
         *,
         threshold: float = 1.0,
         lazy: bool = True,
@@ -132,9 +145,7 @@ class Gate(Composite):
         branches = [self.condition, self.inner, self.otherwise]
         super().__init__(name, [b for b in branches if not isinstance(b, float)], weight)
 
-    async def _score(
-        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
-    ) -> tuple[float | None, Parts]:
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts = await evaluate(self.condition, trajectory, task, envs)
         verdict = parts.get(self.condition.name)
         if verdict is None:
@@ -147,28 +158,28 @@ class Gate(Composite):
             return chosen, parts
         own = await evaluate(chosen, trajectory, task, envs)
         merge(parts, own, chosen.name)
-        return counted(chosen, own), parts
+        return weighted_score(chosen, own), parts
 
 
 class FormatGate(Gate):
-    """A well-formed episode gets what `inner` says; a broken format costs, whatever the answer.
+    """A well-formed episode gets the score of `inner`; a broken format gets a penalty, whatever the answer.
 
-    With r_format the score of `format`, between 0 and 1, Agent-R1 (equation 6) pays::
+    With r_format the score of `format`, between 0 and 1, Agent-R1 (equation 6) gives::
 
         r = inner           if r_format = 1
         r = r_format - 1    otherwise
 
     There, r_format = (the answer is well formed + the syntax of all calls is valid) / 2, which makes -1, -0.5
-    or `inner`; the reward `format` with `calls = true` scores it. A number as `penalty` is paid for every
-    broken format alike. `inner` is asked either way, so that its part can be followed from the start.
+    or `inner`; the reward `format` with `calls = true` scores it. A number as `penalty` is the score of every
+    broken format. `inner` is evaluated either way, so that its part is logged from the start.
     """
 
     takes_rewards: ClassVar[frozenset[str]] = frozenset({"format", "inner"})
 
     def __init__(
         self,
-        format: Scoring,
-        inner: Scoring,
+        format: RewardLike,
+        inner: RewardLike,
         penalty: float | Literal["agent_r1"] = "agent_r1",
         *,
         name: str = "format_gate",
@@ -180,9 +191,7 @@ class FormatGate(Gate):
         fixed = 0.0 if isinstance(penalty, str) else float(penalty)
         super().__init__(format, inner, fixed, lazy=False, name=name, weight=weight)
 
-    async def _score(
-        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
-    ) -> tuple[float | None, Parts]:
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         value, parts = await super()._score(trajectory, task, envs)
         form = parts.get(self.condition.name)
         if self.penalty == "agent_r1" and form is not None and form < self.threshold - _CLOSE:
@@ -194,22 +203,21 @@ BonusForm = Literal["agentfly", "verltool", "floor"]
 
 
 class ToolBonus(Composite):
-    """Credit for having used a tool, beside what `inner` says of the answer. Three forms::
+    """A bonus for tool use, beside the score of `inner` for the answer. Three forms::
 
         agentfly   r = 0 without a call, max(bonus, inner) with one    (AgentFly, B.1)
         verltool   r = inner + bonus * [a tool was called]             (VerlTool, equation 12)
         floor      r = inner without a call, max(bonus, inner) with one
 
-    With `inner` 1 for a right answer and 0 for a wrong one, AgentFly's pays 1.0 for a right answer that used
-    a tool, 0.1 for a wrong one that did, and 0.0 for an answer without any call, be it right or wrong. `tools`
-    names those that earn the credit; None means any. A call that its tool answers with an error is a call;
-    in the form `floor` it earns nothing, nor do the others of its turn. Where `inner` is a penalty (below 0),
-    `agentfly` and `floor` leave it as it is.
+    With `inner` 1 for a right answer and 0 for a wrong one, AgentFly's form gives 1.0 for a right answer that
+    used a tool, 0.1 for a wrong one that did, and 0.0 without any call, right or wrong. `tools` names those
+    that earn the bonus; None means any. A call that its tool answers with an error is a call; in the form
+    `floor` it earns nothing, nor do the others of its turn. `agentfly` and `floor` keep a negative `inner`.
     """
 
     def __init__(
         self,
-        inner: Scoring,
+        inner: RewardLike,
         bonus: float = 0.1,
         *,
         form: BonusForm = "agentfly",
@@ -225,11 +233,9 @@ class ToolBonus(Composite):
         self.tools = tool_names(tools, name)
         super().__init__(name, [self.inner], weight)
 
-    async def _score(
-        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
-    ) -> tuple[float | None, Parts]:
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
         parts = await evaluate(self.inner, trajectory, task, envs)
-        score = counted(self.inner, parts)
+        score = weighted_score(self.inner, parts)
         if score is None:
             return None, parts
         if self.form == "verltool":
@@ -247,8 +253,88 @@ class ToolBonus(Composite):
         return bool(names if self.tools is None else names & self.tools)
 
 
+def made_calls(trajectory: Trajectory, tools: Collection[str] | None = None) -> list[ToolCall]:
+    """The calls of existing tools, or of these tools, including those that a tool answered with an error.
+
+    A call that cannot be parsed, or of an unknown tool, calls nothing.
+    """
+    return [
+        call
+        for action in trajectory.actions
+        if tools is not None or Fault.UNKNOWN_TOOL not in action.faults
+        for call in action.calls
+        if call.fault is None and (tools is None or call.name in tools)
+    ]
+
+
+def good_calls(trajectory: Trajectory) -> list[ToolCall]:
+    """The calls of those actions that had no fault at all: an invented tool never earns anything."""
+    return [
+        call
+        for action in trajectory.actions
+        if not action.faults
+        for call in action.calls
+        if call.fault is None
+    ]
+
+
 def tool_names(tools: Collection[str] | None, name: str) -> frozenset[str] | None:
     """Which tools a reward is about; one text in place of a list would be read letter by letter."""
     if isinstance(tools, str):
         raise ConfigError(f"{name!r}: tools is a list of names, not the text {tools!r}")
     return None if tools is None else frozenset(tools)
+
+
+Unit = Literal["turns", "calls", "tokens"]
+
+
+class Efficiency(Composite):
+    """`inner` times a factor: 1 up to `floor`, falling linearly to `lowest` at `budget` and beyond.
+
+    Only a positive score is multiplied: being brief earns nothing by itself, and a penalty is never
+    softened. `tokens` are action tokens. The factor is logged as the part `<name>_factor`.
+    """
+
+    def __init__(
+        self,
+        inner: RewardLike,
+        budget: float,
+        *,
+        floor: float = 1,
+        unit: Unit = "turns",
+        lowest: float = 0.5,
+        name: str = "efficiency",
+        weight: float = 1.0,
+    ) -> None:
+        if unit not in get_args(Unit):
+            raise ConfigError(f"{name!r}: unit is one of {', '.join(get_args(Unit))}, not {unit!r}")
+        if not 0 <= floor < budget:
+            raise ConfigError(f"{name!r}: 0 <= floor < budget must hold; floor {floor}, budget {budget}")
+        if not 0 <= lowest <= 1:
+            raise ConfigError(f"{name!r}: lowest must be between 0 and 1, not {lowest}")
+        self.inner = as_reward(inner)
+        self.budget, self.floor, self.unit, self.lowest = float(budget), float(floor), unit, lowest
+        super().__init__(name, [self.inner], weight)
+
+    def factor(self, used: float) -> float:
+        """The factor for a success that used this much."""
+        spent = (used - self.floor) / (self.budget - self.floor)
+        return max(self.lowest, 1.0 - (1.0 - self.lowest) * min(max(spent, 0.0), 1.0))
+
+    async def _score(self, trajectory: Trajectory, task: Task, envs: Envs) -> Scored:
+        parts = await evaluate(self.inner, trajectory, task, envs)
+        score = weighted_score(self.inner, parts)
+        if score is None or score <= 0:
+            return score, parts
+        factor = self.factor(amount_used(trajectory, self.unit))
+        merge(parts, {f"{self.name}_factor": factor}, self.name)
+        return score * factor, parts
+
+
+def amount_used(trajectory: Trajectory, unit: Unit) -> int:
+    """How many turns, calls or tokens an episode took."""
+    if unit == "turns":
+        return trajectory.turns
+    if unit == "calls":
+        return len(trajectory.calls)
+    return sum(len(action.tokens) for action in trajectory.actions)

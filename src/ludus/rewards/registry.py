@@ -20,35 +20,33 @@ from ludus.core.config_problems import misfit
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
-from ludus.rewards.evaluate import TurnReward, as_scoring
-from ludus.rewards.function import UserFunction
-from ludus.rewards.groups import as_group_reward
-from ludus.rewards.parameters import SETTINGS
+from ludus.rewards.reward import SETTINGS, UserFunction
+from ludus.rewards.scorer import TurnReward, as_group_reward, as_reward_or_turn_reward
 
 REWARDS = Registry(
     "reward",
     {
-        "exact_match": "ludus.rewards.match:exact_match",
-        "f1": "ludus.rewards.match:f1",
-        "contains": "ludus.rewards.match:contains",
-        "numeric": "ludus.rewards.arithmetic:numeric",
-        "maths": "ludus.rewards.mathematics:maths",
-        "format": "ludus.rewards.format:Format",
-        "efficiency": "ludus.rewards.efficiency:Efficiency",
+        "exact_match": "ludus.rewards.text_rewards:exact_match",
+        "f1": "ludus.rewards.text_rewards:f1",
+        "contains": "ludus.rewards.text_rewards:contains",
+        "numeric": "ludus.rewards.text_rewards:numeric",
+        "maths": "ludus.rewards.text_rewards:maths",
+        "format": "ludus.rewards.text_rewards:Format",
+        "efficiency": "ludus.rewards.compose:Efficiency",
         "gate": "ludus.rewards.compose:Gate",
         "format_gate": "ludus.rewards.compose:FormatGate",
         "tool_bonus": "ludus.rewards.compose:ToolBonus",
-        "unit_tests": "ludus.rewards.unit_tests:UnitTests",
-        "programs": "ludus.rewards.programs:Programs",
-        "sql_match": "ludus.rewards.sql_match:SqlMatch",
+        "unit_tests": "ludus.rewards.code_tests.unit_tests:UnitTests",
+        "programs": "ludus.rewards.code_tests.programs:Programs",
+        "sql_match": "ludus.rewards.code_tests.sql_match:SqlMatch",
     },
 )
 GROUP_REWARDS = Registry(
     "group reward",
     {
-        "ranking": "ludus.rewards.ranking:Ranking",
-        "curiosity": "ludus.rewards.curiosity:Curiosity",
-        "count_bonus": "ludus.rewards.curiosity:CountBonus",
+        "ranking": "ludus.rewards.group_rewards:Ranking",
+        "curiosity": "ludus.rewards.group_rewards:Curiosity",
+        "count_bonus": "ludus.rewards.group_rewards:CountBonus",
     },
 )
 
@@ -57,7 +55,7 @@ Spec = str | Mapping[str, Any]
 
 def build_reward(spec: Spec | Any) -> Reward | TurnReward:
     """The reward that a recipe's entry stands for; what is a reward already comes back as it is."""
-    return as_scoring(_build(spec, REWARDS))
+    return as_reward_or_turn_reward(_build(spec, REWARDS))
 
 
 def build_group_reward(spec: Spec | Any) -> GroupReward:

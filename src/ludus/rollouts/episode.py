@@ -1,10 +1,4 @@
-"""One episode as an agent sees it: generate, call, observe, answer.
-
-Behind these four verbs the episode keeps the exact tokens. New messages wait until the next `generate`,
-which renders them to tokens on their own, appends them as an observation, and asks the engine to continue.
-The tokens of an action are appended as sampled. What the engine is given is always the concatenation of
-the segments recorded so far, which is why the record cannot differ from what the model read.
-"""
+"""What an episode may use. Running out of one ends the episode; it is never an error."""
 
 from __future__ import annotations
 
@@ -16,15 +10,50 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from pydantic import Field
+
+from ludus.core.config import Config
 from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.renderers import NextContext, Renderer
+from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.tools.calling import OutputLimits
+
+
+class Budgets(Config):
+    """Limits on one episode."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Actions the model may take."""
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Tokens of one action; an action cut here that holds no complete call ends the episode."""
+    max_observation_tokens: int = Field(default=1024, ge=16)
+    """Tokens of one tool result; a longer one is cut in the middle, and says so."""
+    max_tokens: int = Field(default=8192, ge=2)
+    """Tokens of the whole episode, the prompt included."""
+    max_calls: int = Field(default=16, ge=1)
+    """Tool calls in one action; those beyond are refused with an observation."""
+    max_seconds: float = Field(default=600.0, gt=0)
+    """Wall time. How fast we are is not the model's doing, so an episode over time counts as ours."""
+    remind: bool = False
+    """Whether each observation ends with how many turns are left."""
+
+    def reminder(self, turns_taken: int) -> str:
+        """What the model is told about the turns it has left."""
+        left = self.max_turns - turns_taken
+        return f"[{left} turn{'' if left == 1 else 's'} left]"
+
+
+# --- episode ---
+# One episode as an agent sees it: generate, call, observe, answer.
+#
+# Behind these four verbs the episode keeps the exact tokens. New messages wait until the next `generate`,
+# which renders them to tokens on their own, appends them as an observation, and asks the engine to continue.
+# The tokens of an action are appended as sampled. What the engine is given is always the concatenation of
+# the segments recorded so far, which is why the record cannot differ from what the model read.
 
 log = logging.getLogger(__name__)
 

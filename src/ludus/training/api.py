@@ -36,8 +36,7 @@ from ludus.observe import (
     setup_logging,
 )
 from ludus.observe.console import SHOWN
-from ludus.rollouts.agent import Agent
-from ludus.rollouts.demonstrator import Expert
+from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import RunProgress, UnsavedError, load_progress
 from ludus.training.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets

@@ -20,7 +20,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories
 from ludus.rollouts.formats.base import THINK
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]

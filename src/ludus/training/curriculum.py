@@ -19,7 +19,7 @@ from ludus.core.config import Config
 from ludus.core.config_problems import explained
 from ludus.core.failures import ConfigError
 from ludus.observe.metrics import SPLITS, definition_of
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.episode import Budgets
 
 BUDGETS = "budgets."
 DIFFICULTY = "tasks.difficulty"

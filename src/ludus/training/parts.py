@@ -15,8 +15,7 @@ from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.envs import ENVS, Env
 from ludus.rewards import build_group_reward, build_reward
-from ludus.rollouts.agent import Agent
-from ludus.rollouts.demonstrator import Expert
+from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset
 from ludus.training.conversations import Conversation, parse_conversations, read_conversations

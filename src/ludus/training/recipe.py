@@ -17,7 +17,7 @@ from ludus.core.failures import ConfigError, not_there
 from ludus.engine.config import EngineConfig
 from ludus.envs import PoolConfig
 from ludus.observe import RunFolder
-from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.episode import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
 from ludus.training.curriculum import BUDGETS

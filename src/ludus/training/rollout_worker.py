@@ -30,8 +30,8 @@ from ludus.core.random import key
 from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajectory, is_success
 from ludus.observe import rollout_metrics
 from ludus.observe.metrics import has_signal
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.episode import Budgets
+from ludus.rollouts.rollout import Rollout
 from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
 from ludus.training.recipe import PER_SET
 from ludus.training.settings import BrokenConfig, OverlongConfig, RLConfig

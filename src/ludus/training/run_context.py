@@ -24,11 +24,10 @@ from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import EnvPool, PoolConfig, call_env
 from ludus.rewards import Scorer
-from ludus.rollouts.demonstrator import Demonstrator, Expert
-from ludus.rollouts.env_tools import tools_of
+from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderers import Renderer
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import Rollout, tools_of
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import LocalTools, shut
@@ -191,7 +190,7 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
 def _scorer(parts: Parts) -> Scorer:
     """Environments may pay alone. Then an episode that they paid nothing is worth 0, and not unscored."""
     alone = bool(parts.envs) and not (parts.rewards or parts.group_rewards)
-    return Scorer(parts.rewards, parts.group_rewards, unpaid=0.0 if alone else None)
+    return Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None)
 
 
 def _pool(name: str, factory: Callable[[], Any], agent: AgentConfig) -> EnvPool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)

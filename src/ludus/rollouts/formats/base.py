@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from json import JSONDecodeError, JSONDecoder
+from typing import Any, ClassVar, NoReturn, Self
 
 from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Message, Role, ToolCall, ToolResult, ToolSpec
+from ludus.core.messages import Json, Message, Role, ToolCall, ToolResult, ToolSpec
 
 THINK = ("<think>", "</think>")
 _SPACE = re.compile(r"\s*")
@@ -153,3 +156,212 @@ def unfinished(thought: str) -> ParsedAction:
     """An action that ended before its thinking did: nothing in it was meant to be done."""
     problem = f"the thinking was not finished: close it with {THINK[1]} and then act"
     return ParsedAction("", (malformed(problem),), None, thought)
+
+
+# --- json_calls ---
+# Reading calls that are written as JSON, from text that may be anything.
+
+MAX_DEPTH = 64
+_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
+
+
+class BadJson(ValueError):
+    """What is wrong with a text that should be JSON."""
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends; `BadJson` says what is wrong with it.
+
+    Stricter than `json.loads`: a key given twice, a number that is not finite, nesting beyond
+    `MAX_DEPTH` and half a surrogate pair are refused, so that every value can be stored and sent on.
+    """
+    try:
+        value, stop = _DECODER.raw_decode(text, start)
+    except JSONDecodeError as error:
+        raise BadJson(f"it is not valid JSON ({error.msg} at character {error.pos - start})") from None
+    except RecursionError:
+        raise BadJson(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except BadJson:
+        raise
+    except ValueError:
+        raise BadJson("it holds a number with too many digits") from None
+    _check(value)
+    return value, stop
+
+
+def whole_json(text: str) -> Any:
+    """The one JSON value that `text` is, white space aside; `BadJson` when it is anything else."""
+    body = text.strip()
+    value, stop = read_json(body)
+    if stop < len(body):
+        raise BadJson(f"something follows the JSON value at character {stop}")
+    return value
+
+
+def read_call(value: Any, example: str) -> ToolCall:
+    """The call that an object such as `example` means. `parameters` will do for `arguments`."""
+    if not isinstance(value, dict):
+        return malformed(f"a call is a JSON object; write {example}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name.strip():
+        return malformed(f'the key "name" must hold the name of a tool; write {example}')
+    unknown = sorted(set(value) - _KEYS)
+    if unknown:
+        return malformed(
+            f'unknown key "{unknown[0]:.80}" beside "name"; what the tool takes goes into '
+            f'"arguments": write {example}',
+            name,
+        )
+    if "arguments" in value and "parameters" in value:
+        return malformed(f'give "arguments" or "parameters", not both; write {example}', name)
+    try:
+        arguments = _arguments(value.get("arguments", value.get("parameters")))
+    except BadJson as problem:
+        return malformed(f"the arguments cannot be read: {problem}; write {example}", name)
+    return ToolCall(name.strip(), arguments)
+
+
+def write_json(value: Any) -> str:
+    """JSON the way chat templates write it: spaces after separators, letters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _arguments(raw: Any) -> Json:
+    """An object; nothing at all means none, and a string may hold the object as JSON."""
+    if raw is None:
+        return {}
+    if isinstance(raw, str):
+        raw = whole_json(raw) if raw.strip() else {}
+    if not isinstance(raw, dict):
+        raise BadJson(f"they must be an object, not {_kind(raw)}")
+    return raw
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Json:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise BadJson(f'the key "{twice:.80}" is given twice')
+    return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise BadJson(f"the number {text:.40} is too large")
+    return number
+
+
+def _constant(text: str) -> NoReturn:
+    raise BadJson(f"{text} is not a JSON value")
+
+
+def _check(value: Any) -> None:
+    """Refuse what could be read, but not be written again or sent on."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item)
+                below.extend(item.values())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif isinstance(item, str) and not item.isascii():
+                try:
+                    item.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise BadJson("a string holds half of a surrogate pair") from None
+        if not below:
+            return
+        level = below
+    raise BadJson(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+_DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
+
+
+# --- arguments ---
+# Formats in which a block of text is a call: which tool a block goes to, and as which argument.
+
+_FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tool, and the argument that a block's text becomes; None when the block is a JSON object."""
+
+    tool: str
+    argument: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """`tool.argument`, or `tool` alone when the block is to be a JSON object of all arguments."""
+        tool, dot, argument = text.partition(".")
+        if not tool or (dot and not argument):
+            raise ConfigError(f"a target is written 'tool.argument' or 'tool', not {text!r}")
+        return cls(tool, argument or None)
+
+    @classmethod
+    def of(cls, spec: ToolSpec) -> Target:
+        """The tool's main argument: the only one, or the only one that must be given."""
+        return cls(spec.name, main_argument(spec))
+
+    def call(self, block: str, example: str) -> ToolCall:
+        """The call that a block of text means."""
+        if self.argument is not None:
+            return ToolCall(self.tool, {self.argument: block})
+        try:
+            arguments = whole_json(block) if block.strip() else {}
+        except BadJson as problem:
+            return malformed(f"the arguments cannot be read: {problem}; write {example}", self.tool)
+        if not isinstance(arguments, dict):
+            return malformed(f"the arguments must be a JSON object; write {example}", self.tool)
+        return ToolCall(self.tool, arguments)
+
+    def block(self, call: ToolCall) -> str:
+        """The text of a block that means `call`."""
+        if self.argument is None:
+            return write_json(call.arguments)
+        value = call.arguments.get(self.argument, "")
+        return value if isinstance(value, str) else write_json(value)
+
+
+def targets(written: Mapping[str, str]) -> dict[str, Target]:
+    """Targets by block name, as options give them: `{"python": "python.code"}`."""
+    return {name: Target.parse(text) for name, text in written.items()}
+
+
+def main_argument(spec: ToolSpec) -> str | None:
+    """The one argument that a tool takes or insists on; None when there is no such one."""
+    properties = list(spec.parameters.get("properties") or {})
+    required = [name for name in spec.parameters.get("required") or [] if name in properties]
+    if len(properties) == 1:
+        return str(properties[0])
+    return str(required[0]) if len(required) == 1 else None
+
+
+def summaries(tools: Sequence[ToolSpec]) -> str:
+    """One line for each tool: what it does and what it takes."""
+    return "\n".join(
+        f"- {tool.name}: {' '.join(tool.description.split())} "
+        f"Arguments: {write_json(tool.parameters.get('properties') or {})}"
+        for tool in tools
+    )
+
+
+def without_fence(code: str) -> str:
+    """Code without the Markdown fence around all of it, which ReTool's models write inside their tag."""
+    found = _FENCED.fullmatch(code.strip())
+    return code if found is None else found[1]
+
+
+def without_frame(block: str) -> str:
+    """`block` without the one line break after its opening and the one before its end."""
+    return block.removeprefix("\n").removesuffix("\n")

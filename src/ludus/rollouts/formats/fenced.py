@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.arguments import Target, targets
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
+    Target,
     limited,
     malformed,
+    targets,
     unfinished,
 )
 

@@ -9,13 +9,16 @@ from ludus.core.messages import ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
+    BadJson,
     ParsedAction,
     limited,
     malformed,
+    read_call,
+    read_json,
     skip_space,
     unfinished,
+    write_json,
 )
-from ludus.rollouts.formats.json_calls import BadJson, read_call, read_json, write_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 EXAMPLE = f'{OPEN}\n{{"name": "tool", "arguments": {{"key": "value"}}}}\n{CLOSE}'

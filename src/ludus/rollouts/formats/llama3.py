@@ -10,13 +10,16 @@ from ludus.core.messages import ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
+    BadJson,
     ParsedAction,
     limited,
     malformed,
+    read_call,
+    read_json,
     split_thinking,
     unfinished,
+    write_json,
 )
-from ludus.rollouts.formats.json_calls import BadJson, read_call, read_json, write_json
 
 TAG = "<|python_tag|>"
 EXAMPLE = '{"name": "tool", "parameters": {"key": "value"}}'

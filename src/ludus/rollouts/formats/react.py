@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.arguments import Target, main_argument, summaries
 from ludus.rollouts.formats.base import (
     ActionFormat,
     ParsedAction,
+    Target,
+    main_argument,
     malformed,
     split_thinking,
+    summaries,
     unfinished,
+    write_json,
 )
-from ludus.rollouts.formats.json_calls import write_json
 
 EXAMPLE = (
     'Thought: what to do next\nAction: tool\nAction Input: {"key": "value"}\n\n'

@@ -8,14 +8,17 @@ from typing import ClassVar, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Role, ToolCall, ToolSpec
-from ludus.rollouts.formats.arguments import Target, targets, without_fence, without_frame
 from ludus.rollouts.formats.base import (
     MAX_CALLS,
     ActionFormat,
     ParsedAction,
+    Target,
     limited,
     malformed,
+    targets,
     unfinished,
+    without_fence,
+    without_frame,
 )
 
 COMMON = {"python": "python.code", "search": "search.query", "sql": "sql.query"}

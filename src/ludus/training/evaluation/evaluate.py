@@ -23,7 +23,7 @@ from ludus.engine.remote import (
 )
 from ludus.observe import RunFolder, rollout_metrics
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise

@@ -30,7 +30,7 @@ from ludus.core.trajectory import Group, StopReason
 from ludus.observe import atomic_write, read_groups, write_groups
 from ludus.observe.encoding import dump_value
 from ludus.observe.files import FolderLock
-from ludus.rollouts.runner import Rollout
+from ludus.rollouts.rollout import Rollout
 from ludus.training.evaluation.evaluate import (
     EvalModel,
     Evaluation,

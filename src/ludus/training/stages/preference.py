@@ -42,7 +42,7 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine.hf_model import context_limit
 from ludus.observe import rollout_metrics
-from ludus.rollouts.renderers import Renderer
+from ludus.rollouts.renderer import Renderer
 from ludus.training.checkpoint import load_learner, load_reference, save_learner
 from ludus.training.conversations import Conversation, read_labelled, read_pairs, trajectory_of
 from ludus.training.learner import Learner

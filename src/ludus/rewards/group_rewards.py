@@ -1,32 +1,80 @@
-"""Bonuses for using tools, so that they are tried at all: within a group, or by counts over the run."""
+"""The library of group rewards: ranks within a group, and bonuses that make a policy try its tools."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
-from ludus.rewards.compose import tool_names
-from ludus.rewards.episode import good_calls, made_calls
-from ludus.rewards.function import checked_name, checked_weight
-from ludus.rewards.values import number
+from ludus.rewards.compose import Unit, amount_used, good_calls, made_calls, tool_names
+from ludus.rewards.reward import (
+    checked_name,
+    checked_weight,
+    number,
+)
+
+
+class Ranking:
+    """From `low` for the last to `high` for the first, evenly spaced; equals share the average.
+
+    Ranked by the total, or by the part called `by` (give that one weight 0 to rank by it alone). With
+    `tie_breaker`, equals that took fewer turns, calls or tokens rank higher. An attempt without the part
+    ranks below all that have it. A lone attempt gets the middle, as does everybody when all are equal.
+    """
+
+    uses_envs = False
+
+    def __init__(
+        self,
+        *,
+        by: str | None = None,
+        tie_breaker: Unit | None = None,
+        low: float = 0.0,
+        high: float = 1.0,
+        name: str = "ranking",
+        weight: float = 1.0,
+    ) -> None:
+        if tie_breaker not in (None, "turns", "calls", "tokens"):
+            raise ConfigError(f"{name!r}: tie_breaker is turns, calls or tokens, not {tie_breaker!r}")
+        self.name = checked_name(name)
+        self.weight = checked_weight(weight, name)
+        self.by, self.tie_breaker, self.low, self.high = by, tie_breaker, low, high
+
+    async def score_group(self, group: Group) -> list[float]:
+        keys = [self._key(trajectory) for trajectory in group.trajectories]
+        return [self.low + (self.high - self.low) * rank for rank in normalised_ranks(keys)]
+
+    def _key(self, trajectory: Trajectory) -> tuple[float, float]:
+        value = trajectory.reward if self.by is None else trajectory.rewards.get(self.by)
+        used = 0 if self.tie_breaker is None else amount_used(trajectory, self.tie_breaker)
+        return (float("-inf") if value is None else value, -used)
+
+
+def normalised_ranks(keys: Sequence[tuple[float, ...]]) -> list[float]:
+    """0 for the lowest key, 1 for the highest, equal keys averaged; 0.5 for a single one."""
+    if len(keys) < 2:
+        return [0.5] * len(keys)
+    ordered = sorted(keys)
+    first = {key: i for i, key in reversed(list(enumerate(ordered)))}
+    last = {key: i for i, key in enumerate(ordered)}
+    return [(first[key] + last[key]) / 2 / (len(keys) - 1) for key in keys]
 
 
 class Curiosity:
-    """VerlTool's curiosity (F.4, equations 9 to 11): pay for tools where a group seldom uses them.
+    """VerlTool's curiosity (F.4, equations 9 to 11): a bonus for tool use where a group seldom uses tools.
 
     For an attempt y at a task x, beside its other rewards::
 
         alpha * max(H - RaPR(x), 0) * [y calls a tool] + beta * min(N - n(y), 0)
 
     RaPR(x) is the share of the attempts at x that call a tool, n(y) the number of calls in y. So the fewer
-    attempts use tools, the more each use pays, and nothing once a share H does (`min_rate`); calls beyond
-    N (`max_calls`) cost beta each. Counted are the calls of `tools`, or of any tool, also those that a tool
+    attempts use tools, the larger the bonus, and 0 once a share H does (`min_rate`); calls beyond N
+    (`max_calls`) cost beta each. Counted are the calls of `tools`, or of any tool, also those that a tool
     answered with an error. The paper has H = 0.3, N = 1, alpha = 0.5, beta = 0.05.
 
-    The price can take a right answer below 1: name a reward "success" for metrics to go by.
+    The penalty can take a right answer below 1: name a reward "success" for metrics to go by.
     """
 
     uses_envs = False
@@ -64,8 +112,8 @@ class CountBonus:
 
     A count-based bonus, as in Bellemare et al., "Unifying count-based exploration and intrinsic
     motivation" (2016). n is the number of attempts that used the tool, each older group counting
-    `decay` times as much as the next. Calling a tool twice pays once, and only calls without any fault
-    pay, so that inventing names earns nothing. All attempts of a group are scored by the same counts.
+    `decay` times as much as the next. Calling a tool twice counts once, and only calls without any fault
+    count, so that inventing names earns nothing. All attempts of a group are scored by the same counts.
 
     The counts are state: save `state_dict()` with a checkpoint. They depend on the order in which
     groups finish, so that a run with several groups in flight repeats itself only if that order does.
@@ -103,7 +151,7 @@ class CountBonus:
         return names if self.tools is None else names & self.tools
 
     def bonus(self, tool: str) -> float:
-        """What using this tool pays now."""
+        """The bonus for using this tool now."""
         return 1.0 / math.sqrt(1.0 + self.counts.get(tool, 0.0))
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from ludus.rewards.judging.inside.names import TESTS_FILE
-from ludus.rewards.judging.inside.plain import ERRORS, Decoder, Encoder, TooLarge, read, write
+from ludus.rewards.code_tests.guest.plain_data import ERRORS, Decoder, Encoder, TooLarge, read, write
+from ludus.rewards.code_tests.guest.test_discovery import TESTS_FILE
 
 Ask = Callable[[str], str]
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Stopped(BaseException):
     """
 
 
-class Link:
+class SolutionClient:
     """The way to the solution. `generation` counts the processes in which it has been loaded."""
 
     def __init__(self, ask: Ask) -> None:
@@ -162,7 +162,7 @@ def _is_named_by_tests(name: str) -> bool:
     return False
 
 
-async def _awaited(link: Link, proxy: Proxy) -> Any:
+async def _awaited(link: SolutionClient, proxy: Proxy) -> Any:
     """A coroutine of the solution's: it runs there when it is awaited here, one after another."""
     return link.use(proxy, "await")
 
@@ -203,7 +203,9 @@ def _between_proxies(what: str) -> Any:
 class Proxy:
     """An object of the solution's."""
 
-    def __init__(self, link: Link, number: int, generation: int, path: tuple[str, ...] | None) -> None:
+    def __init__(
+        self, link: SolutionClient, number: int, generation: int, path: tuple[str, ...] | None
+    ) -> None:
         self.__dict__.update(_link=link, _number=number, _generation=generation, _path=path)
 
     def __getattr__(self, name: str) -> Any:

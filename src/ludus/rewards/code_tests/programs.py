@@ -1,38 +1,134 @@
-"""`programs`: a program in any language, built if need be, run on inputs, and judged by what it writes.
-
-The program sees its standard input and nothing else of a test; outputs are compared here, outside. It is
-built once, and runs for each case in the same session.
-"""
+"""How programs are built and run, by language. Any other is a pair of command templates."""
 
 from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ludus.core.failures import Boundary, InfraError
+from ludus.core.concurrency import run_sync
+from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.function import checked_name, checked_weight
-from ludus.rewards.guard import SelfGuarded
-from ludus.rewards.judging.answers import code_of
-from ludus.rewards.judging.comparing import Manner
-from ludus.rewards.judging.credit import Credit, check_options, credited
-from ludus.rewards.judging.languages import FILE, PROGRAM, Language, language_of
-from ludus.rewards.judging.outputs import is_right
-from ludus.rewards.judging.place import Boxes, BrokenTask, Clock, Place, judged
-from ludus.rewards.judging.specs import StdinCase, parse_tests
-from ludus.rewards.values import Parts
+from ludus.rewards.code_tests.fault_attribution import (
+    BrokenTask,
+    SandboxFactory,
+    SandboxProvider,
+    TimeBudget,
+    judged,
+)
+from ludus.rewards.code_tests.test_cases import (
+    CompareMode,
+    Credit,
+    StdinCase,
+    check_options,
+    code_of,
+    credited,
+    equal_outputs,
+    parse_tests,
+)
+from ludus.rewards.reward import CheckedReward, Parts, checked_name, checked_weight
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
+
+FILE, PROGRAM = "{file}", "{program}"
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """A source file's name, the command that builds it if one is needed, and the one that runs it."""
+
+    name: str
+    fences: tuple[str, ...]
+    file: str
+    run: tuple[str, ...]
+    build: tuple[str, ...] | None = None
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """A template with its places filled."""
+        return [word.replace(FILE, self.file).replace(PROGRAM, "./program") for word in words]
+
+
+LANGUAGES: dict[str, Language] = {
+    one.name: one
+    for one in (
+        Language("python", ("python", "py", "python3"), "program.py", ()),
+        Language(
+            "c",
+            ("c",),
+            "program.c",
+            (PROGRAM,),
+            ("gcc", "-O2", "-std=gnu17", "-w", "-o", PROGRAM, FILE, "-lm"),
+        ),
+        Language(
+            "c++",
+            ("c++", "cpp", "cc", "cxx"),
+            "program.cpp",
+            (PROGRAM,),
+            ("g++", "-O2", "-std=gnu++17", "-w", "-o", PROGRAM, FILE, "-lm"),
+        ),
+        Language("bash", ("bash", "sh", "shell"), "program.sh", ("bash", FILE)),
+    )
+}
+"""Python has no command: it runs in a warm interpreter."""
+
+
+def language_of(spec: str | Mapping[str, Any], name: str) -> Language:
+    """A language by its name, or by a table: file, run, build, fences."""
+    if isinstance(spec, str):
+        if spec in LANGUAGES:
+            return LANGUAGES[spec]
+        raise ConfigError(
+            f"{name!r}: there is no language {spec!r}; there are {', '.join(LANGUAGES)}, or give a table: "
+            '{file = "program.rb", run = "ruby {file}"}'
+        )
+    unknown = set(spec) - {"file", "run", "build", "fences"}
+    if unknown or not {"file", "run"} <= set(spec):
+        raise ConfigError(
+            f"{name!r}: a language's table has file and run, and may have build and fences; "
+            f"this one has {', '.join(map(str, spec)) or 'nothing'}"
+        )
+    file = str(spec["file"])
+    if "/" in file or not file:
+        raise ConfigError(
+            f"{name!r}: file is the name of the source file, without folders, not {file!r}"
+        )
+    build = _words(spec["build"]) if spec.get("build") else None
+    return Language("other", tuple(spec.get("fences", ())), file, _words(spec["run"]), build)
+
+
+def _words(command: Any) -> tuple[str, ...]:
+    return tuple(shlex.split(command)) if isinstance(command, str) else tuple(map(str, command))
+
+
+# --- outputs ---
+# Whether a program that ran did what it should.
+
+
+async def is_right(
+    execution: Execution, case: StdinCase, manner: CompareMode, tolerance: float | None
+) -> bool:
+    """Whether it ended well and wrote what was expected; compared in a thread, as outputs can be long."""
+    ended_well = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
+    if not ended_well or execution.truncated:
+        return False
+    return await run_sync(equal_outputs, execution.stdout, case.stdout, manner, tolerance)
+
+
+# --- programs ---
+# `programs`: a program in any language, built if need be, run on inputs, and judged by what it writes.
+#
+# The program sees its standard input and nothing else of a test; outputs are compared here, outside. It is
+# built once, and runs for each case in the same session.
 
 _log = logging.getLogger(__name__)
 
 _BUILD_SECONDS = 60.0
 
 
-class Programs(SelfGuarded):
+class Programs(CheckedReward):
     """The share of the task's cases whose output is right, or 1 only if all are.
 
     Cases are the task's metadata under `key`, or its target: a list of tables with `stdin` and `stdout`,
@@ -49,7 +145,7 @@ class Programs(SelfGuarded):
         language: str | Mapping[str, Any] = "python",
         credit: Credit = "share",
         key: str = "tests",
-        compare: Manner = "tokens",
+        compare: CompareMode = "tokens",
         tolerance: float | None = None,
         seconds: float = 10.0,
         memory_mb: int = 512,
@@ -71,10 +167,10 @@ class Programs(SelfGuarded):
             output_bytes=1_000_000,
         )
         self.total_seconds = total_seconds
-        self._place = Place(sandbox, name)
+        self._place = SandboxProvider(sandbox, name)
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def judge(answer: str, boxes: Boxes) -> Parts:
+        async def judge(answer: str, boxes: SandboxFactory) -> Parts:
             named = task.metadata.get("language")
             language = self.language if named is None else language_of(named, self.name)
             cases = self._cases(task)
@@ -105,7 +201,7 @@ class Programs(SelfGuarded):
         self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
     ) -> list[bool] | None:
         """Whether each case is right; None when the program cannot be built."""
-        clock = Clock(self.total_seconds)
+        clock = TimeBudget(self.total_seconds)
         if not language.run:
 
             async def python(case: StdinCase) -> Execution:
@@ -120,11 +216,11 @@ class Programs(SelfGuarded):
                 await _require(session, command)
             if not await self._is_built(session, language, task):
                 return None
-            clock = Clock(self.total_seconds)
+            clock = TimeBudget(self.total_seconds)
             return await self._each(cases, lambda case: self._run(session, language, case.stdin), clock)
 
     async def _each(
-        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]], clock: Clock
+        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]], clock: TimeBudget
     ) -> list[bool]:
         """Whether each case is right; those that there is no time or no reason left to run are not."""
         right: list[bool] = []

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ludus.rewards.judging.inside.plain import ERRORS, Decoder, Encoder, TooLarge, read, write
+from ludus.rewards.code_tests.guest.plain_data import ERRORS, Decoder, Encoder, TooLarge, read, write
 
 MARK = "\x1eludus-answer:"
 _MOST_TEXT = 1_000

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.rewards.guard import guarded
-from ludus.rewards.values import Parts
+from ludus.rewards.reward import Parts, with_retries
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 T = TypeVar("T")
-Boxes = Callable[[SandboxConfig], Sandbox]
+SandboxFactory = Callable[[SandboxConfig], Sandbox]
 """The sandbox for some settings."""
 
 _log = logging.getLogger(__name__)
@@ -40,17 +39,17 @@ class BrokenTask(ValueError):
     """What is wrong with a task, whatever the answer."""
 
 
-class NoRoom(InfraError):
+class SandboxBusy(InfraError):
     """The sandbox had no place in time: nothing has been judged."""
 
 
-_OURS = (Aborted, ConfigError, MissingExtraError, BrokenTask, NoRoom)
+_OURS = (Aborted, ConfigError, MissingExtraError, BrokenTask, SandboxBusy)
 """What no answer brings about."""
 
 
 async def judged(
     name: str,
-    judge: Callable[[str, Boxes], Awaitable[Parts]],
+    judge: Callable[[str, SandboxFactory], Awaitable[Parts]],
     answer: str,
     harmless: str,
 ) -> Parts:
@@ -73,17 +72,17 @@ async def judged(
         except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose it is
             return await _repeated(name, judge, answer, harmless, error)
 
-    return await guarded(name, call)
+    return await with_retries(name, call)
 
 
 async def _repeated(
     name: str,
-    judge: Callable[[str, Boxes], Awaitable[Parts]],
+    judge: Callable[[str, SandboxFactory], Awaitable[Parts]],
     answer: str,
     harmless: str,
     first: Exception,
 ) -> Parts:
-    async def control(boxes: Boxes) -> Parts:
+    async def control(boxes: SandboxFactory) -> Parts:
         try:
             return await judge(harmless, boxes)
         except Exception as error:
@@ -115,13 +114,13 @@ async def _repeated(
     return {part: value if part.endswith("_total") else 0.0 for part, value in parts.items()}
 
 
-def few_at_a_time() -> asyncio.Semaphore:
+def repeat_slots() -> asyncio.Semaphore:
     """For part of a judging that is repeated in a sandbox of its own, also while all of it is."""
     return _asking_again.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
 
 
 @asynccontextmanager
-async def _boxes_of_its_own() -> AsyncIterator[Boxes]:
+async def _boxes_of_its_own() -> AsyncIterator[SandboxFactory]:
     """Sandboxes that nobody else uses, closed at the end."""
     made: dict[SandboxConfig, Sandbox] = {}
 
@@ -133,7 +132,7 @@ async def _boxes_of_its_own() -> AsyncIterator[Boxes]:
         yield box
 
 
-class Clock:
+class TimeBudget:
     """How long judging one answer may still take.
 
     Waiting until there is room in the sandbox is ours: it does not count, and has as many seconds of its own,
@@ -166,7 +165,7 @@ class Clock:
         except TimeoutError as error:
             if not bound.expired():
                 raise
-            raise NoRoom(
+            raise SandboxBusy(
                 Boundary.SANDBOX,
                 f"the sandbox had no room within {self._seconds:g} seconds; raise its max_sessions or "
                 "total_seconds, or score fewer answers at once",
@@ -178,7 +177,7 @@ class Clock:
 
 
 @asynccontextmanager
-async def room_for_two(sandbox: Sandbox, clock: Clock) -> AsyncIterator[None]:
+async def two_sessions(sandbox: Sandbox, clock: TimeBudget) -> AsyncIterator[None]:
     """Room for a judging that holds one session while it waits for another.
 
     So many at once that all of them find their second one: otherwise each could hold one and wait for ever.
@@ -193,7 +192,7 @@ async def room_for_two(sandbox: Sandbox, clock: Clock) -> AsyncIterator[None]:
         pairs.release()
 
 
-class Place:
+class SandboxProvider:
     """A sandbox by its settings."""
 
     def __init__(self, config: SandboxConfig | Mapping[str, Any] | None, name: str) -> None:
@@ -206,7 +205,7 @@ class Place:
         readable = tuple(dict.fromkeys([*self.config.readable, *paths]))
         return self.config.model_copy(update={"readable": readable})
 
-    async def start(self, boxes: Boxes, config: SandboxConfig | None = None) -> Sandbox:
+    async def start(self, boxes: SandboxFactory, config: SandboxConfig | None = None) -> Sandbox:
         """The sandbox, started; one that does not start is nobody's answer."""
         sandbox = boxes(config or self.config)
         await sandbox.start()

@@ -1,10 +1,4 @@
-"""Many episodes at once: one coroutine each, and nothing waits for a batch.
-
-Who waits for whom: an episode waits for a place among those in flight (`max_in_flight`, the only bound
-here), then for its environments (their pools are bounded), then for the engine (which bounds its own
-queue). Groups are yielded as soon as their last episode ends. Cancelling the iteration cancels every
-episode, and each one releases what it holds.
-"""
+"""What an agent can do to an environment, as tools."""
 
 from __future__ import annotations
 
@@ -28,19 +22,55 @@ from ludus.core.failures import (
     MissingExtraError,
 )
 from ludus.core.generation import Engine, Sampling
-from ludus.core.messages import Message, ToolContext, ToolSet
+from ludus.core.messages import Message, ToolContext, ToolResult, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.core.user_code import show_once
-from ludus.envs import EnvPool, Lease
+from ludus.core.user_code import located, show_once
+from ludus.envs import Env, EnvPool, Lease, call_env, step_env
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
-from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.env_tools import tools_of
-from ludus.rollouts.episode import Episode, EpisodeOver, StepRewards
-from ludus.rollouts.renderers import Renderer
-from ludus.tools import CombinedTools, LocalTools
+from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
+from ludus.rollouts.renderer import Renderer
+from ludus.tools import CombinedTools, LocalTools, Tool
+
+
+class TextActions(Tool):
+    """Do what the text says."""
+
+    name = "step"
+
+    def __init__(self, env: Any) -> None:
+        super().__init__()
+        self._env = env
+
+    async def run(self, action: str) -> ToolResult:
+        return (await step_env(self._env, action)).as_result()
+
+
+async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:
+    """The environment's own tools, and `step` where it takes plain-text actions."""
+    try:
+        tools = list(await call_env(env.tools))
+    except (ConfigError, InfraError, MissingExtraError):
+        raise
+    except Exception as error:
+        message = f"the environment {name!r} could not say what its tools are: {located(error)}"
+        raise InfraError(Boundary.ENV, message) from error
+    takes_text = getattr(type(env), "step", Env.step) is not Env.step
+    names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]
+    if takes_text and TextActions.name not in names:
+        tools.append(TextActions(env))
+    return tools
+
+
+# --- runner ---
+# Many episodes at once: one coroutine each, and nothing waits for a batch.
+#
+# Who waits for whom: an episode waits for a place among those in flight (`max_in_flight`, the only bound
+# here), then for its environments (their pools are bounded), then for the engine (which bounds its own
+# queue). Groups are yielded as soon as their last episode ends. Cancelling the iteration cancels every
+# episode, and each one releases what it holds.
 
 log = logging.getLogger(__name__)
 

@@ -10,23 +10,47 @@ starts afresh. The host hands texts on and evaluates nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ludus.rewards.judging.comparing import same_value
-from ludus.rewards.judging.inside.names import BrokenTests, free_names
-from ludus.rewards.judging.inside.plain import Decoder, Encoder, no_handles, read, refuse, write
-from ludus.rewards.judging.inside.seen import look
-from ludus.rewards.judging.place import BrokenTask, Clock
-from ludus.rewards.judging.specs import CallCase, SourceTests
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, Session
+from ludus.core.failures import ConfigError
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rewards.code_tests.fault_attribution import (
+    BrokenTask,
+    SandboxFactory,
+    SandboxProvider,
+    TimeBudget,
+    judged,
+    two_sessions,
+)
+from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handles, read, refuse, write
+from ludus.rewards.code_tests.guest.test_discovery import BrokenTests, free_names, look
+from ludus.rewards.code_tests.programs import is_right
+from ludus.rewards.code_tests.test_cases import (
+    CallCase,
+    CompareMode,
+    Credit,
+    SourceTests,
+    StdinCase,
+    check_options,
+    code_of,
+    credited,
+    equal_values,
+    tests_of,
+)
+from ludus.rewards.reward import CheckedReward, Parts, checked_name, checked_weight
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
 from ludus.sandbox.bundling import bundle, call
 
-_INSIDE = "ludus.rewards.judging.inside"
-_PLAIN, _JUDGED, _JUDGE = f"{_INSIDE}.plain", f"{_INSIDE}.judged", f"{_INSIDE}.judge"
-_JUDGE_NEEDS = ("names", "proxies", "seen", "cases", "stand_in")
+_GUEST = "ludus.rewards.code_tests.guest"
+_PLAIN_DATA, _SOLUTION_MAIN = f"{_GUEST}.plain_data", f"{_GUEST}.solution_main"
+_TESTS_MAIN = f"{_GUEST}.tests_main"
+_TESTS_MODULES = (_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", _TESTS_MAIN)
+"""In the order of their imports: a bundle defines them one after another."""
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
 _MOST_ANSWER = 1_000_000
 """Bytes of what the solution may answer at once; the judge may ask with a few of such answers."""
@@ -34,11 +58,11 @@ _MOST_CODE = 4_000_000
 _STOPPED = frozenset(
     {Outcome.TIMEOUT, Outcome.CPU, Outcome.MEMORY, Outcome.OUTPUT, Outcome.PROCESSES, Outcome.KILLED}
 )
-_JUDGE_LIMITS = Limits(wall_seconds=60, cpu_seconds=30, output_bytes=_MOST_CODE)
+_TESTS_PROCESS_LIMITS = Limits(wall_seconds=60, cpu_seconds=30, output_bytes=_MOST_CODE)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TestResult:
     """What came of one test."""
 
     name: str
@@ -47,7 +71,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class TestLimits:
     """What the solution may take: CPU seconds and memory for each call, and seconds for all of it."""
 
     seconds: float = 10.0
@@ -72,7 +96,9 @@ class CannotLoad(Exception):
 class Solution:
     """The judged program in its process. `generation` counts the processes it has been loaded in."""
 
-    def __init__(self, sandbox: Sandbox, source: str, module: str, bounds: Bounds, clock: Clock) -> None:
+    def __init__(
+        self, sandbox: Sandbox, source: str, module: str, bounds: TestLimits, clock: TimeBudget
+    ) -> None:
         self._sandbox, self._source, self._bounds = sandbox, source, bounds
         self.module = module
         self._session: Session | None = None
@@ -91,9 +117,9 @@ class Solution:
         await self.close()
         opening = self._sandbox.session(limits=self._bounds.limits)
         self._session = await self.clock.waiting(opening)
-        await _prepared(self._session, _PLAIN, _JUDGED)
+        await _prepared(self._session, _PLAIN_DATA, _SOLUTION_MAIN)
         self.generation += 1
-        answer = await self._send(call(_JUDGED, "load", [self._source, self.module]))
+        answer = await self._send(call(_SOLUTION_MAIN, "load", [self._source, self.module]))
         names = answer.get("names")
         if not isinstance(names, list):
             raise CannotLoad(_shown(answer, 500))
@@ -106,7 +132,7 @@ class Solution:
         if self._session is None:
             return json.dumps({"stopped": "its process has ended"})
         try:
-            return write(await self._send(call(_JUDGED, "serve", [request])))
+            return write(await self._send(call(_SOLUTION_MAIN, "serve", [request])))
         except ValueError:
             return json.dumps({"stopped": "its answer is no plain data"})
 
@@ -138,8 +164,8 @@ class Solution:
 
 
 @asynccontextmanager
-async def on_trial(
-    sandbox: Sandbox, source: str, module: str, bounds: Bounds, clock: Clock
+async def loaded_solution(
+    sandbox: Sandbox, source: str, module: str, bounds: TestLimits, clock: TimeBudget
 ) -> AsyncIterator[Solution]:
     """The solution, loaded; `CannotLoad` when it does not load."""
     solution = Solution(sandbox, source, module, bounds, clock)
@@ -150,7 +176,7 @@ async def on_trial(
         await solution.close()
 
 
-async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTests) -> list[Verdict]:
+async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTests) -> list[TestResult]:
     """Run tests that are Python, in a process of their own. `BrokenTask` when the tests are broken."""
     try:
         used = set[str]().union(*(free_names(source) for source in tests.sources))
@@ -163,11 +189,11 @@ async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTe
         "entry": tests.entry,
         "one_each": tests.one_each,
     }
-    code = call(_JUDGE, "begin", [json.dumps(plan)])
+    code = call(_TESTS_MAIN, "begin", [json.dumps(plan)])
     if len(code) > _MOST_CODE:
         raise BrokenTask(f"the tests are too large: {len(code):,} bytes, of {_MOST_CODE:,}")
-    async with await solution.clock.waiting(sandbox.session(limits=_JUDGE_LIMITS)) as judge:
-        await _prepared(judge, _PLAIN, *(f"{_INSIDE}.{name}" for name in _JUDGE_NEEDS), _JUDGE)
+    async with await solution.clock.waiting(sandbox.session(limits=_TESTS_PROCESS_LIMITS)) as judge:
+        await _prepared(judge, *_TESTS_MODULES)
         return await _heard(judge, solution, code)
 
 
@@ -179,9 +205,9 @@ def count_tests(tests: SourceTests) -> int:
         raise BrokenTask(f"the tests are broken: {error}") from error
 
 
-async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]:
+async def _heard(judge: Session, solution: Solution, code: str) -> list[TestResult]:
     """Carry messages until the judge is done."""
-    verdicts: list[Verdict] = []
+    verdicts: list[TestResult] = []
     expected = 1
     while True:
         execution = await judge.python(code)
@@ -200,7 +226,9 @@ async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]
         if "ask" in event:
             reply = await solution.ask(str(event["ask"]))
         elif "test" in event:
-            verdicts.append(Verdict(str(event["test"]), event["passed"] is True, str(event["problem"])))
+            verdicts.append(
+                TestResult(str(event["test"]), event["passed"] is True, str(event["problem"]))
+            )
             await solution.ready()
         elif "expected" in event:
             expected = int(event["expected"])
@@ -210,26 +238,28 @@ async def _heard(judge: Session, solution: Solution, code: str) -> list[Verdict]
             if not verdicts:
                 raise RuntimeError("the tests ended, and none of them has run")
             return verdicts
-        code = call(_JUDGE, "step", [reply, str(solution.generation)])
+        code = call(_TESTS_MAIN, "step", [reply, str(solution.generation)])
         if (
             len(code) > _MOST_CODE
         ):  # JSON leaves some characters as they are which a literal writes as four
             reply = json.dumps({"stopped": "its answer is too large"})
-            code = call(_JUDGE, "step", [reply, str(solution.generation)])
+            code = call(_TESTS_MAIN, "step", [reply, str(solution.generation)])
 
 
-def _with_missed(verdicts: list[Verdict], expected: int, problem: str) -> list[Verdict]:
+def _with_missed(verdicts: list[TestResult], expected: int, problem: str) -> list[TestResult]:
     """The verdicts, and a failure for each test that was not reached: one at least."""
     missed = max(1, expected - len(verdicts))
-    return [*verdicts, *[Verdict("not reached", False, problem)] * missed]
+    return [*verdicts, *[TestResult("not reached", False, problem)] * missed]
 
 
-async def run_call_cases(solution: Solution, cases: list[CallCase], tolerance: float) -> list[Verdict]:
+async def run_call_cases(
+    solution: Solution, cases: list[CallCase], tolerance: float
+) -> list[TestResult]:
     """Call the solution's functions, and compare what they return here."""
-    verdicts: list[Verdict] = []
+    verdicts: list[TestResult] = []
     for number, case in enumerate(cases):
         problem = await _call_problem(solution, case, tolerance)
-        verdicts.append(Verdict(f"case {number}", problem is None, problem or ""))
+        verdicts.append(TestResult(f"case {number}", problem is None, problem or ""))
         await solution.ready()
     return verdicts
 
@@ -262,7 +292,7 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
         return "the result is not plain data"
     return (
         None
-        if same_value(found, case.expected, tolerance)
+        if equal_values(found, case.expected, tolerance)
         else f"{_shown(found, 100)} is not {_shown(case.expected, 100)}"
     )
 
@@ -297,3 +327,112 @@ def _message(execution: Execution, mark: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) else None
+
+
+# --- unit_tests ---
+# `unit_tests`: the model's Python against the task's tests, with partial credit.
+#
+# The judged code and the tests never share a process. Tests that are programs' inputs and outputs, or
+# calls and results, are compared here, outside; tests that are Python run in a sandbox session of their
+# own, where the solution is a proxy (see `judging.guest.proxies`). What the judged code can do is give
+# answers: it sees no test, no expected value and no verdict.
+
+_log = logging.getLogger(__name__)
+
+_LANGUAGES = ("python", "py", "python3")
+
+
+class UnitTests(CheckedReward):
+    """The share of the task's tests that the answer's code passes, or 1 only if it passes all.
+
+    Tests are the task's metadata under `key`, or its target; `judging.specs` lists their forms. The code
+    is the last fenced Python block of the answer, or all of it. A call or a program may use `seconds` of
+    CPU time, all tests together `total_seconds`; what takes longer has failed. Waiting for room in the
+    sandbox is bounded by `total_seconds` too, but is ours: an `InfraError`.
+    """
+
+    uses_envs = False
+
+    def __init__(
+        self,
+        *,
+        credit: Credit = "share",
+        key: str = "tests",
+        function: str | None = None,
+        module: str = "solution",
+        compare: CompareMode = "tokens",
+        tolerance: float = 1e-6,
+        seconds: float = 10.0,
+        memory_mb: int = 512,
+        total_seconds: float = 60.0,
+        sandbox: SandboxConfig | Mapping[str, Any] | None = None,
+        name: str = "unit_tests",
+        weight: float = 1.0,
+    ) -> None:
+        check_options(name, credit, compare)
+        if not module.isidentifier():
+            raise ConfigError(f"{name!r}: module is the name of a module, not {module!r}")
+        self.name = checked_name(name)
+        self.weight = checked_weight(weight, name)
+        self.credit, self.key, self.function, self.module = credit, key, function, module
+        self.compare, self.tolerance = compare, tolerance
+        self.bounds = TestLimits(seconds, memory_mb, total_seconds)
+        self._place = SandboxProvider(sandbox, name)
+        if self._place.config.max_sessions < 2:
+            raise ConfigError(
+                f"{name!r}: the judge and the judged have a session each; set max_sessions of its sandbox to 2 "
+                "or more"
+            )
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        async def judge(answer: str, boxes: SandboxFactory) -> Parts:
+            code = code_of(answer, _LANGUAGES)
+            verdicts = await self.judge(await self._place.start(boxes), code, task)
+            passed = sum(verdict.passed for verdict in verdicts)
+            for verdict in verdicts:
+                if not verdict.passed:
+                    _log.debug("task %s, %s: %s", task.id, verdict.name, verdict.problem)
+            return credited(self.name, self.credit, passed, len(verdicts))
+
+        answer = trajectory.answer or ""
+        return await judged(self.name, judge, answer, harmless="")
+
+    async def judge(self, sandbox: Sandbox, code: str, task: Task) -> list[TestResult]:
+        """A verdict for each of the task's tests."""
+        try:
+            tests = tests_of(task, self.key, self.function)
+        except ValueError as error:
+            raise BrokenTask(str(error)) from error
+        if isinstance(tests, list) and isinstance(tests[0], StdinCase):
+            return await self._read_and_written(sandbox, code, tests)
+        clock = TimeBudget(self.bounds.total_seconds)
+        try:
+            if not isinstance(tests, SourceTests):
+                async with loaded_solution(sandbox, code, self.module, self.bounds, clock) as solution:
+                    return await run_call_cases(solution, tests, self.tolerance)
+            async with (
+                two_sessions(sandbox, clock),
+                loaded_solution(sandbox, code, self.module, self.bounds, clock) as solution,
+            ):
+                return await run_source_tests(sandbox, solution, tests)
+        except CannotLoad as error:
+            count = count_tests(tests) if isinstance(tests, SourceTests) else len(tests)
+            return [TestResult("load", False, str(error))] * count
+
+    async def _read_and_written(
+        self, sandbox: Sandbox, code: str, cases: Sequence[StdinCase]
+    ) -> list[TestResult]:
+        clock = TimeBudget(self.bounds.total_seconds)
+        verdicts: list[TestResult] = []
+        for number, case in enumerate(cases):
+            hopeless = self.credit == "all" and not all(verdict.passed for verdict in verdicts)
+            if hopeless or clock.expired:
+                verdicts.append(TestResult(f"case {number}", False, "not run"))
+                continue
+            limits = self.bounds.limits
+            running = sandbox.python(code, stdin=case.stdin, limits=limits)
+            execution = await clock.running(running, limits.wall_seconds)
+            passed = await is_right(execution, case, self.compare, self.tolerance)
+            problem = "" if passed else execution.text()[-500:]
+            verdicts.append(TestResult(f"case {number}", passed, problem))
+        return verdicts

@@ -1,17 +1,101 @@
-"""Finding out what a chat template does, by trying it."""
+"""What a chat template can do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Message, ToolCall, ToolResult, ToolSpec
+from ludus.core.messages import Json, Message, Role, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import Tokenizer
+from ludus.rollouts.chat_template import ChatEntry, Piece, SafeTemplate, marked
 from ludus.rollouts.formats.base import THINK, ActionFormat
-from ludus.rollouts.renderers.abilities import Abilities
-from ludus.rollouts.renderers.pieces import Entry, entries
-from ludus.rollouts.renderers.template import SafeTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a chat template was seen to do when it was tried."""
+
+    system: bool = True
+    """It has a place for a system prompt."""
+    tool_role: bool = True
+    """It renders results of tools as such."""
+    alternates: bool = False
+    """It insists that users and assistants take turns."""
+    native_tools: bool = False
+    """It describes tools itself, and writes calls the way the action format reads them."""
+    opens_thinking: str = ""
+    """The `<think>` that it puts at the end of its generation prompt."""
+    lead: str = ""
+    """White space that it writes before what the assistant says, and that a model says itself."""
+    rewrites: tuple[str, ...] = ()
+    """In which conversations it rewrites what was said earlier; empty when it preserves prefixes."""
+
+
+# --- entries ---
+# Messages as chat entries.
+
+
+def entries(messages: Sequence[Message], format: ActionFormat, abilities: Abilities) -> list[ChatEntry]:
+    """What the template is given for `messages`, in the roles that it knows."""
+    made = [_entry(message, format, abilities) for message in messages]
+    return _merged(made) if abilities.alternates else made
+
+
+def described(
+    made: Sequence[ChatEntry], description: str, format: ActionFormat, abilities: Abilities
+) -> list[ChatEntry]:
+    """The same conversation with `description` in the system prompt, or before the first message.
+
+    It names tools that others made: only the format's own marks are special in it.
+    """
+    if not description:
+        return list(made)
+    frame = [text.strip() for text in format.result_frame if text.strip()]
+    text = marked(description, (*THINK, *format.marks, *frame))
+    home: Role = "system" if abilities.system else "user"
+    if not made or made[0].role != home:
+        return [ChatEntry(home, text), *made]
+    gap = Piece("\n\n", trusted=True)
+    first = made[0].pieces
+    joined = (*first, gap, *text) if home == "system" else (*text, gap, *first)
+    return [replace(made[0], pieces=joined), *made[1:]]
+
+
+def _entry(message: Message, format: ActionFormat, abilities: Abilities) -> ChatEntry:
+    role, content = message.role, message.content
+    if role == "assistant":
+        return ChatEntry(role, marked(action_text(message, format), (*THINK, *format.marks)))
+    if role == "tool" and (format.result_role == "user" or not abilities.tool_role):
+        # The role says that this is a result. What a user wrote says nothing, whatever it looks like.
+        opening, closing = format.result_frame
+        return ChatEntry("user", (Piece(opening, True), Piece(content), Piece(closing, True)))
+    if role == "system" and not abilities.system:
+        role = "user"
+    return ChatEntry(role, (Piece(content),), message.name, message.tool_call_id)
+
+
+def action_text(message: Message, format: ActionFormat) -> str:
+    """What the assistant said, calls included: as it wrote it, or as the format would write it."""
+    if message.tool_calls and not format.parse(message.content).calls:
+        return format.render_action(message.content, message.tool_calls)
+    return message.content
+
+
+def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
+    """Neighbouring messages of a user joined, for templates that insist on turns."""
+    result: list[ChatEntry] = []
+    for entry in made:
+        if result and entry.role == "user" == result[-1].role:
+            joined = (*result[-1].pieces, Piece("\n\n", True), *entry.pieces)
+            result[-1] = replace(result[-1], pieces=joined)
+        else:
+            result.append(entry)
+    return result
+
+
+# --- probes ---
+# Finding out what a chat template does, by trying it.
 
 WORD, OTHER = "zebra7", "quagga8"
 TOOL = ToolSpec(
@@ -48,8 +132,8 @@ def probe(template: SafeTemplate, format: ActionFormat) -> Abilities:
 
 def is_rewritten(
     template: SafeTemplate,
-    conversation: Sequence[Entry],
-    new: Sequence[Entry],
+    conversation: Sequence[ChatEntry],
+    new: Sequence[ChatEntry],
     tools: Sequence[ToolSpec],
     abilities: Abilities,
 ) -> bool:

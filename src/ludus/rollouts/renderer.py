@@ -1,10 +1,11 @@
-"""From messages to tokens, and on from the tokens that were sampled."""
+"""Renderings that come again: many episodes have the same tools and prompt, and read the same short results."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal, Self
@@ -14,12 +15,51 @@ from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import Message, ToolSpec
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import SegmentKind, TokenSequence
+from ludus.rollouts.chat_template import (
+    ChatEntry,
+    Piece,
+    Recent,
+    SafeTemplate,
+    marked,
+    tools_key,
+    unused_word,
+)
 from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
-from ludus.rollouts.renderers.cache import Recent, RenderCache, tools_key
-from ludus.rollouts.renderers.pieces import Entry, Piece, action_text, described, entries, marked
-from ludus.rollouts.renderers.placeholders import unused_word
-from ludus.rollouts.renderers.probes import TOOL, is_rewritten, probe
-from ludus.rollouts.renderers.template import SafeTemplate
+from ludus.rollouts.template_features import TOOL, action_text, described, entries, is_rewritten, probe
+
+MOST_BYTES = 1 << 24
+MOST_CHARACTERS = 2000
+"""Longer conversations are not kept: they hardly come twice."""
+_OVERHEAD = 512
+
+
+class RenderCache:
+    """Tokens of short conversations, in a few bytes each: a prompt with many tools has thousands."""
+
+    def __init__(self) -> None:
+        self._kept: Recent[array[int]] = Recent(MOST_BYTES, _bytes)
+
+    def tokens(
+        self,
+        kind: str,
+        entries: Sequence[ChatEntry],
+        tools: Sequence[ToolSpec],
+        render: Callable[[], list[int]],
+    ) -> list[int]:
+        """What `render` gives for these entries and tools."""
+        if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
+            return render()
+        key = (kind, tuple(entries), tools_key(tools))
+        return list(self._kept.get(key, lambda: array("i", render())))
+
+
+def _bytes(tokens: array[int]) -> int:
+    """What a rendering takes, with a key of the longest kind."""
+    return tokens.itemsize * len(tokens) + MOST_CHARACTERS + _OVERHEAD
+
+
+# --- renderer ---
+# From messages to tokens, and on from the tokens that were sampled.
 
 log = logging.getLogger(__name__)
 
@@ -166,10 +206,10 @@ class Renderer:
         opening, closing = self.format.result_frame
         return [Piece(f"\n{opening}", True), Piece(result.content), Piece(f"{closing}\n", True)]
 
-    def _rest_of_turn(self, new: Sequence[Entry], native: Sequence[ToolSpec]) -> list[int]:
+    def _rest_of_turn(self, new: Sequence[ChatEntry], native: Sequence[ToolSpec]) -> list[int]:
         """What the template writes after something that the assistant said, when `new` follows."""
         word = unused_word(piece.text for entry in new for piece in entry.all_pieces())
-        stub = [Entry("user", (Piece("?", True),)), Entry("assistant", (Piece(word, True),))]
+        stub = [ChatEntry("user", (Piece("?", True),)), ChatEntry("assistant", (Piece(word, True),))]
         return self._template.tokens([*stub, *new], native, True, after=word)
 
     def next_context(
@@ -252,7 +292,7 @@ class Renderer:
 
     def _conversation(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
-    ) -> tuple[list[Entry], list[ToolSpec]]:
+    ) -> tuple[list[ChatEntry], list[ToolSpec]]:
         """What the template is given: entries, and the tools that it describes itself."""
         made = entries(messages, self.format, self.abilities)
         return described(made, self.describe(tools) or "", self.format, self.abilities), (

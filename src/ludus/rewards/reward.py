@@ -1,0 +1,469 @@
+"""What a reward is: a plain Python function of an episode, made by `@reward`, and the score it returns.
+
+From trajectory to number: `Scorer.score` asks every reward (`evaluate`), a `FunctionReward` calls the user's
+function with what its parameters name, and `parse_parts` checks what comes back.
+
+A function may return:
+
+- a number: the score;
+- a dictionary of named parts. "reward" (or "total", or the reward's own name) is the score, and all other parts
+  are logged only: `{"reward": f1, "f1": f1, "em": em}`. Without such a key, the score is the sum of the parts;
+- None, or None for a part: unscored, which is not zero.
+
+Anything else (NaN, an infinity, text, a list) is a bug in the reward. A reward that breaks is an infrastructure
+failure and no score: it is retried, then raised as an `InfraError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from numbers import Real
+from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar, Unpack, overload
+
+from ludus.core.concurrency import run_sync
+from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.core.task import Task
+from ludus.core.trajectory import Group, Trajectory
+from ludus.core.user_code import defined_at, located, show_once
+
+T = TypeVar("T")
+Parts = dict[str, float]
+"""Scores by name; the reward's own name holds the one that counts."""
+
+_log = logging.getLogger(__name__)
+
+REWARD, TOTAL = "reward", "total"
+"""The keys of a returned dictionary whose value is the score; the others are logged."""
+_SIMILAR = frozenset({REWARD, TOTAL, "score"})
+"""verl's key is "score". Misspelled beside other parts, such a key must not become one addend of a sum."""
+TOOLS = "tools"
+"""The part that holds the rewards of single tool calls."""
+RESERVED_NAMES = frozenset({TOTAL, TOOLS})
+
+SETTINGS = ("name", "weight", "timeout", "retries")
+STRICTNESS = "strictness"
+"""The option that a curriculum may change during training, wherever a reward has it."""
+current_strictness: ContextVar[float | None] = ContextVar("current_strictness", default=None)
+"""Its value for the episode that is being scored; None leaves every reward with its own."""
+
+DEFAULT_TIMEOUT = 60.0
+_CONNECTION_RETRIES = 2
+_FIRST_PAUSE = 0.05
+
+
+class ScoreError(ValueError):
+    """A reward returned something that is not a score."""
+
+
+def number(value: Any, what: str) -> float:
+    """`value` as a finite float. Scalars of numpy and torch are numbers too; text never is."""
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ScoreError(f"{what} is not a single number: {error}") from error
+    if not isinstance(value, Real):
+        raise ScoreError(f"{what} must be a number, not {type(value).__name__} ({value!r:.60})")
+    try:
+        result = float(value)
+    except OverflowError as error:
+        raise ScoreError(f"{what} is too large for a float") from error
+    if not math.isfinite(result):
+        raise ScoreError(f"{what} is {result}; a score must be finite")
+    return result
+
+
+def parse_parts(value: Any, name: str) -> Parts:
+    """What a reward called `name` returned, checked; its score stands under its own name."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        return {name: number(value, f"the score of {name!r}")}
+    parts: Parts = {}
+    for key, part in value.items():
+        if not isinstance(key, str) or not key:
+            raise ScoreError(f"{name!r} returned a part called {key!r}; names are non-empty strings")
+        if key == TOOLS:
+            raise ScoreError(f"{name!r} returned a part called {TOOLS!r}, which tools' own rewards have")
+        if part is not None:
+            parts[key] = number(part, f"the part {key!r} of {name!r}")
+    score_keys = [key for key in dict.fromkeys((REWARD, TOTAL, name)) if key in value]
+    if len(score_keys) > 1:
+        raise ScoreError(
+            f"{name!r} returned both {score_keys[0]!r} and {score_keys[1]!r}; which one is the score?"
+        )
+    if score_keys:
+        score = parts.pop(score_keys[0], None)
+        return parts if score is None else {name: score, **parts}
+    if not parts:
+        return parts
+    if len(parts) > 1:
+        similar = [key for key in parts if key.strip().lower() in _SIMILAR]
+        if similar:
+            raise ScoreError(
+                f"{name!r} returned {similar[0]!r} beside other parts: call it {REWARD!r} if that is the "
+                "score, or something else if it is one of several that are added up"
+            )
+        _warn_of_sum(name, ", ".join(parts))
+    return {name: number(sum(parts.values()), f"the sum of the parts of {name!r}"), **parts}
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_sum(name: str, keys: str) -> None:
+    """Once for each reward."""
+    if name in _warned:
+        return
+    _warned.add(name)
+    _log.warning(
+        "the reward %r returned the parts %s and no %r: its score is their sum. Return %r to score by one "
+        "number and log the others",
+        *(name, keys, REWARD, REWARD),
+    )
+
+
+def parse_scores(values: Any, name: str, count: int, of: str = "actions") -> list[float | None]:
+    """One score or None for each of `count` actions or attempts, in order."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()  # an array of numpy or torch
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise ScoreError(
+            f"{name!r} must return a list, one score for each of the {of}, not {values!r:.60}"
+        )
+    if len(values) != count:
+        raise ScoreError(f"{name!r} returned {len(values)} scores for {count} {of}")
+    return [
+        None if value is None else number(value, f"score {i} of {name!r}")
+        for i, value in enumerate(values)
+    ]
+
+
+def parse_group_scores(values: Any, name: str, group: Group) -> list[float]:
+    """One score for each attempt of a group."""
+    scores = [
+        s for s in parse_scores(values, name, len(group.trajectories), "attempts") if s is not None
+    ]
+    if len(scores) != len(group.trajectories):
+        raise ScoreError(f"{name!r} left an attempt unscored; a group reward scores all it is shown")
+    return scores
+
+
+def merge(into: MutableMapping[str, float], parts: Mapping[str, float], source: str) -> None:
+    """Add `parts`; two different numbers under one name are refused, because one would be lost."""
+    for key, value in parts.items():
+        if into.setdefault(key, value) != value:
+            raise ScoreError(f"{source!r} reports a part {key!r} that another reward reports as well")
+
+
+def checked_name(name: str) -> str:
+    """`name`, if a reward may be called that."""
+    if not isinstance(name, str) or not name or name == "<lambda>":
+        raise ConfigError("a reward needs a name: use a named function, or reward(..., name='...')")
+    if name in RESERVED_NAMES:
+        raise ConfigError(f"a reward cannot be called {name!r}: that part of the score has a meaning")
+    return name
+
+
+def checked_weight(weight: float, name: str) -> float:
+    """`weight`, if a score can be multiplied by it. 0 means: logged, but not counted."""
+    try:
+        return number(weight, f"the weight of {name!r}")
+    except ScoreError as error:
+        raise ConfigError(str(error)) from error
+
+
+class CheckedReward:
+    """Marks rewards whose `score` returns checked parts and raises what `with_retries` raises."""
+
+
+async def with_retries(
+    name: str,
+    call: Callable[[], Awaitable[T]],
+    *,
+    retries: int = 0,
+    function: Callable[..., Any] | None = None,
+) -> T:
+    """What `call` gives; a persistent error becomes an `InfraError` at the boundary REWARD.
+
+    A lost connection is retried twice in any case. Errors of the recipe (`ConfigError`,
+    `MissingExtraError`), a shutdown (`Aborted`) and an `InfraError` pass through. `function` is the user's:
+    a value that is no score has no traceback that leads there, so the message names it.
+    """
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return await call()
+        except (Aborted, ConfigError, MissingExtraError):
+            raise
+        except (Exception, SystemExit) as error:
+            if attempt > _retries_for(error, retries):
+                if isinstance(error, InfraError):
+                    error.attempts = max(error.attempts, attempt)
+                    raise
+                raise _failure(name, error, attempt, function) from error
+        await asyncio.sleep(_FIRST_PAUSE * 2 ** min(attempt - 1, 6))
+
+
+def _retries_for(error: BaseException, retries: int) -> int:
+    if isinstance(error, ScoreError):
+        return 0
+    if isinstance(error, InfraError):
+        return retries if error.retriable else 0
+    return max(retries, _CONNECTION_RETRIES) if isinstance(error, ConnectionError) else retries
+
+
+def _failure(
+    name: str, error: BaseException, attempts: int, function: Callable[..., Any] | None
+) -> InfraError:
+    if isinstance(error, ScoreError):
+        place = defined_at(function) if function is not None else None
+        what = f"{error} ({place})" if place else str(error)
+    else:
+        what = located(error)
+        show_once(_log, f"the reward {name!r}", error)
+    retriable = isinstance(error, ConnectionError | TimeoutError)
+    return InfraError(
+        Boundary.REWARD, f"the reward {name!r} failed: {what}", attempts=attempts, retriable=retriable
+    )
+
+
+async def with_timeout(awaitable: Awaitable[T], timeout: float | None) -> T:
+    """The result, or `TimeoutError` that says how long was allowed."""
+    try:
+        async with asyncio.timeout(timeout) as deadline:
+            return await awaitable
+    except TimeoutError as error:
+        if deadline.expired():
+            raise TimeoutError(f"no result within {timeout:g} seconds") from error
+        raise
+
+
+async def call_any(
+    function: Callable[..., Any], timeout: float | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a sync or async function within a timeout.
+
+    A sync one runs in a thread, and its time counts from when a thread takes it up.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object whose call is a coroutine
+    ):
+        return await with_timeout(function(*args, **kwargs), timeout)
+    result = await run_sync(partial(function, *args, **kwargs), timeout=timeout)
+    return await with_timeout(result, timeout) if inspect.isawaitable(result) else result
+
+
+class UserFunction(CheckedReward):
+    """A user's function with a name, a weight, a timeout and retries; still callable as it was.
+
+    Parameters are filled by name. Keyword-only parameters with a default that are none of `known` are options,
+    which a recipe may set. A parameter that nothing fills is refused here, before training.
+    """
+
+    known: ClassVar[Sequence[str]] = ()
+    """The names that a function may take."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        weight: float = 1.0,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        retries: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.function = function
+        self.takes, self.option_names = _read_signature(function, self.known)
+        self.options = dict(options or {})
+        self.name = checked_name(name if name is not None else getattr(function, "__name__", ""))
+        self.weight = checked_weight(weight, self.name)
+        self.timeout = timeout
+        self.retries = retries
+        if timeout is not None and timeout <= 0:
+            raise ConfigError(f"{self.name!r}: timeout must be above 0 seconds, or None; not {timeout}")
+        if retries < 0:
+            raise ConfigError(f"{self.name!r}: retries cannot be {retries}")
+        functools.update_wrapper(self, function, updated=())
+
+    @property
+    def uses_envs(self) -> bool:
+        """Whether it touches the episode's environments, which only one reward may do at a time."""
+        return bool(self.takes & {"env", "envs"})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **{**self.options, **kwargs})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def using(self, **changes: Any) -> Self:
+        """A copy with other settings (name, weight, timeout, retries) or options of its function."""
+        settings = {key: getattr(self, key) for key in SETTINGS}
+        options = dict(self.options)
+        for key, value in changes.items():
+            if key in settings:
+                settings[key] = value
+            elif key in self.option_names:
+                options[key] = value
+            else:
+                have = ", ".join([*SETTINGS, *sorted(self.option_names)])
+                raise ConfigError(f"{self.name!r} has no option {key!r}; it has: {have}")
+        return type(self)(self.function, **settings, options=options)
+
+    async def _checked(self, values: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
+        """Call the function with the values that it takes, and `parse` its result; with retries."""
+
+        async def call() -> T:
+            given = {name: values[name] for name in self.takes}
+            if "env" in given:
+                given["env"] = _only_env(given["env"])
+            return parse(await call_any(self.function, self.timeout, **given, **self.options))
+
+        return await with_retries(self.name, call, retries=self.retries, function=self.function)
+
+
+def _read_signature(
+    function: Callable[..., Any], known: Sequence[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a function is called with, and the names of its options."""
+    label = getattr(function, "__qualname__", None) or repr(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{label} cannot be a reward: {error}") from error
+    takes: set[str] = set()
+    options: set[str] = set()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"{label} takes {parameter}; name its parameters instead")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"{label}: {name!r} is positional-only, and is filled by name")
+        if name in known:
+            takes.add(name)
+        elif parameter.kind is not parameter.KEYWORD_ONLY or parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{label} has a parameter {name!r} that nothing fills; known: {', '.join(known)}. "
+                f"An option of its own is keyword-only and has a default: (..., *, {name}=...)"
+            )
+        elif name in SETTINGS:
+            raise ConfigError(f"an option cannot be called {name!r}: that is a setting")
+        else:
+            options.add(name)
+    return frozenset(takes), frozenset(options)
+
+
+def _only_env(envs: Mapping[str, Any]) -> Any:
+    if len(envs) != 1:
+        have = ", ".join(envs) if envs else "none"
+        raise ValueError(
+            f"it takes `env`, which needs exactly one environment; the task has: {have}. "
+            "Take `envs`, a mapping by name, or name the environment in the task"
+        )
+    return next(iter(envs.values()))
+
+
+class _EpisodeFunction(UserFunction):
+    known = ("trajectory", "task", "envs", "env", "answer", "target", "messages")
+
+    @staticmethod
+    def _values(trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> dict[str, Any]:
+        """`answer` is always text: an episode without one is scored as a wrong answer would be."""
+        return {
+            "trajectory": trajectory,
+            "task": task,
+            "envs": envs,
+            "env": envs,
+            "answer": trajectory.answer or "",
+            "target": task.target,
+            "messages": trajectory.messages,
+        }
+
+
+class FunctionReward(_EpisodeFunction):
+    """A reward made of a function; it scores the whole episode."""
+
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        values = self._values(trajectory, task, envs)
+        return await self._checked(values, lambda found: parse_parts(found, self.name))
+
+
+class FunctionTurnReward(_EpisodeFunction):
+    """A reward made of a function that returns one score, or None, for each action."""
+
+    async def score_turns(
+        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
+    ) -> list[float | None]:
+        values = self._values(trajectory, task, envs)
+        turns = trajectory.turns
+        return await self._checked(values, lambda found: parse_scores(found, self.name, turns))
+
+
+class FunctionGroupReward(UserFunction):
+    """A group reward made of a function."""
+
+    known = ("group", "trajectories", "task")
+
+    async def score_group(self, group: Group) -> list[float]:
+        values = {"group": group, "trajectories": group.trajectories, "task": group.task}
+        return await self._checked(values, lambda found: parse_group_scores(found, self.name, group))
+
+
+class RewardSettings(TypedDict, total=False):
+    """What the decorators take."""
+
+    name: str | None
+    weight: float
+    timeout: float | None
+    retries: int
+
+
+@overload
+def reward(function: Callable[..., Any], **settings: Unpack[RewardSettings]) -> FunctionReward: ...
+@overload
+def reward(
+    *, per_turn: Literal[False] = False, **settings: Unpack[RewardSettings]
+) -> Callable[[Callable[..., Any]], FunctionReward]: ...
+@overload
+def reward(
+    *, per_turn: Literal[True], **settings: Unpack[RewardSettings]
+) -> Callable[[Callable[..., Any]], FunctionTurnReward]: ...
+def reward(
+    function: Callable[..., Any] | None = None, *, per_turn: bool = False, **settings: Any
+) -> Any:
+    """Make a reward of a sync or async function, with or without parentheses.
+
+    The function takes any of `trajectory`, `task`, `envs`, `env`, `answer`, `target`, `messages`, by
+    name, and returns a number, a dictionary of named parts, or None for unscored. With `per_turn` it
+    returns a list: a number or None for each action. `weight` is applied once, where scores are summed.
+    A sync function runs in a thread. An error, a timeout or a value that is no score fails the episode.
+    """
+    kind = FunctionTurnReward if per_turn else FunctionReward
+    return partial(kind, **settings) if function is None else kind(function, **settings)
+
+
+@overload
+def group_reward(
+    function: Callable[..., Any], **settings: Unpack[RewardSettings]
+) -> FunctionGroupReward: ...
+@overload
+def group_reward(
+    **settings: Unpack[RewardSettings],
+) -> Callable[[Callable[..., Any]], FunctionGroupReward]: ...
+def group_reward(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
+    """Make a group reward of a sync or async function, with or without parentheses.
+
+    It takes any of `group`, `trajectories`, `task`, by name, and returns one number per attempt, in
+    order. It is shown only attempts that can be trained on; failed ones have no score to give.
+    """
+    kind = FunctionGroupReward
+    return partial(kind, **settings) if function is None else kind(function, **settings)
