@@ -462,4 +462,4 @@ async def test_a_sum_of_parts_is_told_once(episode, caplog):
     summed = reward(lambda: {"left": 1, "right": 2}, name="told_once")
     for _ in range(3):
         await Scorer([summed]).score(episode())
-    assert [r.message.count("their sum is paid") for r in caplog.records] == [1]
+    assert [r.message.count("its score is their sum") for r in caplog.records] == [1]
