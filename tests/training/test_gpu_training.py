@@ -56,7 +56,7 @@ def test_a_bf16_step_is_near_the_float32_step_of_a_cpu(
     metrics = learner.step(packs(rows, budget), imitation)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.01)
     assert metrics["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=0.05)
-    pairs = zip(exact._gradient.in_order(), learner._gradient.in_order(), strict=True)
+    pairs = zip(exact._gradients.in_order(), learner._gradients.in_order(), strict=True)
     for (_, wanted), (_, found) in pairs:
         there = found.cpu()
         likeness = torch.nn.functional.cosine_similarity(wanted.flatten(), there.flatten(), dim=0)

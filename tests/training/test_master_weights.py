@@ -236,7 +236,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
     many = learner_of(small_model(torch.bfloat16))
     many.step(packs(rows, budget=1), imitation)
     for (_, wanted), (_, given) in zip(
-        exact._gradient.in_order(), many._gradient.in_order(), strict=True
+        exact._gradients.in_order(), many._gradients.in_order(), strict=True
     ):
         assert given.dtype == torch.float32
         scale = float(wanted.abs().max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from ludus.training.critic import Critic, ValueTargets
 from ludus.training.learner import BUSY_TOKENS, ActivationCosts, Learner, measure, plan_micro_batches
 from ludus.training.logprobs import action_logprobs, logprobs_of
 from ludus.training.packing import (
-    MicroBatchRunner,
+    MicroBatchSplitter,
     Pack,
     PackedRows,
     concat_masks,
@@ -125,7 +125,7 @@ def test_nothing_counts_twice_in_bf16(monkeypatch: pytest.MonkeyPatch, where: st
     whole, _ = stepped(monkeypatch, None, torch.bfloat16)
     pieces, _ = stepped(monkeypatch, Shortage(20, where), torch.bfloat16)
     for (_, wanted), (_, found) in zip(
-        whole._gradient.in_order(), pieces._gradient.in_order(), strict=True
+        whole._gradients.in_order(), pieces._gradients.in_order(), strict=True
     ):
         assert float((wanted - found).abs().max()) < 0.03 * float(wanted.abs().max())
 
@@ -166,6 +166,15 @@ def test_the_limit_is_remembered(
     assert shortage.attempts - first < first
 
 
+def in_pieces(work: Callable[[PackedRows], None], rows: Sequence[int], tokens: int) -> None:
+    splitter = MicroBatchSplitter(tokens)
+    for piece in splitter.over(pack_rows(ROWS, rows, tokens)):
+        try:
+            work(piece)
+        except RuntimeError as error:
+            splitter.retry(piece, error)
+
+
 def test_a_failed_pass_leaves_no_tensor_behind() -> None:
     """The error's frames hold the pass's activations, so nothing may hold the error."""
     seen: list[weakref.ref[Tensor]] = []
@@ -180,7 +189,7 @@ def test_a_failed_pass_leaves_no_tensor_behind() -> None:
 
     gc.disable()
     try:
-        MicroBatchRunner(1000).over(pack_rows(ROWS, range(len(ROWS)), 1000), work)
+        in_pieces(work, range(len(ROWS)), 1000)
     finally:
         gc.enable()
     assert len(alive) > len(ROWS)
@@ -251,7 +260,7 @@ def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     said_T = concat_masks(row.action_mask for row in ROWS)
-    lesson = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    targets = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
 
     def learnt(limit: int) -> tuple[dict[str, float], Tensor]:
         torch.manual_seed(0)
@@ -263,7 +272,7 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
             return hidden_states(model, tokens, *rest)
 
         monkeypatch.setattr(critic_module, "hidden_states", tight)
-        metrics = critic.learn(ROWS, lesson, [range(len(ROWS))])
+        metrics = critic.learn(ROWS, targets, [range(len(ROWS))])
         return metrics, critic.values(ROWS)
 
     (metrics, values), (expected, wanted) = learnt(20), learnt(1000)
@@ -273,13 +282,13 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
 
 def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
     said_T = concat_masks(row.action_mask for row in ROWS)
-    lesson = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
+    targets = ValueTargets(said_T, torch.zeros(TOTAL), torch.linspace(-1, 1, TOTAL))
 
     def learnt(memory: Any, kind: Any = "model") -> tuple[Critic, dict[str, float]]:
         torch.manual_seed(0)
         optimizer = OptimizerConfig(activation_memory=memory, learning_rate=1e-2)
         critic = Critic(small_model(), CriticConfig(kind=kind, optimizer=optimizer), total_steps=2)
-        return critic, critic.learn(ROWS, lesson, [range(len(ROWS))] * 2)
+        return critic, critic.learn(ROWS, targets, [range(len(ROWS))] * 2)
 
     critic, metrics = learnt(1e-6)
     assert recomputed_layers(critic.model) == 3
@@ -293,7 +302,7 @@ def test_other_errors_are_not_swallowed() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        MicroBatchRunner(100).over(pack_rows(ROWS, [0], 100), work)
+        in_pieces(work, [0], 100)
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
@@ -327,22 +336,22 @@ def test_a_plan_fits_its_room(
 ) -> None:
     plan = plan_micro_batches(limit, longest, room, ActivationCosts(layers, full, kept))
     assert 1 <= plan.tokens <= limit
-    assert 0 <= plan.recomputed <= layers
+    assert 0 <= plan.checkpointed <= layers
 
     def needed(tokens: int, recomputed: int) -> int:
         return tokens * ((layers - recomputed) * full + recomputed * kept + full)
 
     wanted = max(longest, min(limit, BUSY_TOKENS))
-    if plan.recomputed < layers:
-        assert needed(max(longest, plan.tokens), plan.recomputed) <= room
-    if plan.recomputed:
-        assert needed(wanted, plan.recomputed - 1) > room, "one layer less would have done"
+    if plan.checkpointed < layers:
+        assert needed(max(longest, plan.tokens), plan.checkpointed) <= room
+    if plan.checkpointed:
+        assert needed(wanted, plan.checkpointed - 1) > room, "one layer less would have done"
     if plan.tokens < min(limit, BUSY_TOKENS):
-        assert plan.recomputed == layers, "layers are recomputed before passes get slow"
+        assert plan.checkpointed == layers, "layers are recomputed before passes get slow"
 
 
 def test_with_enough_memory_nothing_is_recomputed() -> None:
-    assert plan_micro_batches(16384, 2048, 1 << 40, ActivationCosts(24, 40_000, 3_600)).recomputed == 0
+    assert plan_micro_batches(16384, 2048, 1 << 40, ActivationCosts(24, 40_000, 3_600)).checkpointed == 0
 
 
 def counted(model: nn.Module, function: Callable[[], Tensor]) -> int:

@@ -19,7 +19,7 @@ from ludus.training.packing import Columns, Pack, packs_of, rows_of
 from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.run_context import RunContext
 from ludus.training.settings import OptimizerConfig, RLConfig
-from ludus.training.update import imitate, policy_update
+from ludus.training.update import policy_update, sft_step
 
 
 async def played(context: RunContext, temperature: float = 1.0) -> list[Group]:
@@ -120,7 +120,7 @@ async def test_imitation_learns_actions_and_nothing_else(recipe: Recipe, parts: 
                     total -= float(logits[place - 1, tokens[0, place]])
                     count += 1
         learner = Learner(context.model, OptimizerConfig(), total_steps=1)
-        assert imitate(learner, trajectories)["loss"] == pytest.approx(total / count, rel=1e-4)
+        assert sft_step(learner, trajectories)["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
 async def test_reinforcement_raises_the_reward(recipe: Recipe, parts: Parts) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
 from ludus.training.learner import Updater
 from ludus.training.packing import (
-    MicroBatchRunner,
+    MicroBatchSplitter,
     PackedRows,
     Row,
     pack_rows,
@@ -67,14 +68,14 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """What a critic learns in a step; over all rows."""
+    """What a critic learns in a step, over the tokens of all rows."""
 
-    asked_T: Tensor
+    used_T: Tensor
     """Where its value was used, and hence where it has something to learn."""
     old_T: Tensor
-    """What it said."""
+    """Its values before the update."""
     returns_T: Tensor
-    """What it should have said."""
+    """What they should have been."""
 
 
 class Critic:
@@ -96,47 +97,51 @@ class Critic:
         values_T = torch.zeros(sum(len(row.tokens) for row in rows))
         budget = self.config.optimizer.micro_batch_tokens
 
-        def read(part: PackedRows) -> None:
-            found_T = self._after(part).cpu()
-            inside_T = torch.ones(len(found_T), dtype=torch.bool)
-            inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
-            values_T[part.own_T[inside_T]] = found_T.roll(1)[inside_T]
-
+        splitter = MicroBatchSplitter(budget)
         with sampling_mode(self.model):
-            MicroBatchRunner(budget).over(pack_rows(rows, range(len(rows)), budget), read)
+            for part in splitter.over(pack_rows(rows, range(len(rows)), budget)):
+                try:
+                    after_T = self._after(part).cpu()
+                except RuntimeError as error:
+                    splitter.retry(part, error)
+                    continue
+                inside_T = torch.ones(len(after_T), dtype=torch.bool)
+                inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
+                values_T[part.own_T[inside_T]] = after_T.roll(1)[inside_T]
         return values_T
 
     def learn(
-        self, rows: Sequence[Row], lesson: ValueTargets, parts: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], targets: ValueTargets, parts: Sequence[Sequence[int]]
     ) -> dict[str, float]:
-        """So many passes over the step's rows, one update for each part; the last pass's mean metrics."""
+        """`passes` times over the step's rows, one update for each part; the last pass's mean metrics."""
         metrics: list[dict[str, float]] = []
         for _ in range(self.config.passes):
-            metrics = [self._update(rows, lesson, part) for part in parts]
+            metrics = [self._update(rows, targets, part) for part in parts]
         self.updater.clear_gradients()
         return {shown: sum(m[name] for m in metrics) / len(metrics) for name, shown in NAMES.items()}
 
     def _update(
-        self, rows: Sequence[Row], lesson: ValueTargets, part: Sequence[int]
+        self, rows: Sequence[Row], targets: ValueTargets, part: Sequence[int]
     ) -> dict[str, float]:
-        device = self.updater.device
-        inside_T = row_mask(rows, part) & lesson.asked_T
+        inside_T = row_mask(rows, part) & targets.used_T
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
-
-        def evaluate(packed: PackedRows) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            place_A = take_rows(lesson.asked_T, packed.own_T).nonzero().squeeze(1)
-            own_A = take_rows(packed.own_T, place_A)
-            values_A = self._after(packed)[to_device(place_A, device) - 1]
-            loss_A, metrics = value_loss(
-                values_A,
-                to_device(take_rows(lesson.old_T, own_A), device),
-                to_device(take_rows(lesson.returns_T, own_A), device),
-                bound=self.config.clip,
-            )
-            return loss_A, to_device(take_rows(weights_T, own_A), device), metrics
-
         budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
-        return self.updater.optimizer_step(pack_rows(rows, part, budget), evaluate)
+        loss = partial(self._loss, targets, weights_T)
+        return self.updater.optimizer_step(pack_rows(rows, part, budget), loss)
+
+    def _loss(
+        self, targets: ValueTargets, weights_T: Tensor, packed: PackedRows
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        place_A = take_rows(targets.used_T, packed.own_T).nonzero().squeeze(1)
+        own_A = take_rows(packed.own_T, place_A)
+        device = self.updater.device
+        old_A, returns_A, weights_A = (
+            to_device(take_rows(one_T, own_A), device)
+            for one_T in (targets.old_T, targets.returns_T, weights_T)
+        )
+        values_A = self._after(packed)[to_device(place_A, device) - 1]
+        loss_A, metrics = value_loss(values_A, old_A, returns_A, bound=self.config.clip)
+        return loss_A, weights_A, metrics
 
     def _after(self, packed: PackedRows) -> Tensor:
         """The value after each token."""
@@ -155,7 +160,7 @@ class Critic:
         return {
             "kind": self.config.kind,
             "model": self.model.state_dict(),
-            "descent": self.updater.state_dict(),
+            "descent": self.updater.state_dict(),  # its name in checkpoints
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

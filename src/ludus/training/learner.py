@@ -1,17 +1,21 @@
-"""One model, one optimizer, one step: sum the gradients of packed micro-batches, clip, update.
+"""One model, one optimizer, one step: accumulate the gradients of packed micro-batches, clip, update.
+
+    optimizer_step   for each micro-batch: forward, loss, backward; then one AdamW step
+    splitting        a micro-batch that runs out of memory is tried again in two (`packing.MicroBatchSplitter`)
+    checkpointing    layers whose activations do not fit are computed again in the backward (`MemoryBudget`)
 
 On a GPU nothing in a step waits for the device before its end: the metrics, the gradient's norm and whether it
-is finite are read once, when the optimizer's work has been asked for.
+is finite are read once, after the optimizer's work has been queued.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -24,72 +28,36 @@ from ludus.engine.hf_model import decoder_of, recomputable_layers, recomputed_la
 from ludus.kernels.device import free_memory, on_device
 from ludus.training.logprobs import action_logprobs, chunk_bytes, kept_bytes
 from ludus.training.optimizer import GradientAccumulator, MasterAdamW
-from ludus.training.packing import MicroBatch, MicroBatchRunner, Pack, is_out_of_memory
+from ludus.training.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
 from ludus.training.settings import OptimizerConfig
+
+log = logging.getLogger(__name__)
 
 TOKENS = "action_tokens"
 """The metric that counts the tokens that the others are means over."""
-Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, dict[str, Tensor]]]
+Metrics = dict[str, Tensor]
+Objective = Callable[[Tensor, Tensor, Pack], tuple[Tensor, Metrics]]
 """(logprobs_A, entropy_A, pack) -> (loss_A, metrics_A): what is minimised, and what is reported."""
 
-P = TypeVar("P", bound=MicroBatch)
-Evaluation = Callable[[P], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""(pack) -> (loss_A, weights_A, metrics_A), the loss with its gradient."""
-
-Admission = Callable[[dict[str, float]], bool]
-"""(metrics) -> whether to take the step that they were measured before."""
+B = TypeVar("B", bound=MicroBatch)
+LossFunction = Callable[[B], tuple[Tensor, Tensor, Metrics]]
+"""(micro-batch) -> (loss_A, weights_A, metrics_A). It may be called again, so it should have no effects."""
 
 
 @dataclass(slots=True)
-class _Attempt(Generic[P]):
-    """A micro-batch, and the parameters that had its gradient in an attempt that failed later on."""
+class _Attempt(Generic[B]):
+    """A micro-batch, and the parameters that got its gradient in an attempt that failed later on."""
 
-    pack: P
-    served: frozenset[nn.Parameter] = frozenset()
+    batch: B
+    skipped: frozenset[nn.Parameter] = frozenset()
 
     @property
     def lengths(self) -> Sequence[int]:
-        return self.pack.lengths
+        return self.batch.lengths
 
-    def split(self) -> tuple[_Attempt[P], _Attempt[P]]:
-        first, second = self.pack.split()
-        return _Attempt(first, self.served), _Attempt(second, self.served)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the micro-batches of a step had to tell, left on the device until it is asked for."""
-
-    names: list[str] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
-
-    def row(self, loss: Tensor, weights_A: Tensor, metrics: dict[str, Tensor]) -> Tensor:
-        """What there is to tell about a micro-batch, which counts once it is added to `rows`."""
-        values = {"loss": loss, TOKENS: torch.full_like(loss, len(weights_A))}
-        for name, value_A in metrics.items():
-            values[name] = value_A.max() if name.endswith("_max") else value_A.sum()
-        self.names = list(values)
-        return torch.stack([value.detach().float() for value in values.values()])
-
-    def read(self, *others: Tensor) -> tuple[dict[str, float], list[float]]:
-        """The step's metrics, and other numbers; here the host waits for the device."""
-        rows = _read([*self.rows, *(other.reshape(1) for other in others)])
-        rows, found = rows[: len(self.rows)], [value for (value,) in rows[len(self.rows) :]]
-        columns = {name: [row[i] for row in rows] for i, name in enumerate(self.names)}
-        seen = sum(columns.get(TOKENS, [0.0]))
-        metrics: dict[str, float] = {}
-        for name, column in columns.items():
-            if name.endswith("_max"):
-                metrics[name] = max(column)
-            else:
-                metrics[name] = sum(column) if name in ("loss", TOKENS) else sum(column) / seen
-        return metrics, found
-
-
-def _read(rows: Sequence[Tensor]) -> list[list[float]]:
-    values = torch.cat(list(rows)).tolist() if rows else []
-    ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
-    return [values[start:stop] for start, stop in pairwise(ends)]
+    def split(self) -> tuple[_Attempt[B], _Attempt[B]]:
+        first, second = self.batch.split()
+        return _Attempt(first, self.skipped), _Attempt(second, self.skipped)
 
 
 class Updater:
@@ -103,105 +71,104 @@ class Updater:
         self.total_steps = total_steps
         self.steps_done = 0
         self.device = next(model.parameters()).device
-        self.optimizer = MasterAdamW(_trainable(model), config)
-        self._gradient = GradientAccumulator(_trainable(model))
-        self._passes = MicroBatchRunner(config.micro_batch_tokens)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = MasterAdamW(trainable, config)
+        self._gradients = GradientAccumulator(trainable)
+        self._splitter = MicroBatchSplitter(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
         self._modules = list(model.modules())
         self._dropout = SeededDropout(model, self.device, seed)
 
     def clear_gradients(self) -> None:
         """Free what the last step left behind: two models that learn in turns need room for one's only."""
-        self._gradient.clear()
+        self._gradients.clear()
         self.optimizer.zero_grad(set_to_none=True)
 
     def micro_batch_tokens(self, lengths: Iterable[int]) -> int:
         """How many tokens a micro-batch of rows of these lengths may have, in the memory that is free now."""
         self.clear_gradients()
-        return self._memory.plan(self._passes.tokens, max(lengths, default=1))
+        return self._memory.plan(self._splitter.max_tokens, max(lengths, default=1))
 
     def optimizer_step(
         self,
-        packs: Iterable[P],
-        evaluate: Evaluation[P],
+        batches: Iterable[B],
+        loss: LossFunction[B],
         *,
-        measured: Iterable[P] = (),
-        admit: Admission | None = None,
+        measured: Iterable[B] = (),
+        limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step over all packs; none where there are no packs, or they are not admitted.
+        """One optimizer step over all micro-batches; none where there are none.
 
         The loss is the weighted sum over all tokens. The other metrics are plain means over the tokens of all
-        packs; those that end in _max are the largest of any token. `loss` and `gradient_norm` are a step's.
+        batches; those that end in _max are the largest of any token. `loss` and `gradient_norm` are a step's.
 
         Args:
-            packs: What is learned from.
-            evaluate: The loss of a pack, and its metrics.
+            batches: What is learned from.
+            loss: The loss of a micro-batch, and its metrics.
             measured: What is in the metrics and has no gradient: a forward pass, a third of the cost.
-            admit: Asked with the metrics before the weights change. Asking waits for the device.
-
-        A pack that does not fit into memory is tried again in halves, and a single row with its layers computed
-        again in the backward pass. `evaluate` is called anew each time, so it should have no effects.
+            limits: Do not step where one of these metrics is above its limit. Reading it waits for the device.
         """
-        if not all(module.training for module in self._modules):  # telling them takes longer than asking
+        if not all(module.training for module in self._modules):  # setting it takes longer than asking
             self.model.train()
         self.clear_gradients()
         self.optimizer.masters.adopt_changes()
-        tally = _Tally()
-
-        def work(attempt: _Attempt[P]) -> None:
-            self._gradient.begin(attempt.served)
-            try:
-                loss_A, weights_A, metrics = evaluate(attempt.pack)
-                loss = (loss_A * weights_A).sum()
-                row = tally.row(loss, weights_A, metrics)
-                torch.autograd.backward(loss)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    attempt.served = self._gradient.served()
-                raise
-            tally.rows.append(row)
-
-        def measure(pack: P) -> None:
-            with torch.no_grad():
-                loss_A, weights_A, metrics = evaluate(pack)
-                tally.rows.append(tally.row((loss_A * weights_A).sum(), weights_A, metrics))
-
+        rows: list[dict[str, Tensor]] = []
         with on_device(self.device):
-            with self._gradient.collecting(), self._dropout.drawn_for(self.steps_done):
-                self._passes.over(map(_Attempt, packs), work, self._memory.checkpoint_all_layers)
-                learns = bool(tally.rows)
-                self._passes.over(measured, measure)
-            if not learns or (admit is not None and not admit(tally.read()[0])):
+            with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
+                for attempt in self._splitter.over(map(_Attempt, batches)):
+                    try:
+                        rows.append(self._forward_backward(attempt, loss))
+                    except RuntimeError as error:
+                        self._splitter.retry(attempt, error, needs_less=self._can_shrink(attempt, error))
+                has_gradient = bool(rows)
+                for batch in self._splitter.over(measured):
+                    try:
+                        rows.append(_forward_only(batch, loss))
+                    except RuntimeError as error:
+                        self._splitter.retry(batch, error)
+            metrics = _read(rows) if limits or not has_gradient else {}
+            if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
-                metrics, _ = tally.read()
                 return {name: value for name, value in metrics.items() if name != "loss"}
-            metrics, (norm,) = tally.read(self._update())
+            norm_1 = self._apply_gradients()
+            metrics = _read(rows, gradient_norm=norm_1)
         if self.device.type == "cuda":
             self.clear_gradients()  # an engine on the same device has a use for their room
-        self._check(norm)
+        if not math.isfinite(metrics["gradient_norm"]):
+            raise LudusError(
+                f"the gradient is {metrics['gradient_norm']} at update {self.steps_done}: lower the learning "
+                "rate, or look for rewards or logits that are not finite; the weights were left as they were"
+            )
         self.steps_done += 1
-        return metrics | {"gradient_norm": norm, "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _update(self) -> Tensor:
-        """Clip and step; the weights stay as they were if the gradient is not finite."""
-        self.optimizer.set_rate(self._rate())
+    def _forward_backward(self, attempt: _Attempt[B], loss: LossFunction[B]) -> dict[str, Tensor]:
+        """One micro-batch; its gradients go into the accumulator."""
+        self._gradients.begin_attempt(attempt.skipped)
+        loss_A, weights_A, metrics = loss(attempt.batch)
+        total = (loss_A * weights_A).sum()
+        row = _summed(total, weights_A, metrics)
+        torch.autograd.backward(total)
+        return row
+
+    def _can_shrink(self, attempt: _Attempt[Any], error: RuntimeError) -> bool:
+        """After a failed attempt: note who has its gradient; a single row gets activation checkpointing."""
+        if not is_out_of_memory(error):
+            return False
+        attempt.skipped = self._gradients.end_failed_attempt()
+        return len(attempt.lengths) == 1 and self._memory.checkpoint_all_layers()
+
+    def _apply_gradients(self) -> Tensor:
+        """Clip and step; the gradient's norm. The weights stay as they were if it is not finite."""
+        share = schedule(self.steps_done, self.total_steps, self.config)
+        self.optimizer.set_rate(self.config.learning_rate * share)
         try:
-            return self.optimizer.update(self._gradient.in_order())
+            return self.optimizer.update(self._gradients.in_order())
         except torch.OutOfMemoryError as error:
             raise LudusError(
                 "the optimizer's state does not fit into the device's memory beside the weights: train an "
                 f"adapter or a smaller model, or leave less to the engine ({str(error).splitlines()[0]})"
             ) from None
-
-    def _rate(self) -> float:
-        return self.config.learning_rate * schedule(self.steps_done, self.total_steps, self.config)
-
-    def _check(self, norm: float) -> None:
-        if not math.isfinite(norm):
-            raise LudusError(
-                f"the gradient is {norm} at update {self.steps_done}: lower the learning rate, or look for "
-                "rewards or logits that are not finite; the weights were left as they were"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -238,17 +205,47 @@ class Learner(Updater):
         objective: Objective,
         *,
         measured: Iterable[Pack] = (),
-        admit: Admission | None = None,
+        limits: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on an objective of the trained tokens' log-probabilities; see `descend`."""
+        """One optimizer step on an objective of the trained tokens' log-probabilities."""
+        loss = partial(self._loss, objective)
+        return self.optimizer_step(packs, loss, measured=measured, limits=limits)
 
-        def evaluate(packed: Pack) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            pack = packed.to(self.device)
-            logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
-            loss_A, metrics = objective(logprobs_A, entropy_A, pack)
-            return loss_A, pack.weights_A, {"entropy": entropy_A, **metrics}
+    def _loss(self, objective: Objective, packed: Pack) -> tuple[Tensor, Tensor, Metrics]:
+        pack = packed.to(self.device)
+        logprobs_A, entropy_A = action_logprobs(self.model, pack, self.temperature)
+        loss_A, metrics = objective(logprobs_A, entropy_A, pack)
+        return loss_A, pack.weights_A, {"entropy": entropy_A, **metrics}
 
-        return self.optimizer_step(packs, evaluate, measured=measured, admit=admit)
+
+@torch.no_grad()
+def _forward_only(batch: B, loss: LossFunction[B]) -> dict[str, Tensor]:
+    loss_A, weights_A, metrics = loss(batch)
+    return _summed((loss_A * weights_A).sum(), weights_A, metrics)
+
+
+def _summed(loss: Tensor, weights_A: Tensor, metrics: Metrics) -> dict[str, Tensor]:
+    """A micro-batch's metrics as sums and maxima, left on the device."""
+    row = {"loss": loss.detach(), TOKENS: torch.full_like(loss, len(weights_A))}
+    for name, value_A in metrics.items():
+        row[name] = (value_A.max() if name.endswith("_max") else value_A.sum()).detach()
+    return row
+
+
+def _read(rows: Sequence[Mapping[str, Tensor]], **others: Tensor) -> dict[str, float]:
+    """A step's metrics from those of its micro-batches. Here the host waits for the device."""
+    names = list(rows[0]) if rows else []
+    flat = [row[name].float() for row in rows for name in names] + [v.float() for v in others.values()]
+    values = torch.stack([value.reshape(()) for value in flat]).tolist() if flat else []
+    columns = {name: values[i : len(rows) * len(names) : len(names)] for i, name in enumerate(names)}
+    seen = sum(columns.get(TOKENS, [0.0]))
+    metrics: dict[str, float] = {}
+    for name, column in columns.items():
+        if name.endswith("_max"):
+            metrics[name] = max(column)
+        else:
+            metrics[name] = sum(column) if name in ("loss", TOKENS) else sum(column) / seen
+    return metrics | dict(zip(others, values[len(rows) * len(names) :], strict=True))
 
 
 def schedule(step: int, total: int, config: OptimizerConfig) -> float:
@@ -257,8 +254,7 @@ def schedule(step: int, total: int, config: OptimizerConfig) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "linear":
         return 1.0 - 0.9 * progress
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
@@ -269,12 +265,8 @@ def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 class SeededDropout:
-    """Makes what a module drops out in a step a function of a seed and the step."""
+    """Makes a step's dropout a function of a seed and the step."""
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self._seed = seed
@@ -283,7 +275,7 @@ class SeededDropout:
 
     @contextmanager
     def drawn_for(self, step: int) -> Iterator[None]:
-        """Where nothing is dropped out, nothing happens; other random draws go on afterwards as before."""
+        """Where no layer drops anything, nothing happens; other random draws go on afterwards as before."""
         if not any(layer.p > 0 for layer in self._layers):
             yield
             return
@@ -292,17 +284,14 @@ class SeededDropout:
             yield
 
 
-# How many tokens a pass may have, and how many layers it computes twice, so that it fits into memory.
-#
-# What a forward pass keeps for the backward pass is measured, once, on a few tokens: it depends on the
-# architecture, the data type, the kernels and on what is trained. With the memory that is free, that gives the
-# number of tokens. Smaller passes cost next to nothing as long as they keep the device busy; below that, layers
-# are computed again in the backward pass, which costs up to a third more time, and as many as are needed.
-
-log = logging.getLogger(__name__)
+# How many tokens a micro-batch may have, and in how many layers activation checkpointing is on. What a forward
+# pass keeps for the backward pass is measured once, on a few tokens: it depends on the architecture, the data
+# type, the kernels and on what is trained. Smaller micro-batches cost next to nothing as long as they keep the
+# device busy; below that, as many layers as needed are computed again in the backward pass, which costs up to a
+# third more time.
 
 BUSY_TOKENS = 4096
-"""Passes of so many tokens keep a large device busy; fewer are worth recomputing layers to avoid."""
+"""Micro-batches of so many tokens keep a large device busy; smaller ones are worth checkpointing to avoid."""
 _GIB = 1 << 30
 _USABLE = 0.92  # of free memory: the rest is lost between blocks
 _PROBE_LENGTHS = (32, 32)
@@ -316,22 +305,22 @@ class ActivationCosts:
     full: int
     """In a layer."""
     kept: int
-    """In a layer that is computed again."""
+    """In a layer with activation checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """How passes are made."""
-
     tokens: int
-    recomputed: int
+    """In a micro-batch."""
+    checkpointed: int
+    """Layers with activation checkpointing."""
 
 
 def plan_micro_batches(limit: int, longest: int, room: int, costs: ActivationCosts) -> MicroBatchPlan:
-    """The plan for so much room: no recomputation where that leaves passes large enough to be fast.
+    """No checkpointing where that leaves micro-batches large enough to be fast.
 
     Args:
-        limit: The most tokens a pass may have; a longer row travels alone.
+        limit: The most tokens a micro-batch may have; a longer row travels alone.
         longest: The longest row.
         room: Bytes for what a pass keeps, and for what its backward pass makes in a layer meanwhile.
         costs: What a token takes.
@@ -342,24 +331,24 @@ def plan_micro_batches(limit: int, longest: int, room: int, costs: ActivationCos
     if tokens >= wanted:
         return MicroBatchPlan(min(limit, tokens), 0)
     missing = wanted * (layers + 1) * full - room
-    recomputed = math.ceil(missing / max(1, wanted * (full - kept)))
-    if recomputed <= layers:
-        return MicroBatchPlan(min(limit, wanted), recomputed)
+    checkpointed = math.ceil(missing / max(1, wanted * (full - kept)))
+    if checkpointed <= layers:
+        return MicroBatchPlan(min(limit, wanted), checkpointed)
     tokens = room // max(1, layers * kept + full)
     return MicroBatchPlan(max(1, min(limit, tokens)), layers)
 
 
 class MemoryBudget:
-    """Plans the passes of one model."""
+    """Plans the micro-batches of one model."""
 
     def __init__(self, model: nn.Module, setting: float | Literal["auto"]) -> None:
         self._model = model
         self._setting = setting
         self._costs: ActivationCosts | None = None
-        self._least_recomputed = 0
+        self._least_checkpointed = 0
 
     def plan(self, limit: int, longest: int) -> int:
-        """The tokens of a pass; how many layers are computed again is told to the model."""
+        """The tokens of a micro-batch; turns activation checkpointing on in as many layers as needed."""
         room = self._room()
         if room is None:
             return limit
@@ -368,24 +357,22 @@ class MemoryBudget:
         if self._costs.layers == 0:
             return limit
         plan = plan_micro_batches(limit, longest, room, self._costs)
-        recomputed = max(plan.recomputed, self._least_recomputed)
-        if recomputed != recomputed_layers(self._model):
-            log.info(
-                "%d of %d layers are computed again in the backward pass", recomputed, self._costs.layers
-            )
-            set_recompute(self._model, recomputed)
+        checkpointed = max(plan.checkpointed, self._least_checkpointed)
+        if checkpointed != recomputed_layers(self._model):
+            log.info("activation checkpointing in %d of %d layers", checkpointed, self._costs.layers)
+            set_recompute(self._model, checkpointed)
         return plan.tokens
 
     def checkpoint_all_layers(self) -> bool:
-        """From now on compute all layers again; false if that is so already, or cannot be."""
+        """From now on checkpoint all layers; false if that is so already, or cannot be."""
         layers = _layers(self._model)
         if layers == 0 or recomputed_layers(self._model) >= layers:
             return False
         log.warning(
-            "a single row does not fit into memory, so all layers are computed again in the backward pass from "
-            "now on, which takes about a third more time"
+            "a single row does not fit into memory, so all layers are computed again in the backward pass "
+            "(activation checkpointing) from now on, which takes about a third more time"
         )
-        self._least_recomputed = layers
+        self._least_checkpointed = layers
         set_recompute(self._model, layers)
         return True
 
@@ -405,7 +392,7 @@ class MemoryBudget:
 
 def measure(model: nn.Module) -> ActivationCosts:
     """What a forward pass keeps for each token, in a layer on average."""
-    layers, recomputed = _layers(model), recomputed_layers(model)
+    layers, checkpointed = _layers(model), recomputed_layers(model)
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -425,7 +412,7 @@ def measure(model: nn.Module) -> ActivationCosts:
         ):
             states = hidden_states(model, tokens, context.position_ids, context)
     finally:
-        set_recompute(model, recomputed)
+        set_recompute(model, checkpointed)
     for tensor in (
         *model.parameters(),
         *model.buffers(),
@@ -438,7 +425,7 @@ def measure(model: nn.Module) -> ActivationCosts:
 
 
 def _layers(model: nn.Module) -> int:
-    """The layers that can be computed again; 0 for a model without a decoder of its own."""
+    """The layers that can be checkpointed; 0 for a model without a decoder of its own."""
     return recomputable_layers(model) if getattr(model, "trunk", model) is not None else 0
 
 
@@ -446,6 +433,5 @@ def _head_bytes(model: nn.Module) -> int:
     """What the head needs meanwhile: a chunk of logits, what it keeps, its gradient in float32 and rounded."""
     device = next(model.parameters()).device
     config = decoder_of(model).config.get_text_config()
-    return (
-        chunk_bytes(device) + kept_bytes(device) + 6 * int(config.vocab_size) * int(config.hidden_size)
-    )
+    weights = int(config.vocab_size) * int(config.hidden_size)
+    return chunk_bytes(device) + kept_bytes(device) + 6 * weights

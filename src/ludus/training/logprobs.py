@@ -1,8 +1,8 @@
 """Log-probabilities of the trained tokens, in chunks: the logits of a whole batch never exist at once.
 
-Only the places that predict a trained token go through the head. Each chunk's logits are dropped after the
-forward pass and computed again for the backward pass, so their peak is one chunk's. A head that is a plain
-product goes the short way (`fused_head`); others, and those that an adapter has wrapped, the general one.
+Only the places that predict a trained token go through the head. A head that is a plain matrix product goes
+through `linear_logprobs` (a fused linear cross-entropy); others, such as heads with an adapter, through
+activation checkpointing over chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ludus.kernels import (
 )
 from ludus.kernels.device import free_memory, on_device
 from ludus.training.packing import (
-    MicroBatchRunner,
+    MicroBatchSplitter,
     Pack,
     PackedRows,
     Row,
@@ -53,21 +53,28 @@ def logprobs_of(
     lengths = [len(row.tokens) for row in rows]
     wanted = [i for i, piece in enumerate(torch.split(scored_T, lengths)) if bool(piece.any())]
     found: list[tuple[Tensor, Tensor]] = []
-
-    def score(part: PackedRows) -> None:
-        place_A = take_rows(scored_T, part.own_T).nonzero().squeeze(1)
-        there = part.to(device)
-        found_A, _ = _logprobs(
-            model, part.lengths, there.tokens_T, to_device(place_A, device), temperature
-        )
-        found.append((take_rows(part.own_T, place_A), found_A))
-
+    splitter = MicroBatchSplitter(budget)
     with torch.no_grad(), sampling_mode(model), on_device(device):
-        MicroBatchRunner(budget).over(pack_rows(rows, wanted, budget), score)
+        for part in splitter.over(pack_rows(rows, wanted, budget)):
+            try:
+                found.append(_score(model, part, scored_T, temperature))
+            except RuntimeError as error:
+                splitter.retry(part, error)
     result_T = np.zeros(len(scored_T), dtype=np.float32)
-    for own_A, found_A in found:  # read when all has been asked for, so that the device never waits
+    for own_A, found_A in found:  # read after all work has been queued, so that the device never waits
         result_T[own_A.numpy()] = found_A.cpu().numpy()
     return torch.from_numpy(result_T)
+
+
+def _score(
+    model: nn.Module, part: PackedRows, scored_T: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(places among the tokens of all rows, log-probabilities) of a micro-batch's scored tokens."""
+    device = next(model.parameters()).device
+    place_A = take_rows(scored_T, part.own_T).nonzero().squeeze(1)
+    tokens_T = part.to(device).tokens_T
+    found_A, _ = _logprobs(model, part.lengths, tokens_T, to_device(place_A, device), temperature)
+    return take_rows(part.own_T, place_A), found_A
 
 
 def _logprobs(

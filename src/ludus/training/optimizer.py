@@ -157,22 +157,21 @@ def _kernel_runs(device: torch.device) -> bool:
     return reason is None
 
 
-# Float32 copies of half-precision weights, which the optimizer updates in their stead.
-#
-# bf16 has 8 bits of precision: an update smaller than about a 500th of a weight is rounded away, and at the
-# learning rates of fine-tuning nearly all of them are. So the optimizer owns a float32 master of each such
-# weight. After a step the masters are rounded into the module's own storage, in place: whoever knows its
-# addresses, such as a captured graph, reads the new weights. Float32 parameters are their own masters.
-#
-# A master counts only as long as rounding it gives the weight. Where somebody else has changed the module in
-# place, by loading other weights into it, say, its value is the truth and the master starts again from there.
-# (Changes through `parameter.data`, which torch does not count, are not seen, and are undone by the next step.)
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """What an optimizer should update for some parameters."""
+    """Float32 master copies of half-precision weights, which the optimizer updates instead.
+
+    bf16 has 8 bits of precision: an update smaller than about a 500th of a weight is rounded away, and at the
+    learning rates of fine-tuning nearly all of them are. After a step the masters are rounded into the module's
+    own storage, in place, so that captured graphs read the new weights. Float32 parameters are their own
+    masters.
+
+    Where somebody else has changed the module in place (by loading other weights, say), the module's value is
+    the truth, and the master starts again from it. Changes through `parameter.data`, which torch does not
+    count, are not seen, and the next step undoes them.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._half = [p for p in parameters if p.dtype in _HALF]
@@ -220,30 +219,30 @@ class MasterWeights:
         return [p._version for p in self._half]
 
 
-# Gradient accumulation in float32. A hook takes a parameter's gradient away as soon as the backward pass has
-# finished it (on the thread of the backward pass, while the caller waits). The first one is kept as it is; from
-# the second on the sum is float32, so that small gradients are not rounded away.
-#
-# A backward pass can run out of memory when some parameters already have their gradient. They are noted, and
-# skipped when the micro-batch is tried again, whole or split: each micro-batch counts once.
-
-
 def _remove(hooks: Iterable[Any]) -> None:
     for hook in hooks:
         hook.remove()
 
 
 class GradientAccumulator:
-    """The sums so far, for each of some parameters."""
+    """Gradient accumulation in float32 over micro-batches, each of which counts once.
+
+    A hook takes a parameter's gradient away as soon as the backward pass has finished it (on the thread of the
+    backward pass, while the caller waits). The first one is kept as it is; from the second on the sum is
+    float32, so that small gradients are not rounded away.
+
+    A backward pass can run out of memory when some parameters already have their gradient. They are noted, and
+    skipped when the micro-batch is tried again, whole or split.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._totals: dict[nn.Parameter, Tensor] = {}
         self._is_hooked = self._is_collecting = False
-        self._served: set[nn.Parameter] = set()
-        """Those that have had the gradient of the micro-batch that is being tried."""
+        self._added: set[nn.Parameter] = set()
+        """Parameters that have got the gradient of this attempt at a micro-batch."""
         self._skipped: frozenset[nn.Parameter] = frozenset()
-        """Those that had it in an attempt that failed later on."""
+        """Parameters that got it in an earlier attempt."""
 
     def clear(self) -> None:
         """Forget everything, and free it."""
@@ -252,15 +251,15 @@ class GradientAccumulator:
             parameter.grad = None
 
     def in_order(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The parameters that got a gradient, and the sums, which are given away one by one.
+        """The parameters that got a gradient, and their sums, which are given away one by one.
 
-        The gradient of a single micro-batch is as it was found; of several, it is their sum in float32.
+        The gradient of a single micro-batch has its own dtype; the sum of several is float32.
         """
         return ((p, self._totals.pop(p)) for p in self.parameters if p in self._totals)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """While this lasts, what backward passes find goes into the sums."""
+        """While this lasts, gradients of backward passes go into the sums."""
         if not self._is_hooked:
             self._hook()
         self._is_collecting = True
@@ -269,8 +268,19 @@ class GradientAccumulator:
         finally:
             self._is_collecting = False
 
+    def begin_attempt(self, skipped: frozenset[nn.Parameter] = frozenset()) -> None:
+        """Before a backward pass; `skipped` have the micro-batch's gradient already."""
+        self._added = set()
+        self._skipped = skipped
+
+    def end_failed_attempt(self) -> frozenset[nn.Parameter]:
+        """After a backward pass that failed: the parameters that have the micro-batch's gradient by now."""
+        for parameter in self.parameters:
+            parameter.grad = None  # one that was finished when memory ran out, and not yet taken
+        return self._skipped | self._added
+
     def _hook(self) -> None:
-        """Once, and not for each step, which would take milliseconds; the hooks go when the sums do."""
+        """Once: doing it for each step would take milliseconds. The hooks go when the accumulator does."""
         own = weakref.ref(self)
 
         def take(parameter: Tensor) -> None:
@@ -283,17 +293,6 @@ class GradientAccumulator:
         weakref.finalize(self, _remove, hooks)
         self._is_hooked = True
 
-    def begin(self, skipped: frozenset[nn.Parameter] = frozenset()) -> None:
-        """Before an attempt at a micro-batch; `skipped` have had its gradient already."""
-        self._served = set()
-        self._skipped = skipped
-
-    def served(self) -> frozenset[nn.Parameter]:
-        """After an attempt that failed: who has had the micro-batch's gradient by now."""
-        for parameter in self.parameters:
-            parameter.grad = None  # one that was finished when memory ran out, and not yet taken
-        return self._skipped | self._served
-
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -302,4 +301,4 @@ class GradientAccumulator:
             return
         total = self._totals.get(parameter)
         self._totals[parameter] = gradient if total is None else total.float().add_(gradient)
-        self._served.add(parameter)
+        self._added.add(parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, Self, TypeVar
@@ -367,11 +367,6 @@ def packs_of(
         )
 
 
-# Micro-batch splitting: a micro-batch that runs out of memory is split in two and tried again.
-#
-# One pass after another, on the calling thread. Work that runs out of memory must leave no trace of the failed
-# pass; its error, whose frames hold the pass's tensors, is dropped before the next attempt.
-
 log = logging.getLogger(__name__)
 
 
@@ -384,81 +379,72 @@ class MicroBatch(Protocol):
     def split(self) -> tuple[Self, Self]: ...
 
 
-P = TypeVar("P", bound=MicroBatch)
+B = TypeVar("B", bound=MicroBatch)
 
 
-class MicroBatchRunner:
-    """How many tokens a pass may have: as configured, and less once that was too much."""
+class MicroBatchSplitter:
+    """Micro-batch splitting: one that runs out of memory comes back in two, and later ones are smaller.
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+        for batch in splitter.over(batches):
+            try:
+                passed(batch)  # a function of its own, so that no local variable outlives a failed pass
+            except RuntimeError as error:
+                splitter.retry(batch, error)
 
-    def over(
-        self,
-        micro_batches: Iterable[P],
-        work: Callable[[P], None],
-        shrink: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Do the work on each, or on its halves where memory does not suffice for the whole.
+    A pass that runs out of memory must leave no trace. `max_tokens` stays at what fitted.
+    """
 
-        Args:
-            micro_batches: What to go over. They may have been made before the limit fell.
-            work: One pass. When it raises for want of memory, it has to have done nothing.
-            shrink: Called when a single row does not fit; true if the next attempt will need less memory.
-        """
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._waiting: list[Any] = []
+        self._has_failed = False
+
+    def over(self, micro_batches: Iterable[B]) -> Iterator[B]:
+        """Each of them, or its pieces. They may have been made before the limit fell."""
         for micro_batch in micro_batches:
-            waiting = [micro_batch]
-            while waiting:
-                piece = waiting.pop()
-                trouble = None
-                if self._fits(piece):
-                    trouble = attempt(work, piece)
-                    if trouble is None:
-                        continue
+            self._waiting = [micro_batch]
+            while self._waiting:
+                batch = self._waiting.pop()
+                if self._has_failed:  # the error, whose frames held the pass's tensors, is gone by now
                     free_cached_memory()
-                    self._learn(piece, trouble)
-                if len(piece.lengths) > 1:
-                    waiting += reversed(piece.split())
-                elif shrink():
-                    waiting.append(piece)
+                    self._has_failed = False
+                if len(batch.lengths) > 1 and sum(batch.lengths) > self.max_tokens:
+                    self._waiting += reversed(batch.split())
                 else:
-                    raise LudusError(
-                        f"a single row of {piece.lengths[0]} tokens does not fit into memory ({trouble}): "
-                        "limit the length of episodes (their turns, or the tokens of a turn), or train a "
-                        "smaller model or an adapter"
-                    )
+                    yield batch
 
-    def _fits(self, piece: MicroBatch) -> bool:
-        return len(piece.lengths) == 1 or sum(piece.lengths) <= self.tokens
+    def retry(self, batch: MicroBatch, error: RuntimeError, *, needs_less: bool = False) -> None:
+        """Put a batch that ran out of memory back in two; other errors are raised again.
 
-    def _learn(self, piece: MicroBatch, trouble: str) -> None:
-        """Halve the limit, for good."""
-        size = sum(piece.lengths)
-        if len(piece.lengths) == 1:
-            return
-        self.tokens = max(1, min(self.tokens, size) // 2)
-        log.warning(
-            "a pass over %d tokens ran out of memory (%s); passes have at most %d from now on: set "
-            "optimizer.micro_batch_tokens to that to do without the failed attempt",
-            size,
-            trouble,
-            self.tokens,
-        )
-
-
-def attempt(work: Callable[[P], None], piece: P) -> str | None:
-    """Do it; what was said if memory ran out, and None if all went well."""
-    try:
-        work(piece)
-    except RuntimeError as error:
+        A single row cannot be split: it is tried once more where the next attempt `needs_less` memory.
+        """
         if not is_out_of_memory(error):
-            raise
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None
+            raise error
+        self._has_failed = True
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if len(batch.lengths) > 1:
+            size = sum(batch.lengths)
+            self.max_tokens = max(1, min(self.max_tokens, size) // 2)
+            self._waiting += reversed(batch.split())
+            log.warning(
+                "a pass over %d tokens ran out of memory (%s); passes have at most %d from now on: set "
+                "optimizer.micro_batch_tokens to that to do without the failed attempt",
+                size,
+                reason,
+                self.max_tokens,
+            )
+        elif needs_less:
+            self._waiting.append(batch)
+        else:
+            raise LudusError(
+                f"a single row of {batch.lengths[0]} tokens does not fit into memory ({reason}): "
+                "limit the length of episodes (their turns, or the tokens of a turn), or train a "
+                "smaller model or an adapter"
+            ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device's memory is full; libraries below torch say so in words alone."""
+    """Whether a device's memory is full; libraries below torch say so in words alone."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     words = str(error).lower()
@@ -466,7 +452,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached_memory() -> None:
-    """Give back what nobody holds any more, so that the next attempt finds whole blocks."""
+    """Give cached blocks back to the device, so that the next attempt finds whole ones."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()

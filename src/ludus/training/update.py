@@ -1,19 +1,18 @@
-"""From trajectories to weight updates: imitation, and reinforcement.
+"""From trajectories to weight updates: supervised fine-tuning, and reinforcement learning.
 
-A step of reinforcement::
+A step of RL::
 
-    rows       of every scored episode, the masked ones included
-    old        log-probabilities where ratios start from: the engine's, or the trainer's in a pass of their own
-    inputs     rewards, turns, anchors; a critic's values; the divergence as a penalty
-    estimate   advantages, over the whole step; a critic learns what it should have said
-    updates    the step's groups split into as many parts, one optimizer step on each; so for each epoch
+    experience   rows of every scored episode, rewards, turns, anchors; the log-probabilities where ratios start
+                 from; a critic's values; the KL penalty, where it is part of the reward
+    advantages   over the whole step; then the critic learns its returns
+    updates      the step's groups split into mini-batches, one optimizer step on each; so for each epoch
 
-Everything up to the estimate happens once, under the weights that played, so that splitting a step into
+Everything up to the advantages happens once, under the weights that played, so that splitting a step into
 updates changes neither a baseline nor a normalisation.
 
 Rows whose advantages are all 0 have no gradient, unless a KL penalty or an entropy bonus gives them one. They
-are left out of the backward pass, and not out of the metrics: for these they get a forward pass without
-gradient. So a metric means the same with and without `kl`, and in a step with little signal as in any other.
+skip the backward pass, and not the metrics: for these they get a forward pass without gradient. So a metric
+means the same with and without `kl`, and in a step with little signal as in any other.
 """
 
 from __future__ import annotations
@@ -63,27 +62,123 @@ from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import RLConfig
 
 
-def imitate(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """One step of supervised learning on what was said in these episodes, and on nothing else."""
+def sft_step(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """One step of supervised fine-tuning on the actions of these episodes."""
     rows = rows_of(trajectories)
     action_T = concat_masks(row.action_mask for row in rows)
     weights_T = by_token(trajectory_ids(rows), action_T)
     columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
-
-    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs_A, {}
-
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    return learner.step(packs_of(rows, columns, budget), objective)
+    return learner.step(packs_of(rows, columns, budget), _negative_log_likelihood)
+
+
+def _negative_log_likelihood(
+    logprobs_A: Tensor, entropy_A: Tensor, pack: Pack
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs_A, {}
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:
-    """The algorithm that a recipe names, with what its switches say."""
+    """The algorithm that a recipe names, with its ablation switches."""
     settings = config.algorithm_settings
     algorithm = load_algorithm(**settings)
     if config.advantage_mask:
         return algorithm
     return load_algorithm(**settings | {"options": {**settings["options"], "skip_observations": False}})
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The scored episodes of a step, in tensors, taken under the weights that played."""
+
+    rows: list[Row]
+    inputs: AdvantageInputs
+    trained_T: Tensor
+    """Where the loss applies: not at masked episodes, which are in the inputs nevertheless."""
+    behaviour_T: Tensor
+    """Log-probabilities as the engine reported them when it sampled."""
+    old_T: Tensor
+    """Log-probabilities where importance ratios start from."""
+    parts: list[list[int]]
+    """The rows of each update."""
+
+
+def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) -> Experience:
+    """The step's scored episodes, masked or not; failed ones are not among them."""
+    scored = [
+        (number, place, trajectory)
+        for number, group in enumerate(played.groups)
+        for place, trajectory in enumerate(group.trajectories)
+        if trajectory.is_trainable
+    ]
+    trajectories = [trajectory for _, _, trajectory in scored]
+    groups = [number for number, _, _ in scored]
+    rows = rows_of(trajectories)
+    inputs = advantage_inputs(
+        rows,
+        trajectories,
+        groups,
+        [played.sets[number] for number in groups],
+        train_observations=not config.loss_mask,
+    )
+    masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
+    behaviour_T, old_T = _old_logprobs(learner, rows, inputs, config)
+    parts: list[list[int]] = [[] for _ in range(config.updates)]
+    for i, row in enumerate(rows):
+        # as even as can be, so that there are as many updates as the recipe says
+        parts[groups[row.trajectory] * config.updates // len(played.groups)].append(i)
+    return Experience(
+        rows=rows,
+        inputs=inputs,
+        trained_T=inputs.loss_mask & ~masked_N[inputs.trajectory_T],
+        behaviour_T=behaviour_T,
+        old_T=old_T,
+        parts=[part for part in parts if part],
+    )
+
+
+def _old_logprobs(
+    learner: Learner, rows: Sequence[Row], inputs: AdvantageInputs, config: RLConfig
+) -> tuple[Tensor, Tensor]:
+    """(behaviour_T, old_T): as the engine sampled, and as the trainer sees it before the first update.
+
+    They are the same unless an importance correction compares them. Nobody sampled the observations, so there
+    both are the trainer's.
+    """
+    sampled_T = engine_logprobs(rows)
+    compares = config.correction is not None
+    needed_T = inputs.loss_mask if compares else inputs.loss_mask & ~inputs.action_T
+    if not bool(needed_T.any()):
+        return sampled_T, sampled_T
+    budget = learner.config.micro_batch_tokens
+    found_T = logprobs_of(learner.model, rows, needed_T, learner.temperature, budget)
+    behaviour_T = torch.where(inputs.action_T, sampled_T, found_T)
+    return behaviour_T, found_T if compares else behaviour_T
+
+
+def _check_sampled(step: Experience) -> None:
+    """Without the log-probabilities of what was sampled there is no importance ratio."""
+    sampled_A = step.behaviour_T[step.inputs.action_T]
+    unknown = int((~sampled_A.isfinite()).sum())
+    if unknown:
+        raise ConfigError(
+            f"the engine reported no log-probability for {unknown} of {len(sampled_A)} tokens that were said, "
+            "as servers that answer in text do not: such episodes can be evaluated and imitated (sft, "
+            "rejection), not reinforced"
+        )
+
+
+def with_kl_penalty(
+    step: Experience, learner: Learner, config: RLConfig, reference: nn.Module
+) -> tuple[Experience, float]:
+    """The KL penalty as a reward of each action token; also its mean."""
+    action_T, budget = step.inputs.action_T, learner.config.micro_batch_tokens
+    reference_T = logprobs_of(reference, step.rows, action_T, learner.temperature, budget)
+    divergence = load_divergence(config.kl_estimator)
+    old_A, reference_A = step.old_T[action_T], reference_T[action_T]
+    penalty_T = kl_reward(old_A, reference_A, action_T, beta=config.kl, divergence=divergence)
+    kl = float(divergence(old_A, reference_A).mean())
+    return replace(step, inputs=replace(step.inputs, penalty_T=penalty_T)), kl
 
 
 def policy_update(
@@ -96,7 +191,7 @@ def policy_update(
     critic_only: bool = False,
     kl: float | None = None,
 ) -> dict[str, float]:
-    """The updates of one step, and what there is to tell about them.
+    """The updates of one step, and their metrics.
 
     Failed episodes are neither in the loss nor in any baseline. Masked ones are in the baseline and not in the
     loss: a critic, which is a baseline, learns from them too. A step that has nothing to teach changes
@@ -106,7 +201,7 @@ def policy_update(
         learner: The policy and its optimizer.
         played: The step's groups.
         config: The algorithm and everything around it.
-        reference: What the divergence is measured from; needed where `config.kl` is above 0.
+        reference: The reference model of the KL penalty; needed where `config.kl` is above 0.
         critic: The value function; needed where the algorithm needs one.
         critic_only: Leave the policy as it is, as in a critic's warm-up.
         kl: The KL coefficient where it is not `config.kl`, as when it adapts.
@@ -127,32 +222,33 @@ def policy_update(
         step, metrics["kl"] = with_kl_penalty(step, learner, config, reference)
         reference = None
     if critic is not None:
-        step = with_values(step, critic)
+        step = replace(step, inputs=replace(step.inputs, values_T=critic.values(step.rows)))
     estimate = algorithm.estimate(step.inputs)
     if critic is not None and estimate.returns_T is not None:
         metrics |= _update_critic(critic, step, estimate.returns_T, config)
     if critic_only:
         return metrics
     metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
+    objective = PolicyObjective(algorithm, config, reference, learner.temperature)
     measured: list[dict[str, float]] = []
     for part in (part for _ in range(config.epochs) for part in step.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
-        measured.append(_update(learner, step, estimate, part, algorithm, config, reference, limit))
+        measured.append(_update(learner, step, estimate, part, objective, limit))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
     found = _merged([one for one in measured if one])
     found["updates"] = float(sum(map(_is_taken, measured)))
     if any(measured):
-        found[TOKENS] = float(step.trained_T.sum())  # of the batch, however often it was gone over
+        found[TOKENS] = float(step.trained_T.sum())  # of the batch, whatever the epochs
     return metrics | found if any(measured) or critic is not None else {}
 
 
 OLD_KL = "kl_old_k3"
-"""What `target_kl` is about."""
+"""What `target_kl` limits."""
 _OF_REFUSED = ("kl_old_k1", OLD_KL, TOKENS)
-"""What an update that `target_kl` refused is told of: why, and the weight of that in the mean."""
+"""The metrics of an update that `target_kl` refused: why, and the weight of that in the mean."""
 
 
 def _is_taken(update: dict[str, float]) -> bool:
@@ -160,36 +256,52 @@ def _is_taken(update: dict[str, float]) -> bool:
     return "gradient_norm" in update
 
 
-def _check_sampled(step: Experience) -> None:
-    """Without the log-probabilities of what was sampled there is no ratio, hence nothing to learn by."""
-    sampled_A = step.behaviour_T[step.inputs.action_T]
-    unknown = int((~sampled_A.isfinite()).sum())
-    if unknown:
-        raise ConfigError(
-            f"the engine reported no log-probability for {unknown} of {len(sampled_A)} tokens that were said, "
-            "as servers that answer in text do not: such episodes can be evaluated and imitated (sft, "
-            "rejection), not reinforced"
-        )
-
-
 def _update_critic(
     critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig
 ) -> dict[str, float]:
-    """Let the critic learn what it should have said, wherever its word counted."""
-    inputs, asked_T = step.inputs, step.inputs.action_T
+    """Let the critic learn the returns, wherever its value was used."""
+    inputs, used_T = step.inputs, step.inputs.action_T
     if not config.advantage_mask:
-        asked_T = action_span(inputs.trajectory_T, inputs.action_T, len(inputs.rewards_N))
-        asked_T = asked_T & ~_first_tokens(step.rows)
+        used_T = action_span(inputs.trajectory_T, inputs.action_T, len(inputs.rewards_N))
+        # before the first token of a row there is nothing to read a value from
+        used_T = used_T & ~concat_masks([True] + [False] * (len(row.tokens) - 1) for row in step.rows)
     assert inputs.values_T is not None
-    explained = explained_variance(inputs.values_T[asked_T], returns_T[asked_T])
+    explained = explained_variance(inputs.values_T[used_T], returns_T[used_T])
     metrics = {} if explained is None else {"explained_variance": explained}
-    lesson = ValueTargets(asked_T, inputs.values_T, returns_T)
-    return metrics | critic.learn(step.rows, lesson, step.parts)
+    targets = ValueTargets(used_T, inputs.values_T, returns_T)
+    return metrics | critic.learn(step.rows, targets, step.parts)
 
 
-def _first_tokens(rows: Sequence[Row]) -> Tensor:
-    """True at the first token of each row, before which nothing could be read."""
-    return concat_masks([True] + [False] * (len(row.tokens) - 1) for row in rows)
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """The loss of a micro-batch: the algorithm's policy loss, a KL penalty, an entropy bonus."""
+
+    algorithm: Algorithm
+    config: RLConfig
+    reference: nn.Module | None
+    """The reference model, where the KL penalty is part of the loss."""
+    temperature: float
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether tokens have a gradient even where their advantage is 0."""
+        return (self.reference is not None and self.config.kl > 0) or self.config.entropy > 0
+
+    def __call__(
+        self, logprobs_A: Tensor, entropy_A: Tensor, pack: Pack
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        loss_A, metrics = self.algorithm.loss(
+            LossInputs(logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A)
+        )
+        metrics |= _comparison(logprobs_A.detach(), pack)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_A, _ = action_logprobs(self.reference, pack, self.temperature)
+            metrics["kl"] = load_divergence(config.kl_estimator)(logprobs_A, reference_A)
+            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
+        loss_A = with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy)
+        return loss_A, metrics
 
 
 def _update(
@@ -197,9 +309,7 @@ def _update(
     step: Experience,
     estimate: Advantages,
     part: Sequence[int],
-    algorithm: Algorithm,
-    config: RLConfig,
-    reference: nn.Module | None,
+    objective: PolicyObjective,
     limit: float | None,
 ) -> dict[str, float]:
     """One optimizer step on one part, and the metrics of all its rows; no step where nothing has a gradient.
@@ -207,32 +317,19 @@ def _update(
     Nor is there one where the policy has left the one that the step began with by more than `limit`.
     """
     inside_T = step.trained_T & row_mask(step.rows, part)
-    weights_T = algorithm.weigh(step.inputs.trajectory_T, inside_T)
+    weights_T = objective.algorithm.weigh(step.inputs.trajectory_T, inside_T)
     columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
-    divergence = load_divergence(config.kl_estimator)
-
-    def objective(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        sampled = LossInputs(
-            logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A
-        )
-        loss_A, metrics = algorithm.loss(sampled)
-        metrics |= _comparison(logprobs_A.detach(), pack)
-        if reference is not None:
-            with torch.no_grad():
-                reference_A, _ = action_logprobs(reference, pack, learner.temperature)
-            metrics["kl"] = divergence(logprobs_A, reference_A)
-            loss_A = with_regularization(loss_A, kl_A=metrics["kl"], kl_weight=config.kl)
-        return with_regularization(loss_A, entropy_A=entropy_A, entropy_weight=config.entropy), metrics
-
-    always = (reference is not None and config.kl > 0) or config.entropy > 0
-    teaching = _rows_with_gradient(step.rows, part, inside_T, estimate.advantages_T, always)
-    others = sorted(set(part) - set(teaching))
-    budget = learner.micro_batch_tokens(len(step.rows[i].tokens) for i in teaching)
+    # rows without a gradient keep their weight in the average, so skipping them changes nothing
+    has_gradient_T = inside_T if objective.has_other_terms else inside_T & (estimate.advantages_T != 0)
+    pieces = torch.split(has_gradient_T, [len(row.tokens) for row in step.rows])
+    learned = [i for i in part if bool(pieces[i].any())]
+    others = sorted(set(part) - set(learned))
+    budget = learner.micro_batch_tokens(len(step.rows[i].tokens) for i in learned)
     metrics = learner.step(
-        packs_of(step.rows, columns, budget, teaching),
+        packs_of(step.rows, columns, budget, learned),
         objective,
         measured=packs_of(step.rows, columns, learner.config.micro_batch_tokens, others),
-        admit=None if limit is None else lambda found: found[OLD_KL] <= limit,
+        limits=None if limit is None else {OLD_KL: limit},
     )
     for name, parts in _SHARES.items():
         if metrics:
@@ -273,18 +370,6 @@ def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _rows_with_gradient(
-    rows: Sequence[Row], part: Sequence[int], inside_T: Tensor, advantages_T: Tensor, always: bool
-) -> list[int]:
-    """The rows that have a gradient: without other terms, those with an advantage that is not 0.
-
-    The others keep their weight in the average, so leaving them out saves time and changes nothing.
-    """
-    has_signal_T = inside_T if always else inside_T & (advantages_T != 0)
-    pieces = torch.split(has_signal_T, [len(row.tokens) for row in rows])
-    return [i for i in part if bool(pieces[i].any())]
-
-
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """One table for the updates of a step: means over tokens, and the largest of what is a largest.
 
@@ -305,93 +390,3 @@ def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
 
 _OF_A_STEP = ("loss", "gradient_norm", "learning_rate")
 """Metrics that an optimizer step has one of, however many tokens it saw."""
-
-
-# What was played in a step, in tensors: everything that an estimate of advantages is made from.
-#
-# It is taken once, under the weights that played, before the first update of the step.
-
-
-@dataclass(frozen=True, slots=True)
-class Experience:
-    """The scored episodes of a step."""
-
-    rows: list[Row]
-    inputs: AdvantageInputs
-    trained_T: Tensor
-    """Where the loss applies: not at masked episodes, which are in the inputs nevertheless."""
-    behaviour_T: Tensor
-    old_T: Tensor
-    parts: list[list[int]]
-    """The rows of each update."""
-
-
-def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) -> Experience:
-    """The step's scored episodes, masked or not; failed ones are not among them."""
-    scored = [
-        (number, place, trajectory)
-        for number, group in enumerate(played.groups)
-        for place, trajectory in enumerate(group.trajectories)
-        if trajectory.is_trainable
-    ]
-    trajectories = [trajectory for _, _, trajectory in scored]
-    groups = [number for number, _, _ in scored]
-    rows = rows_of(trajectories)
-    inputs = advantage_inputs(
-        rows,
-        trajectories,
-        groups,
-        [played.sets[number] for number in groups],
-        train_observations=not config.loss_mask,
-    )
-    masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
-    behaviour_T, old_T = _starting_point(learner, rows, inputs, config)
-    parts: list[list[int]] = [[] for _ in range(config.updates)]
-    for i, row in enumerate(rows):
-        # as even as can be, so that there are as many updates as the recipe says
-        parts[groups[row.trajectory] * config.updates // len(played.groups)].append(i)
-    return Experience(
-        rows=rows,
-        inputs=inputs,
-        trained_T=inputs.loss_mask & ~masked_N[inputs.trajectory_T],
-        behaviour_T=behaviour_T,
-        old_T=old_T,
-        parts=[part for part in parts if part],
-    )
-
-
-def _starting_point(
-    learner: Learner, rows: Sequence[Row], inputs: AdvantageInputs, config: RLConfig
-) -> tuple[Tensor, Tensor]:
-    """(behaviour_T, old_T): as the engine sampled, and as the trainer sees it before the first update.
-
-    They are the same unless an importance correction compares them. What was heard nobody sampled, so there
-    both are the trainer's.
-    """
-    sampled_T = engine_logprobs(rows)
-    compares = config.correction is not None
-    asked_T = inputs.loss_mask if compares else inputs.loss_mask & ~inputs.action_T
-    if not bool(asked_T.any()):
-        return sampled_T, sampled_T
-    budget = learner.config.micro_batch_tokens
-    found_T = logprobs_of(learner.model, rows, asked_T, learner.temperature, budget)
-    behaviour_T = torch.where(inputs.action_T, sampled_T, found_T)
-    return behaviour_T, found_T if compares else behaviour_T
-
-
-def with_kl_penalty(
-    step: Experience, learner: Learner, config: RLConfig, reference: nn.Module
-) -> tuple[Experience, float]:
-    """The divergence from the reference as a reward of each action token; also its mean."""
-    said_T, budget = step.inputs.action_T, learner.config.micro_batch_tokens
-    reference_T = logprobs_of(reference, step.rows, said_T, learner.temperature, budget)
-    divergence = load_divergence(config.kl_estimator)
-    old_A, reference_A = step.old_T[said_T], reference_T[said_T]
-    penalty_T = kl_reward(old_A, reference_A, said_T, beta=config.kl, divergence=divergence)
-    kl = float(divergence(old_A, reference_A).mean())
-    return replace(step, inputs=replace(step.inputs, penalty_T=penalty_T)), kl
-
-
-def with_values(step: Experience, critic: Critic) -> Experience:
-    """The same with what the critic says."""
-    return replace(step, inputs=replace(step.inputs, values_T=critic.values(step.rows)))

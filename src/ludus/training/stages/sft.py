@@ -23,7 +23,7 @@ from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.settings import RejectionConfig, RLConfig, SFTConfig, held_out_count
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
 from ludus.training.task_sampler import items_of_step
-from ludus.training.update import imitate
+from ludus.training.update import sft_step
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class SFTStage(Stage):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self._config.batch, seed)
         with self.change():
-            metrics = imitate(self._learner, batch)
+            metrics = sft_step(self._learner, batch)
         if self._held_out and self._is_due(number + 1):
             metrics["held_out_loss"] = loss_on(self._learner, self._held_out)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
@@ -165,7 +165,7 @@ class RejectionStage(Stage):
             with self.change():
                 if place == 0 and self._config.restart:
                     self._return_to_start()
-                metrics |= imitate(self._learner, batch)
+                metrics |= sft_step(self._learner, batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     async def begin(self) -> None:
