@@ -16,13 +16,8 @@ from ludus.core.messages import Media, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.tools import Tool, tool
 from ludus.tools.recording.keys import (
-    BadRecord,
     Unkeyable,
     canonical,
-    decode_result,
-    decode_specs,
-    encode_result,
-    encode_specs,
     label_of,
     next_history,
     result_digest,
@@ -30,6 +25,13 @@ from ludus.tools.recording.keys import (
     source_version,
     source_versions,
     spec_version,
+)
+from ludus.tools.recording.lookup import (
+    BadRecord,
+    decode_result,
+    decode_specs,
+    encode_result,
+    encode_specs,
 )
 
 text = st.text(st.characters(codec=None), max_size=20)  # lone surrogates included

@@ -1,4 +1,4 @@
-"""Tools in Ray actors: the worker processes of a cluster, behind the interface of `ToolHost`.
+"""Placement on a cluster: tools in Ray actors, behind the interface of `ToolHost`. Needs the extra `ray`.
 
 Who waits for whom. An actor has an event loop and a tool set of its own and runs its requests side by side; the
 server's admission bounds them. Each actor holds one request that never ends: it fails when the actor dies,
@@ -19,7 +19,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.messages import Json
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference, WorkerDied
-from ludus.tools.hosting.host import error_from_json, error_to_json
+from ludus.tools.hosting.host import reply_of
 from ludus.tools.hosting.worker import HostedTools
 
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024
@@ -48,7 +48,7 @@ class RayHost(PooledHost):
         ray = _ray()
         if not ray.is_initialized():
             options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-            if self._address is None and not _has_cluster():
+            if self._address is None and not os.environ.get("RAY_ADDRESS"):
                 # A cluster of our own: small, and with as many cores as the actors claim.
                 options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
                 options["num_cpus"] = max(1, round(self._claimed))
@@ -87,25 +87,25 @@ class RayWorker:
         except ray.exceptions.RayError as error:
             raise ConfigError(f"an actor could not be started: {error}") from error
         self._end = self._actor.live.remote()
-        return _opened(answer)
+        return reply_of(answer)
 
     async def request(self, operation: str, body: Json) -> Json:
         ray = _ray()
         reference = self._actor.perform.remote(operation, body)
         try:
-            return _opened(await reference)
+            return reply_of(await reference)
         except asyncio.CancelledError:
             ray.cancel(reference)
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.TaskCancelledError) as error:
-            raise WorkerDied(_obituary(error)) from error
+            raise WorkerDied(_died(error)) from error
 
     async def ended(self) -> str:
         ray = _ray()
         try:
             await self._end
         except ray.exceptions.RayError as error:
-            return _obituary(error)
+            return _died(error)
         return "an actor ended"
 
     async def kill(self) -> None:
@@ -119,32 +119,18 @@ class _ToolActor:
 
     async def build(self, path: list[str], references: list[ToolReference]) -> Json:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-        try:
-            self._tools = HostedTools(references)
-            return {"reply": await self._tools.facts()}
-        except Exception as error:  # noqa: BLE001 - told to the host, which says it to people
-            known = error if isinstance(error, ConfigError) else ConfigError(f"the tools: {error}")
-            return {"error": error_to_json(known)}
+        self._tools = HostedTools(references)
+        return await self._tools.load()
 
     async def perform(self, operation: str, body: Json) -> Json:
-        try:
-            reply, text = await self._tools.perform(operation, body)
-        except Exception as error:  # noqa: BLE001 - raised again where the host is
-            return {"error": error_to_json(error)}
-        return {"reply": reply if text is None else {**reply, "content": text}}
+        answer, text = await self._tools.answer(operation, body)
+        return answer if text is None else {"reply": {**answer["reply"], "content": text}}
 
     async def live(self) -> None:
         await asyncio.Event().wait()
 
 
-def _opened(answer: Json) -> Json:
-    if "error" in answer:
-        raise error_from_json(answer["error"])
-    reply: Json = answer["reply"]
-    return reply
-
-
-def _obituary(error: Exception) -> str:
+def _died(error: Exception) -> str:
     return f"a Ray actor died ({type(error).__name__})"
 
 
@@ -155,10 +141,6 @@ def _absolute(reference: ToolReference) -> ToolReference:
         return f"{Path(where).resolve()}:{attribute}" if where.endswith(".py") else reference
     given = reference.get("tool")
     return {**reference, "tool": _absolute(given)} if isinstance(given, str) else reference
-
-
-def _has_cluster() -> bool:
-    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _ray() -> Any:

@@ -1,8 +1,18 @@
-"""Tools on a server, as a tool set: a run uses them as it uses its own, given an address.
+"""Tools on a server, as a tool set: a run uses them as it uses its own, given an address (extra `serve`).
 
-Who waits for whom. Each call awaits its own HTTP request, and repeats it while that is safe and there is time
-(`calls`). Calls of one episode share a session (`episodes`). Requests beyond `connections` wait for one of
-them, within their deadline; the queue that counts is the server's, which says when it is full.
+Who waits for whom. Each call awaits its own HTTP request, and repeats it while that is safe and there is
+time. Calls of one episode share a session; a lock per episode makes sure that a session that was lost is
+opened again once, however many calls notice. Requests beyond `connections` wait for one of them, within
+their deadline; the queue that counts is the server's, which says when it is full.
+
+What a lost session means. It is opened again silently only while no stateful tool was called in it;
+otherwise what the episode had built up is gone, and every further call raises `EpisodeLost`.
+
+What a lost answer means. Every call has a random idempotency key; the server runs a key once, so asking
+again is safe as long as the same server process answers. When another one does (it was restarted, or the
+episode moved), nobody knows whether the first attempt ran: a tool that may be repeated is, which is counted
+and logged; any other raises `OutcomeUnknown`. The server checks the same again, by what the retry says of
+its first attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +23,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,14 +52,14 @@ from ludus.tools.remote_http import (
 from ludus.tools.toolset import malformed, unknown_tool
 from ludus.tools.wire import ErrorKind, dump, spec_from_json, task_to_json
 
-# The sessions that a client holds, one per episode, and what becomes of those that are lost.
-#
-# Who waits for whom. One lock per episode makes sure that a session that was lost is opened again once,
-# however many calls of the episode notice. A session is opened again silently only while no stateful tool
-# was called in it; otherwise what the episode had built up is gone, and every further call says so.
+__all__ = ["EpisodeLost", "OutcomeUnknown", "RemoteCounters", "RemoteTools"]
 
-NOT_TAKEN = frozenset({ErrorKind.OVERLOADED, ErrorKind.DRAINING})
-SESSION_GONE = frozenset({ErrorKind.SESSION_UNKNOWN, ErrorKind.SESSION_LOST})
+_log = logging.getLogger(__name__)
+
+_MAX_NAME_CHARS = 1024
+_CLOSE_SECONDS = 10.0
+_NOT_TAKEN = frozenset({ErrorKind.OVERLOADED, ErrorKind.DRAINING})
+_SESSION_GONE = frozenset({ErrorKind.SESSION_UNKNOWN, ErrorKind.SESSION_LOST})
 
 
 @dataclass(slots=True)
@@ -57,11 +67,11 @@ class RemoteCounters:
     """What a client had to do beyond sending each call once."""
 
     retries: int = 0
-    """CallAttempts after the first."""
+    """Attempts after the first."""
     refused: int = 0
-    """CallAttempts that a server did not take, being full or about to stop."""
+    """Attempts that a server did not take, being full or about to stop."""
     reopened: int = 0
-    """RemoteSessions opened again, nothing being lost."""
+    """Sessions opened again, nothing being lost."""
     repeated: int = 0
     """Calls sent to another server process although an earlier attempt may have run."""
     lost: int = 0
@@ -69,8 +79,8 @@ class RemoteCounters:
 
 
 @dataclass(slots=True, eq=False)
-class RemoteSession:
-    """A session as its server described it. `touched`: a stateful tool may have run in it."""
+class _RemoteSession:
+    """A session as its server described it."""
 
     id: str
     address: str
@@ -78,8 +88,10 @@ class RemoteSession:
     specs: list[ToolSpec] = field(default_factory=list)
     repeatable: dict[str, bool] = field(default_factory=dict)
     stateful: dict[str, bool] = field(default_factory=dict)
-    touched: bool = False
-    fresh: bool = True
+    has_state: bool = False
+    """Whether a stateful tool may have run in it."""
+    is_fresh: bool = True
+    """Whether nothing has happened since the server last listed its tools."""
 
     @property
     def url(self) -> str:
@@ -96,228 +108,24 @@ class RemoteSession:
 
 
 @dataclass(slots=True, eq=False)
-class RemoteEpisode:
+class _RemoteEpisode:
     """An episode, its session if it has one, and why its state is gone if it is."""
 
     context: ToolContext
-    session: RemoteSession | None = None
+    session: _RemoteSession | None = None
     lost: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class RemoteSessions:
-    """Opens sessions, and opens them again where nothing is lost by it."""
+@dataclass(slots=True, eq=False)
+class _PendingCall:
+    """One call with all its attempts."""
 
-    def __init__(
-        self, transport: ToolHttpClient, addresses: Sequence[str], wanted: Sequence[str] | None
-    ) -> None:
-        self.addresses, self.counters = list(addresses), RemoteCounters()
-        self._transport, self._wanted = transport, None if wanted is None else list(wanted)
-
-    async def of(self, episode: RemoteEpisode, patience: RetryBudget) -> RemoteSession:
-        """The episode's session, opened if need be; `EpisodeLost` once its state is gone."""
-        if episode.lost:
-            raise _lost(episode.lost, 1)
-        if episode.session is None:
-            async with episode.lock:
-                if episode.session is None:
-                    episode.session = await self._opened(episode.context, patience)
-        return episode.session
-
-    def let_go(self, episode: RemoteEpisode, session: RemoteSession) -> None:
-        """The next call opens another one."""
-        if episode.session is session:
-            episode.session = None
-            self.counters.reopened += 1
-
-    async def refused(
-        self,
-        episode: RemoteEpisode,
-        session: RemoteSession,
-        reply: ServerResponse,
-        patience: RetryBudget,
-    ) -> None:
-        """An answer without a result: pause and return to try again, or raise what it means."""
-        kind, message, error = error_of(reply)
-        if kind in NOT_TAKEN:
-            self.counters.refused += 1
-            if kind is ErrorKind.DRAINING and len(self.addresses) > 1 and not session.touched:
-                self.let_go(episode, session)
-            await patience.pause(message, retry_after(error))
-        elif kind in SESSION_GONE:
-            if session.touched:
-                self.counters.lost += not episode.lost
-                episode.lost = episode.lost or message
-                raise _lost(message, patience.attempts)
-            self.let_go(episode, session)
-            await patience.pause(message)
-        else:
-            raise failure_of(kind, message, error, patience.attempts)
-
-    async def _opened(self, context: ToolContext, patience: RetryBudget) -> RemoteSession:
-        """A new session on the episode's own server, or on the next one that takes it."""
-        addresses = in_order(self.addresses, context.episode)
-        ids = {address: secrets.token_hex(12) for address in addresses}
-        body = {"episode": context.episode, "task": task_to_json(context.task), "tools": self._wanted}
-        while True:
-            problem, wait = "", 0.0
-            for address in addresses:
-                data = dump({**body, "session": ids[address]})
-                patience.attempts += 1
-                url = f"{address}/v1/sessions"
-                try:
-                    reply = await self._transport.send("POST", url, data, patience.seconds_left)
-                except (NotConnected, ResponseLost) as error:
-                    problem = str(error)
-                    continue
-                except TimeoutError as error:
-                    raise patience.too_late() from error
-                patience.reached()
-                if reply.status in (200, 201):
-                    session = RemoteSession(ids[address], address, reply.instance)
-                    session.learn(reply.body)
-                    return session
-                kind, problem, error_body = error_of(reply)
-                if kind not in NOT_TAKEN:
-                    raise failure_of(kind, problem, error_body, patience.attempts)
-                self.counters.refused += 1
-                wait = max(wait, retry_after(error_body))
-            if not wait:
-                patience.unreachable()
-            await patience.pause(problem, wait)
-
-
-def _lost(why: str, attempts: int) -> EpisodeLost:
-    message = f"what the episode had built up in its tools is gone: {why}"
-    return EpisodeLost(message, attempts=attempts)
-
-
-# One call with all its attempts.
-#
-# What a lost answer means. Every call has a random key; the server runs a key once, so asking again is
-# safe as long as the same server process answers. When another one does (it was restarted, or the episode
-# moved), nobody knows whether the first attempt ran: a tool that may be repeated is, which is counted and
-# logged; any other raises `OutcomeUnknown`. The server checks the same again, by what the retry says of
-# its first attempt.
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Sent:
-    """The first attempt whose fate is unknown."""
-
-    instance: str
-    at: float
-
-
-class CallAttempts:
-    """Sends one call until it has a result, or until its failure is certain."""
-
-    def __init__(
-        self,
-        episode: RemoteEpisode,
-        body: Json,
-        sessions: RemoteSessions,
-        transport: ToolHttpClient,
-        patience: RetryBudget,
-        abandon: Callable[[RemoteSession, str], None],
-    ) -> None:
-        """`abandon` is told of a call that the server may be running and nobody waits for any more."""
-        self._episode, self._body, self._name = episode, body, str(body["name"])
-        self._sessions, self._transport, self._patience = sessions, transport, patience
-        self._abandon = abandon
-        self._sent: _Sent | None = None
-        self._is_first = True
-
-    async def result(self) -> ToolResult:
-        patience = self._patience
-        while True:
-            session = await self._sessions.of(self._episode, patience)
-            stateful = session.stateful.get(self._name, True)
-            began = time.monotonic()
-            try:
-                reply = await self._attempt(session)
-            except NotConnected as error:
-                self._move(session)
-                await self._unreachable(session, error)
-                continue
-            except ResponseLost as error:
-                session.touched = session.touched or stateful
-                self._sent = self._sent or _Sent(session.instance, began)
-                await self._unreachable(session, error)
-                continue
-            patience.reached()
-            session.fresh = False
-            if reply.status == 200:
-                result = result_of(reply)
-                session.touched |= stateful and result.fault is not Fault.UNKNOWN_TOOL
-                return result
-            kind, _, error_body = error_of(reply)
-            if kind is ErrorKind.TOO_LARGE:
-                return ToolResult(
-                    f"{self._name}: the arguments are too large", fault=Fault.BAD_ARGUMENTS
-                )
-            session.touched = session.touched or (stateful and bool(error_body.get("started")))
-            if kind in SESSION_GONE and self._sent is not None and not session.touched:
-                self._check_repeat(session)
-            await self._sessions.refused(self._episode, session, reply, patience)
-
-    async def _attempt(self, session: RemoteSession) -> ServerResponse:
-        self._patience.attempts += 1
-        self._sessions.counters.retries += not self._is_first
-        self._is_first = False
-        if self._sent is not None:
-            age_ms = (time.monotonic() - self._sent.at) * 1000
-            self._body["retry"] = {"instance": self._sent.instance, "age_ms": age_ms}
-        url, data = f"{session.url}/calls", dump(self._body)
-        try:
-            return await self._transport.send("POST", url, data, self._patience.seconds_left)
-        except TimeoutError as error:
-            self._abandon(session, self._body["key"])
-            raise self._patience.too_late() from error
-        except asyncio.CancelledError:
-            self._abandon(session, self._body["key"])
-            raise
-
-    def _move(self, session: RemoteSession) -> None:
-        """Look for another server, where there is one and nothing would be lost or wrongly repeated."""
-        may_repeat = self._sent is None or session.repeatable.get(self._name, False)
-        if len(self._sessions.addresses) > 1 and not session.touched and may_repeat:
-            self._sessions.let_go(self._episode, session)
-            if self._sent is not None:
-                self._count_repeat()
-
-    async def _unreachable(self, session: RemoteSession, error: Exception) -> None:
-        """Pause, or give up; and then it matters whether the call may have run."""
-        self._patience.unreachable()
-        if self._patience.gave_up and self._sent is not None:
-            self._check_repeat(session)
-        await self._patience.pause(str(error))
-
-    def _check_repeat(self, session: RemoteSession) -> None:
-        if not session.repeatable.get(self._name, False):
-            raise OutcomeUnknown(
-                f"the server went away while {self._name!r} may have run there; whether it took effect is "
-                "unknown, and the tool may not be repeated (retries=0)",
-                attempts=self._patience.attempts,
-            )
-        self._count_repeat()
-
-    def _count_repeat(self) -> None:
-        self._sessions.counters.repeated += 1
-        _log.warning("%r may have run on a server process that is gone; it is repeated", self._name)
-
-
-# Tools on a server, as a tool set: a run uses them as it uses its own, given an address.
-#
-# Who waits for whom. Each call awaits its own HTTP request, and repeats it while that is safe and there is
-# time (`calls`). Calls of one episode share a session (`episodes`). Requests beyond `connections` wait for
-# one of them, within their deadline; the queue that counts is the server's, which says when it is full.
-
-
-_LONGEST_NAME = 1024
-_CLOSE_SECONDS = 10.0
+    name: str
+    body: Json
+    budget: RetryBudget
+    unanswered: tuple[str, float] | None = None
+    """The first attempt that may have run: the server process it was sent to, and when."""
 
 
 class RemoteTools:
@@ -340,67 +148,69 @@ class RemoteTools:
         given = [address] if isinstance(address, str) else list(address)
         if not given:
             raise ConfigError("remote tools need at least one address, such as http://127.0.0.1:8700")
+        self.counters = RemoteCounters()
+        """What it took so far, beyond sending each call once."""
         self._deadline, self._unreachable_seconds = deadline, unreachable_seconds
         self._contact = Contact()
-        addresses = [normalized(one) for one in given]
-        self._transport = ToolHttpClient(_token(addresses) if token is None else token, connections)
-        self._sessions = RemoteSessions(self._transport, addresses, tools)
-        self._episodes: dict[str, RemoteEpisode] = {}
-        self._telling: set[asyncio.Task[None]] = set()
-
-    @property
-    def counters(self) -> RemoteCounters:
-        """What it took so far, beyond sending each call once."""
-        return self._sessions.counters
+        self._addresses = [normalized(one) for one in given]
+        self._wanted = None if tools is None else list(tools)
+        self._http = ToolHttpClient(_token(self._addresses) if token is None else token, connections)
+        self._episodes: dict[str, _RemoteEpisode] = {}
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     async def open(self, context: ToolContext) -> None:
         if context.episode in self._episodes:
             await self.close(context)
         try:
-            await self._sessions.of(self._episode(context), self._patience())
+            await self._session(self._episode(context), self._budget())
         except BaseException:
             self._episodes.pop(context.episode, None)
             raise
 
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
-        episode, patience = self._episode(context), self._patience()
+        episode, budget = self._episode(context), self._budget()
         while True:
-            session = await self._sessions.of(episode, patience)
-            if session.fresh:  # nothing has happened since the server last said
+            session = await self._session(episode, budget)
+            if session.is_fresh:
                 return session.specs
-            reply = await self._described(session, patience)
-            if reply.status == 200:
-                session.learn(reply.body)
+            budget.attempts += 1
+            try:
+                response = await self._http.send("GET", session.url, None, budget.seconds_left)
+            except (NotConnected, ResponseLost) as error:
+                budget.unreachable()
+                await budget.pause(str(error))
+                continue
+            except TimeoutError as error:
+                raise budget.too_late() from error
+            budget.reached()
+            if response.status == 200:
+                session.learn(response.body)
                 return session.specs
-            await self._sessions.refused(episode, session, reply, patience)
+            await self._refused(episode, session, response, budget)
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         if call.fault is not None:
             return malformed(call)
-        if len(call.name) > _LONGEST_NAME:
+        if len(call.name) > _MAX_NAME_CHARS:
             return unknown_tool(call.name, ())
         problem = unsendable(call.arguments)
         if problem:
             return ToolResult(f"{call.name}: {problem}", fault=Fault.BAD_ARGUMENTS)
         body: Json = {"key": secrets.token_hex(12), "name": call.name, "arguments": call.arguments}
-        body["id"] = call.id[:_LONGEST_NAME]
-        episode, patience = self._episode(context), self._patience()
-        attempts = CallAttempts(
-            episode, body, self._sessions, self._transport, patience, self._tell_cancelled
-        )
-        return await attempts.result()
+        body["id"] = call.id[:_MAX_NAME_CHARS]
+        return await self._result(self._episode(context), _PendingCall(call.name, body, self._budget()))
 
     async def close(self, context: ToolContext) -> None:
         """Tell the server; one that cannot be told closes the session by itself, when it is idle."""
         episode = self._episodes.pop(context.episode, None)
         if episode is not None and episode.session is not None:
-            await self._tell(episode.session.url)
+            await self._delete(episode.session.url)
 
     async def aclose(self) -> None:
-        """Close the connections. RemoteSessions still open end when they are idle."""
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=_CLOSE_SECONDS)
-        await self._transport.close()
+        """Close the connections. Sessions still open end when they are idle."""
+        if self._cancelling:
+            await asyncio.wait(self._cancelling, timeout=_CLOSE_SECONDS)
+        await self._http.close()
 
     async def __aenter__(self) -> RemoteTools:
         return self
@@ -408,41 +218,180 @@ class RemoteTools:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _episode(self, context: ToolContext) -> RemoteEpisode:
+    def _episode(self, context: ToolContext) -> _RemoteEpisode:
         found = self._episodes.get(context.episode)
         if found is None:
-            found = self._episodes[context.episode] = RemoteEpisode(context)
+            found = self._episodes[context.episode] = _RemoteEpisode(context)
         return found
 
-    def _patience(self) -> RetryBudget:
+    def _budget(self) -> RetryBudget:
         return RetryBudget(self._deadline, self._unreachable_seconds, self._contact)
 
-    async def _described(self, session: RemoteSession, patience: RetryBudget) -> ServerResponse:
+    # Sessions
+
+    async def _session(self, episode: _RemoteEpisode, budget: RetryBudget) -> _RemoteSession:
+        """The episode's session, opened if need be; `EpisodeLost` once its state is gone."""
+        if episode.lost:
+            raise _lost(episode.lost, 1)
+        if episode.session is None:
+            async with episode.lock:
+                if episode.session is None:
+                    episode.session = await self._open_session(episode.context, budget)
+        return episode.session
+
+    async def _open_session(self, context: ToolContext, budget: RetryBudget) -> _RemoteSession:
+        """A new session on the episode's own server, or on the next one that takes it."""
+        addresses = in_order(self._addresses, context.episode)
+        ids = {address: secrets.token_hex(12) for address in addresses}
+        body = {"episode": context.episode, "task": task_to_json(context.task), "tools": self._wanted}
         while True:
-            patience.attempts += 1
+            problem, wait = "", 0.0
+            for address in addresses:
+                data = dump({**body, "session": ids[address]})
+                budget.attempts += 1
+                url = f"{address}/v1/sessions"
+                try:
+                    response = await self._http.send("POST", url, data, budget.seconds_left)
+                except (NotConnected, ResponseLost) as error:
+                    problem = str(error)
+                    continue
+                except TimeoutError as error:
+                    raise budget.too_late() from error
+                budget.reached()
+                if response.status in (200, 201):
+                    session = _RemoteSession(ids[address], address, response.instance)
+                    session.learn(response.body)
+                    return session
+                kind, problem, error_body = error_of(response)
+                if kind not in _NOT_TAKEN:
+                    raise failure_of(kind, problem, error_body, budget.attempts)
+                self.counters.refused += 1
+                wait = max(wait, retry_after(error_body))
+            if not wait:
+                budget.unreachable()
+            await budget.pause(problem, wait)
+
+    def _drop_session(self, episode: _RemoteEpisode, session: _RemoteSession) -> None:
+        """The next call opens another one."""
+        if episode.session is session:
+            episode.session = None
+            self.counters.reopened += 1
+
+    async def _refused(
+        self,
+        episode: _RemoteEpisode,
+        session: _RemoteSession,
+        response: ServerResponse,
+        budget: RetryBudget,
+    ) -> None:
+        """An answer without a result: pause and return to try again, or raise what it means."""
+        kind, message, error = error_of(response)
+        if kind in _NOT_TAKEN:
+            self.counters.refused += 1
+            if kind is ErrorKind.DRAINING and len(self._addresses) > 1 and not session.has_state:
+                self._drop_session(episode, session)
+            await budget.pause(message, retry_after(error))
+        elif kind in _SESSION_GONE:
+            if session.has_state:
+                self.counters.lost += not episode.lost
+                episode.lost = episode.lost or message
+                raise _lost(message, budget.attempts)
+            self._drop_session(episode, session)
+            await budget.pause(message)
+        else:
+            raise failure_of(kind, message, error, budget.attempts)
+
+    # Calls
+
+    async def _result(self, episode: _RemoteEpisode, call: _PendingCall) -> ToolResult:
+        """Send one call until it has a result, or until its failure is certain."""
+        budget, is_first = call.budget, True
+        while True:
+            session = await self._session(episode, budget)
+            stateful = session.stateful.get(call.name, True)
+            budget.attempts += 1
+            self.counters.retries += not is_first
+            is_first, began = False, time.monotonic()
             try:
-                reply = await self._transport.send("GET", session.url, None, patience.seconds_left)
-            except (NotConnected, ResponseLost) as error:
-                patience.unreachable()
-                await patience.pause(str(error))
-            except TimeoutError as error:
-                raise patience.too_late() from error
-            else:
-                patience.reached()
-                return reply
+                response = await self._send_call(session, call)
+            except NotConnected as error:
+                may_repeat = call.unanswered is None or session.repeatable.get(call.name, False)
+                if len(self._addresses) > 1 and not session.has_state and may_repeat:
+                    self._drop_session(episode, session)  # another server, where nothing is lost by it
+                    if call.unanswered is not None:
+                        self._count_repeat(call)
+                await self._unreachable(session, call, error)
+                continue
+            except ResponseLost as error:
+                session.has_state = session.has_state or stateful
+                call.unanswered = call.unanswered or (session.instance, began)
+                await self._unreachable(session, call, error)
+                continue
+            budget.reached()
+            session.is_fresh = False
+            if response.status == 200:
+                result = result_of(response)
+                session.has_state |= stateful and result.fault is not Fault.UNKNOWN_TOOL
+                return result
+            kind, _, error_body = error_of(response)
+            if kind is ErrorKind.TOO_LARGE:
+                return ToolResult(f"{call.name}: the arguments are too large", fault=Fault.BAD_ARGUMENTS)
+            session.has_state = session.has_state or (stateful and bool(error_body.get("started")))
+            if kind in _SESSION_GONE and call.unanswered is not None and not session.has_state:
+                self._check_repeat(session, call)
+            await self._refused(episode, session, response, budget)
 
-    def _tell_cancelled(self, session: RemoteSession, key: str) -> None:
-        """In the background: whoever was waiting has been told to stop waiting."""
-        work = self._tell(f"{session.url}/calls/{key}")
-        task = asyncio.get_running_loop().create_task(work)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    async def _tell(self, url: str) -> None:
+    async def _send_call(self, session: _RemoteSession, call: _PendingCall) -> ServerResponse:
+        if call.unanswered is not None:
+            instance, began = call.unanswered
+            call.body["retry"] = {"instance": instance, "age_ms": (time.monotonic() - began) * 1000}
+        url, data = f"{session.url}/calls", dump(call.body)
         try:
-            await self._transport.send("DELETE", url, None, _CLOSE_SECONDS)
+            return await self._http.send("POST", url, data, call.budget.seconds_left)
+        except TimeoutError as error:
+            self._cancel_in_background(session, call)
+            raise call.budget.too_late() from error
+        except asyncio.CancelledError:
+            self._cancel_in_background(session, call)
+            raise
+
+    async def _unreachable(self, session: _RemoteSession, call: _PendingCall, error: Exception) -> None:
+        """Pause, or give up; and then it matters whether the call may have run."""
+        call.budget.unreachable()
+        if call.budget.is_spent and call.unanswered is not None:
+            self._check_repeat(session, call)
+        await call.budget.pause(str(error))
+
+    def _check_repeat(self, session: _RemoteSession, call: _PendingCall) -> None:
+        if not session.repeatable.get(call.name, False):
+            raise OutcomeUnknown(
+                f"the server went away while {call.name!r} may have run there; whether it took effect is "
+                "unknown, and the tool may not be repeated (retries=0)",
+                attempts=call.budget.attempts,
+            )
+        self._count_repeat(call)
+
+    def _count_repeat(self, call: _PendingCall) -> None:
+        self.counters.repeated += 1
+        _log.warning("%r may have run on a server process that is gone; it is repeated", call.name)
+
+    def _cancel_in_background(self, session: _RemoteSession, call: _PendingCall) -> None:
+        """Tell the server of a call that it may be running and nobody waits for any more."""
+        work = self._delete(f"{session.url}/calls/{call.body['key']}")
+        task = asyncio.get_running_loop().create_task(work)
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    async def _delete(self, url: str) -> None:
+        try:
+            await self._http.send("DELETE", url, None, _CLOSE_SECONDS)
         except (NotConnected, ResponseLost, TimeoutError) as error:
             _log.info("the server could not be told that something ended: %s", error)
+
+
+def _lost(why: str, attempts: int) -> EpisodeLost:
+    message = f"what the episode had built up in its tools is gone: {why}"
+    return EpisodeLost(message, attempts=attempts)
 
 
 def _token(addresses: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""HTTP to one tool server: pooled connections, whole or streamed answers, and what a broken one means.
+"""HTTP to tool servers: pooled connections, whole or streamed answers, retries, and what answers mean.
 
 There is one aiohttp session per event loop, made when first needed. It is closed by `close`, or with the event
 loop: an async generator holds it, and event loops close their async generators when they shut down.
@@ -8,36 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
+import random
 import resource
 import secrets
+import time
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from ludus.core.failures import MissingExtraError
-from ludus.core.messages import Json
-from ludus.tools.wire import DEADLINE_HEADER, INSTANCE_HEADER, JSON_TYPE, STREAM_TYPE
+from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.core.messages import Json, ToolResult
+from ludus.tools.hosting.host import OutcomeUnknown
+from ludus.tools.wire import (
+    DEADLINE_HEADER,
+    INSTANCE_HEADER,
+    JSON_TYPE,
+    STREAM_TYPE,
+    ErrorKind,
+    result_from_json,
+)
 
 if TYPE_CHECKING:
     import aiohttp
-import hashlib
-import random
-import time
-from collections.abc import Sequence
-from ipaddress import ip_address
-from urllib.parse import urlsplit
-
-from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import ToolResult
-from ludus.tools.hosting.host import OutcomeUnknown
-from ludus.tools.wire import ErrorKind, result_from_json
 
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
+_DEEPEST = 100
+_LONGEST_RETRY_AFTER = 60.0
+_OUR_MISTAKE = frozenset({ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND})
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 5.0
+_FIRST_CONTACT_SECONDS = 10.0
 
 
 def own_token() -> tuple[str, Path]:
@@ -212,13 +220,6 @@ def _aiohttp() -> Any:
     raise MissingExtraError("aiohttp", "serve", "calling tools on a server")
 
 
-# How long to keep trying, and how long to pause in between.
-
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 5.0
-_FIRST_CONTACT_SECONDS = 10.0
-
-
 class Contact:
     """Whether any server was ever reached; one that never was is more likely misspelt than restarting."""
 
@@ -246,7 +247,7 @@ class RetryBudget:
         return max(0.001, self._deadline - time.monotonic())
 
     @property
-    def gave_up(self) -> bool:
+    def is_spent(self) -> bool:
         """Whether there is no time for another attempt."""
         now, since = time.monotonic(), self._unreachable_since
         return now >= self._deadline or (since is not None and now - since > self._unreachable_seconds)
@@ -263,7 +264,7 @@ class RetryBudget:
 
     async def pause(self, problem: str, at_least: float = 0.0) -> None:
         """Wait before the next attempt, for as long as a server asked and some more; or give up."""
-        if self.gave_up:
+        if self.is_spent:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
             if self._contact.was_made:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
@@ -277,13 +278,6 @@ class RetryBudget:
         """The failure of an attempt that was not answered in time."""
         message = f"no answer from the tool server within {self._seconds:g} seconds"
         return InfraError(Boundary.SERVER, message, attempts=self.attempts)
-
-
-# What to send, to whom, and what answers mean, without sending anything.
-
-_DEEPEST = 100
-_LONGEST_RETRY_AFTER = 60.0
-_OUR_MISTAKE = frozenset({ErrorKind.UNAUTHORIZED, ErrorKind.FORBIDDEN, ErrorKind.NOT_FOUND})
 
 
 def normalized(address: str) -> str:

@@ -306,18 +306,19 @@ def _message_from_json(raw: Json) -> Message:
 def result_to_json(result: ToolResult, *, content: bool = True) -> Json:
     """A result; without its content where that travels on its own."""
     fields: Json = {"content": result.content} if content else {}
-    fields["reward"] = result.reward
-    fields["terminated"] = result.terminated
+    fields["reward"] = None if result.reward is None else float(result.reward)
+    fields["terminated"] = bool(result.terminated)
     fields["fault"] = None if result.fault is None else result.fault.value
     fields["media"] = [_media_to_json(media) for media in result.media]
-    fields["seconds"] = result.seconds
+    fields["seconds"] = float(result.seconds)
     return fields
 
 
 def result_from_json(raw: Json, content: str | None = None) -> ToolResult:
+    """The result; `KeyError`, `TypeError`, `ValueError` or `AttributeError` where `raw` is none."""
     fault = raw.get("fault")
     return ToolResult(
-        content=str(raw["content"]) if content is None else content,
+        content=require_text(raw["content"]) if content is None else content,
         reward=raw.get("reward"),
         terminated=bool(raw.get("terminated")),
         fault=None if fault is None else Fault(fault),
@@ -332,8 +333,15 @@ def _media_to_json(media: Media) -> Json:
 
 
 def _media_from_json(raw: Json) -> Media:
-    data = raw.get("data")
-    return Media(raw["kind"], raw["sha256"], None if data is None else base64.b64decode(data))
+    data = None if raw.get("data") is None else base64.b64decode(raw["data"], validate=True)
+    return Media(require_text(raw["kind"]), require_text(raw["sha256"]), data)
+
+
+def require_text(value: Any) -> str:
+    """`value`, if it is text; `TypeError` otherwise."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, not {type(value).__name__}")
+    return value
 
 
 def spec_to_json(spec: ToolSpec) -> Json:

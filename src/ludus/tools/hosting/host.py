@@ -9,12 +9,11 @@ from typing import Any, Protocol, TypeGuard
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.task import Task
 from ludus.sandbox import SandboxConfig
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import CombinedTools, LocalTools, shut
 from ludus.tools.wire import spec_from_json, spec_to_json
-
-# The seam between a tool server and whatever runs the tools: an event loop, processes, a cluster.
 
 
 class EpisodeLost(InfraError):
@@ -88,8 +87,6 @@ class ToolHost(Protocol):
 
 async def facts_of(tools: ToolSet) -> list[ToolFacts]:
     """The facts of a set's tools; `ConfigError` where one needs what a server does not have."""
-    from ludus.core.task import Task
-
     known = {tool.name: tool for tool in _members(tools)}
     needy = [tool.name for tool in known.values() if tool.signature.env is not None]
     if needy:
@@ -164,7 +161,12 @@ def error_from_json(raw: Json) -> Exception:
     return InfraError(boundary, message, attempts=attempts, retriable=retriable, replay=replay)
 
 
-# Tools on the server's own event loop and threads: the light host.
+def reply_of(answer: Json) -> Json:
+    """The reply in a worker's answer; the error in it is raised again."""
+    if "error" in answer:
+        raise error_from_json(answer["error"])
+    reply: Json = answer["reply"]
+    return reply
 
 
 class LocalHost:
@@ -209,8 +211,6 @@ class LocalHost:
             raise RuntimeError("the host is not started")
         return self._tools
 
-
-# Tools by reference, as a command line or a worker process is given them.
 
 ToolReference = str | dict[str, Any]
 """'module:function', 'file.py:function', a short name of the library, or a table with options.

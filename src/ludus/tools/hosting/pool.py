@@ -2,8 +2,8 @@
 
 Who waits for whom. An episode is placed on the worker with the fewest episodes and stays there. A call
 awaits its own reply; there is no queue here, the server's admission bounds what enters. Each worker has one
-keeper task that waits for the worker's end and replaces it, with a growing pause when replacements die
-young. Calls that need a worker while none is alive wait for the next one, for `_PATIENCE` seconds at most.
+supervisor task that waits for the worker's end and replaces it, with a growing pause when replacements die
+young. Calls that need a worker while none is alive wait `_WORKER_WAIT_SECONDS` for one at most.
 
 What a death means is decided once, in `call`: an episode in which a stateful tool has been called has lost
 its state and says so for ever (`EpisodeLost`); any other episode is opened again elsewhere. The call that was
@@ -38,16 +38,20 @@ from ludus.tools.hosting.host import (
     ToolReference,
     error_from_json,
     facts_from_json,
+    reply_of,
 )
 from ludus.tools.wire import dump, result_from_json, spec_from_json, task_to_json
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 60.0
-_MOST_REPEATS = 2
+_WORKER_WAIT_SECONDS = 60.0
+_MAX_REPEATS = 2
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 10.0
 _YOUNG_SECONDS = 5.0
+_START_SECONDS = 120.0
+_PING_SECONDS = 5.0
+_LENGTHS = struct.Struct("!QQ")
 
 
 class WorkerDied(Exception):
@@ -55,7 +59,7 @@ class WorkerDied(Exception):
 
 
 class ToolWorker(Protocol):
-    """One place that holds a tool set of its own."""
+    """One placement that holds a tool set of its own."""
 
     async def start(self) -> Json:
         """Come up; the facts of the tools as `{"tools": [...]}`. `ConfigError` where they cannot be built."""
@@ -76,7 +80,7 @@ class _Placement:
 
     context: ToolContext
     worker: ToolWorker | None = None
-    touched: bool = False
+    has_state: bool = False
     lost: str = ""
 
 
@@ -88,13 +92,12 @@ class PooledHost:
             raise ConfigError(f"a host needs at least one worker, not {workers}")
         self._make_worker, self._wanted = make_worker, workers
         self._alive: dict[ToolWorker, set[str]] = {}
-        self._places: dict[str, _Placement] = {}
+        self._placements: dict[str, _Placement] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._facts: dict[str, ToolFacts] = {}
-        self._keepers: list[asyncio.Task[None]] = []
-        self._some_alive = asyncio.Event()
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._any_alive = asyncio.Event()
         self._running = self._restarted = 0
-        self._stopped = False
 
     async def start(self) -> Sequence[ToolFacts]:
         first = [self._make_worker() for _ in range(self._wanted)]
@@ -110,170 +113,167 @@ class PooledHost:
         tools = starting[0].result()["tools"]
         self._facts = {raw["name"]: facts_from_json(raw) for raw in tools}
         for worker in first:
-            self._welcome(worker)
-            self._keepers.append(asyncio.create_task(self._keep(worker)))
+            self._add_worker(worker)
+            self._supervisors.append(asyncio.create_task(self._keep_alive(worker)))
         return list(self._facts.values())
 
     async def open(self, context: ToolContext) -> None:
-        place = self._places[context.episode] = _Placement(context)
+        placement = self._placements[context.episode] = _Placement(context)
         try:
-            await self._settled(place)
+            await self._assigned_worker(placement)
         except BaseException:
-            self._places.pop(context.episode, None)
+            self._placements.pop(context.episode, None)
             self._opening.pop(context.episode, None)
             raise
 
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
         body = {"episode": context.episode}
-        for _ in range(_MOST_REPEATS + 1):
-            worker = await self._settled(self._place(context))
+        for _ in range(_MAX_REPEATS + 1):
+            worker = await self._assigned_worker(self._placement(context))
             try:
                 reply = await worker.request("list", body)
             except WorkerDied as death:
-                self._bury(worker, str(death))
+                self._mark_dead(worker, str(death))
                 continue
             return [spec_from_json(raw) for raw in reply["tools"]]
-        raise self._exhausted("the list of tools", _MOST_REPEATS + 1)
+        raise self._exhausted("the list of tools", _MAX_REPEATS + 1)
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         self._running += 1
         try:
-            return await self._called(call, self._place(context))
+            return await self._called(call, self._placement(context))
         finally:
             self._running -= 1
 
     async def close(self, context: ToolContext) -> None:
-        place = self._places.pop(context.episode, None)
+        placement = self._placements.pop(context.episode, None)
         self._opening.pop(context.episode, None)
-        if place is None or place.worker is None:
+        if placement is None or placement.worker is None:
             return
-        worker, place.worker = place.worker, None
+        worker, placement.worker = placement.worker, None
         self._alive.get(worker, set()).discard(context.episode)
         with contextlib.suppress(WorkerDied):
             await worker.request("close", {"episode": context.episode})
 
     async def stop(self) -> None:
-        self._stopped = True
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._alive))
         self._alive.clear()
 
     def health(self) -> HostHealth:
         return HostHealth(self._running, self._wanted, len(self._alive), self._restarted)
 
-    async def _called(self, call: ToolCall, place: _Placement) -> ToolResult:
+    async def _called(self, call: ToolCall, placement: _Placement) -> ToolResult:
         facts = self._facts.get(call.name)
         repeatable = facts is not None and facts.repeatable
         stateful = facts is None or facts.stateful  # one that was not there at the start may do anything
         body = {
-            "episode": place.context.episode,
+            "episode": placement.context.episode,
             "call": {"name": call.name, "arguments": call.arguments, "id": call.id},
         }
         attempt = 0
         while True:
             attempt += 1
-            worker = await self._settled(place)
-            was_touched, place.touched = place.touched, place.touched or stateful
+            worker = await self._assigned_worker(placement)
+            had_state, placement.has_state = placement.has_state, placement.has_state or stateful
             try:
                 result = result_from_json(await worker.request("call", body))
                 if result.fault is Fault.UNKNOWN_TOOL:
-                    place.touched = was_touched
+                    placement.has_state = had_state
                 return result
             except WorkerDied as death:
-                self._bury(worker, str(death))
-                if place.touched:
-                    raise self._lost(place, attempt) from death
+                self._mark_dead(worker, str(death))
+                if placement.has_state:
+                    raise self._lost(placement, attempt) from death
                 if not repeatable:
                     raise OutcomeUnknown(
                         f"{death} while it ran {call.name!r}; nobody knows whether the call took effect, "
                         "and the tool may not be repeated (retries=0)",
                         attempts=attempt,
                     ) from death
-                if attempt > _MOST_REPEATS:
+                if attempt > _MAX_REPEATS:
                     raise self._exhausted(f"the tool {call.name!r}", attempt) from death
                 _log.warning("%s while it ran %r; the call is repeated", death, call.name)
 
-    def _place(self, context: ToolContext) -> _Placement:
-        place = self._places.get(context.episode)
-        if place is None:
+    def _placement(self, context: ToolContext) -> _Placement:
+        placement = self._placements.get(context.episode)
+        if placement is None:
             raise EpisodeLost(f"the episode {context.episode!r} is not open here")
-        return place
+        return placement
 
-    def _lost(self, place: _Placement, attempts: int = 1) -> EpisodeLost:
-        return EpisodeLost(
-            f"the state of episode {place.context.episode!r} is gone: {place.lost or 'its worker died'}",
-            attempts=attempts,
-        )
+    def _lost(self, placement: _Placement, attempts: int = 1) -> EpisodeLost:
+        episode, why = placement.context.episode, placement.lost or "its worker died"
+        return EpisodeLost(f"the state of episode {episode!r} is gone: {why}", attempts=attempts)
 
     def _exhausted(self, what: str, attempts: int) -> InfraError:
         message = f"{what} lost its worker {attempts} times in a row"
         return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=False)
 
-    async def _settled(self, place: _Placement) -> ToolWorker:
+    async def _assigned_worker(self, placement: _Placement) -> ToolWorker:
         """The episode's worker; where it has none, it is opened on the one with the fewest episodes."""
-        if place.lost:
-            raise self._lost(place)
-        if place.worker is not None and place.worker in self._alive:
-            return place.worker
-        episode = place.context.episode
-        body = {"episode": episode, "task": task_to_json(place.context.task)}
+        if placement.lost:
+            raise self._lost(placement)
+        if placement.worker is not None and placement.worker in self._alive:
+            return placement.worker
+        episode = placement.context.episode
+        body = {"episode": episode, "task": task_to_json(placement.context.task)}
         async with self._opening.setdefault(episode, asyncio.Lock()):
-            for _ in range(_MOST_REPEATS + 1):
-                if place.worker is not None and place.worker in self._alive:
-                    return place.worker  # somebody else's call of this episode opened it meanwhile
+            for _ in range(_MAX_REPEATS + 1):
+                if placement.worker is not None and placement.worker in self._alive:
+                    return placement.worker  # somebody else's call of this episode opened it meanwhile
                 worker = await self._least_loaded()
                 self._alive[worker].add(episode)
                 try:
                     await worker.request("open", body)
                 except WorkerDied as death:
-                    self._bury(worker, str(death))
+                    self._mark_dead(worker, str(death))
                     continue
                 except BaseException:
                     self._alive.get(worker, set()).discard(episode)
                     raise
-                place.worker = worker
+                placement.worker = worker
                 return worker
-        raise self._exhausted(f"opening the episode {episode!r}", _MOST_REPEATS + 1)
+        raise self._exhausted(f"opening the episode {episode!r}", _MAX_REPEATS + 1)
 
     async def _least_loaded(self) -> ToolWorker:
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_WORKER_WAIT_SECONDS):
                 while not self._alive:
-                    await self._some_alive.wait()
+                    await self._any_alive.wait()
         except TimeoutError:
-            message = f"no worker came up within {_PATIENCE:g} seconds"
+            message = f"no worker came up within {_WORKER_WAIT_SECONDS:g} seconds"
             raise InfraError(Boundary.SERVER, message) from None
         return min(self._alive, key=lambda worker: len(self._alive[worker]))
 
-    def _welcome(self, worker: ToolWorker) -> None:
+    def _add_worker(self, worker: ToolWorker) -> None:
         self._alive[worker] = set()
-        self._some_alive.set()
+        self._any_alive.set()
 
-    def _bury(self, worker: ToolWorker, how: str) -> None:
+    def _mark_dead(self, worker: ToolWorker, how: str) -> None:
         """Note that it is gone; whoever finds out first does it."""
         if worker not in self._alive:
             return
         episodes = self._alive.pop(worker)
         if not self._alive:
-            self._some_alive.clear()
+            self._any_alive.clear()
         for episode in episodes:
-            place = self._places.get(episode)
-            if place is not None and place.worker is worker:
-                place.worker = None
-                place.lost = how if place.touched else ""
+            placement = self._placements.get(episode)
+            if placement is not None and placement.worker is worker:
+                placement.worker = None
+                placement.lost = how if placement.has_state else ""
         _log.warning("%s; it held %d episodes and is replaced", how, len(episodes))
 
-    async def _keep(self, worker: ToolWorker) -> None:
+    async def _keep_alive(self, worker: ToolWorker) -> None:
         """Replace one worker, again and again, for as long as the host lives."""
         pause = _FIRST_PAUSE
         while True:
-            born = time.monotonic()
+            started = time.monotonic()
             how = await worker.ended()
-            self._bury(worker, how)
+            self._mark_dead(worker, how)
             await worker.kill()
-            pause = _FIRST_PAUSE if time.monotonic() - born > _YOUNG_SECONDS else pause * 2
+            pause = _FIRST_PAUSE if time.monotonic() - started > _YOUNG_SECONDS else pause * 2
             while True:
                 await asyncio.sleep(0 if pause == _FIRST_PAUSE else min(pause, _LONGEST_PAUSE))
                 worker = self._make_worker()
@@ -288,20 +288,11 @@ class PooledHost:
                     await worker.kill()
                     pause = min(pause * 2, _LONGEST_PAUSE)
             self._restarted += 1
-            self._welcome(worker)
+            self._add_worker(worker)
 
 
-# Worker processes: heavy tools side by side, each process with its own event loop and tool set.
-#
-# Who waits for whom. A request awaits its own future; one reader task per worker settles them, and ends
-# when the worker does. A ping goes out every few seconds: a worker that has said nothing at all for
-# `hang_seconds` (an async tool that blocks its event loop) is killed, and its host replaces it.
-
-# Frames between a host and its worker processes: a JSON head, and a text that need not be escaped.
-#
-# A long result travels as the text, so that it is neither quoted into JSON nor parsed out of it.
-
-_LENGTHS = struct.Struct("!QQ")
+# Frames between a host and its worker processes: a JSON head, and a text. A long result travels as the text, so
+# that it is neither quoted into JSON nor parsed out of it.
 
 
 def pack_frame(head: Json, text: str | None = None) -> list[bytes]:
@@ -319,16 +310,6 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[Json, str | None]:
     return head, text if head.pop("text", False) else None
 
 
-# Worker processes: heavy tools side by side, each process with its own event loop and tool set.
-#
-# Who waits for whom. A request awaits its own future; one reader task per worker settles them, and ends
-# when the worker does. A ping goes out every few seconds: a worker that has said nothing at all for
-# `hang_seconds` (an async tool that blocks its event loop) is killed, and its host replaces it.
-
-_START_SECONDS = 120.0
-_PING_SECONDS = 5.0
-
-
 class ProcessHost(PooledHost):
     """A host of `workers` processes. Tools are given by reference, because each process builds its own."""
 
@@ -339,7 +320,12 @@ class ProcessHost(PooledHost):
 
 
 class ProcessWorker:
-    """One worker process, and the socket to it."""
+    """One worker process with its own event loop and tool set, and the socket to it.
+
+    A request awaits its own future; one reader task settles them, and ends when the worker does. A ping goes
+    out every few seconds: a worker that says nothing at all for `hang_seconds` (an async tool blocks its
+    event loop) is killed, and its host replaces it.
+    """
 
     def __init__(self, references: Sequence[ToolReference], hang_seconds: float) -> None:
         self._references, self._hang_seconds = list(references), hang_seconds
@@ -350,7 +336,7 @@ class ProcessWorker:
         self._numbers = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._heard = time.monotonic()
+        self._last_heard = time.monotonic()
 
     async def start(self) -> Json:
         ours = self._spawn()
@@ -365,16 +351,14 @@ class ProcessWorker:
             async with asyncio.timeout(_START_SECONDS):
                 head, _ = await read_frame(self._reader)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ConfigError(f"{self._obituary()} before it was ready") from None
+            raise ConfigError(f"{self._exit_reason()} before it was ready") from None
         except TimeoutError:
             raise ConfigError(
                 f"a worker process was not ready within {_START_SECONDS:g} seconds"
             ) from None
-        if "error" in head:
-            raise error_from_json(head["error"])
-        self._heard = time.monotonic()
+        reply = reply_of(head)
+        self._last_heard = time.monotonic()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-        reply: Json = head["reply"]
         return reply
 
     async def request(self, operation: str, body: Json) -> Json:
@@ -399,9 +383,9 @@ class ProcessWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._bury()
+        self._mark_dead()
         if self._process is not None:
-            self._signal()
+            self._kill_group()
             self._process.wait()
             self._process = None
             os.close(self._lifeline)
@@ -442,12 +426,12 @@ class ProcessWorker:
         try:
             while True:
                 head, text = await read_frame(self._reader)
-                self._heard = time.monotonic()
-                self._settle(head, text)
+                self._last_heard = time.monotonic()
+                self._resolve(head, text)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self._bury()
+            self._mark_dead()
 
-    def _settle(self, head: Json, text: str | None) -> None:
+    def _resolve(self, head: Json, text: str | None) -> None:
         future = self._waiting.get(head["number"])
         if future is None or future.done():
             return
@@ -459,32 +443,32 @@ class ProcessWorker:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(min(_PING_SECONDS, self._hang_seconds / 2))
-            if time.monotonic() - self._heard > self._hang_seconds:
-                self._signal()
+            if time.monotonic() - self._last_heard > self._hang_seconds:
+                self._kill_group()
             self._send({"number": 0, "operation": "ping"})
 
-    def _signal(self) -> None:
+    def _kill_group(self) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _bury(self) -> None:
+    def _mark_dead(self) -> None:
         if self._ended.done():
             return
-        obituary = self._obituary()
-        self._ended.set_result(obituary)
+        reason = self._exit_reason()
+        self._ended.set_result(reason)
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(WorkerDied(obituary))
+                future.set_exception(WorkerDied(reason))
 
-    def _obituary(self) -> str:
+    def _exit_reason(self) -> str:
         """How it ended; one that closed its socket and lives on is ended here."""
         if self._process is None:
             return "a worker process never started"
         try:
             code = self._process.wait(0.2)
         except subprocess.TimeoutExpired:
-            self._signal()
+            self._kill_group()
             code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         return f"a worker process {how}"

@@ -20,24 +20,41 @@ from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 
 
 class HostedTools:
-    """A tool set that is asked in JSON. Processes and Ray actors both hold one."""
+    """A tool set that is asked in JSON. Worker processes and Ray actors both hold one."""
 
     def __init__(self, references: list[ToolReference]) -> None:
-        self._tools = load_tools(references)
+        self._references = references
         self._contexts: dict[str, ToolContext] = {}
 
-    async def facts(self) -> Json:
-        return {"tools": [facts_to_json(facts) for facts in await facts_of(self._tools)]}
+    async def load(self) -> Json:
+        """Build the tools; the answer holds their facts, or an error for people to read."""
+        try:
+            self._tools = load_tools(self._references)
+            return {"reply": {"tools": [facts_to_json(facts) for facts in await facts_of(self._tools)]}}
+        except ConfigError as error:
+            return {"error": error_to_json(error)}
+        except Exception as error:  # noqa: BLE001 - told to the host, which says it to people
+            message = f"the tools could not be loaded: {type(error).__name__}: {error}"
+            return {"error": error_to_json(ConfigError(message))}
 
-    async def perform(self, operation: str, body: Json) -> tuple[Json, str | None]:
-        """The reply, and the text that belongs to it."""
+    async def answer(self, operation: str, body: Json) -> tuple[Json, str | None]:
+        """The answer to a request, `{"reply": ...}` or `{"error": ...}`, and the text that belongs to it."""
+        try:
+            reply, text = await self._perform(operation, body)
+        except Exception as error:  # noqa: BLE001 - raised again where the host is
+            return {"error": error_to_json(error)}, None
+        return {"reply": reply}, text
+
+    async def _perform(self, operation: str, body: Json) -> tuple[Json, str | None]:
         if operation == "open":
-            await self._open(body)
+            context = ToolContext(body["episode"], task_from_json(body["task"]))
+            await self._tools.open(context)
+            self._contexts[context.episode] = context
             return {}, None
         if operation == "close":
-            context = self._contexts.pop(body["episode"], None)
-            if context is not None:
-                await self._tools.close(context)
+            closing = self._contexts.pop(body["episode"], None)
+            if closing is not None:
+                await self._tools.close(closing)
             return {}, None
         context = self._contexts[body["episode"]]
         if operation == "list":
@@ -45,11 +62,6 @@ class HostedTools:
         call = body["call"]
         result = await self._tools.call(ToolCall(call["name"], call["arguments"], call["id"]), context)
         return result_to_json(result, content=False), result.content
-
-    async def _open(self, body: Json) -> None:
-        context = ToolContext(body["episode"], task_from_json(body["task"]))
-        await self._tools.open(context)
-        self._contexts[context.episode] = context
 
 
 class _Program:
@@ -60,12 +72,10 @@ class _Program:
     async def run(self) -> None:
         setup, _ = await read_frame(self._reader)
         sys.path[:] = setup["path"]
-        try:
-            tools = HostedTools(setup["references"])
-            self._send({"reply": await tools.facts()})
-        except Exception as error:  # noqa: BLE001 - told to the host, which says it to people
-            known = error if isinstance(error, ConfigError) else _unloadable(error)
-            self._send({"error": error_to_json(known)})
+        tools = HostedTools(setup["references"])
+        loaded = await tools.load()
+        self._send(loaded)
+        if "error" in loaded:
             await self._writer.drain()
             return
         while True:
@@ -83,26 +93,18 @@ class _Program:
         elif operation == "ping":
             self._send({"number": number, "reply": {}})
         else:
-            work = self._perform(tools, number, operation, head["body"])
+            work = self._answer(tools, number, operation, head["body"])
             self._tasks[number] = asyncio.create_task(work)
             self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    async def _perform(self, tools: HostedTools, number: int, operation: str, body: Json) -> None:
-        try:
-            reply, text = await tools.perform(operation, body)
-        except Exception as error:  # noqa: BLE001 - raised again where the host is
-            self._send({"number": number, "error": error_to_json(error)})
-        else:
-            self._send({"number": number, "reply": reply}, text)
+    async def _answer(self, tools: HostedTools, number: int, operation: str, body: Json) -> None:
+        answer, text = await tools.answer(operation, body)
+        self._send({"number": number, **answer}, text)
         await self._writer.drain()
 
     def _send(self, head: Json, text: str | None = None) -> None:
         for piece in pack_frame(head, text):
             self._writer.write(piece)
-
-
-def _unloadable(error: Exception) -> ConfigError:
-    return ConfigError(f"the tools could not be loaded: {type(error).__name__}: {error}")
 
 
 async def _main(connection: socket.socket) -> None:

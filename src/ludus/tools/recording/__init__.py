@@ -4,8 +4,7 @@
 address. What a record is kept under is in `keys`.
 """
 
-from ludus.tools.recording.keys import Mode, OnDivergence, Scope
-from ludus.tools.recording.lookup import RecordingStats
+from ludus.tools.recording.lookup import Mode, OnDivergence, RecordingStats, Scope
 from ludus.tools.recording.recorded_tools import RecordedTools, RecordingConfig, recorded
 from ludus.tools.recording.stores import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
 

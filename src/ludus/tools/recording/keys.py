@@ -1,77 +1,36 @@
-"""The choices a recording offers."""
+"""Under which key a call is recorded: pure functions, the same on every machine.
+
+A call's key is a digest of the tool's name, its version, the *history* it was made in, and its arguments as
+canonical JSON. The history is a hash chain:
+
+    root           = digest of the task (or of the episode)
+    after one call = digest(key of that call, digest of its result)
+
+so two calls have the same history when everything before them was the same, results included. A call of a
+stateless tool has the history `NO_HISTORY`, and is added to no chain.
+
+Canonical JSON keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and -0.0, so do two spellings
+of a letter in Unicode. The order of an object's keys does not count. NaN equals itself.
+
+The version of a local tool is a digest of its source and of the plain settings it was made with. An edit of the
+function, even of a comment, is a new version, so a stale result is never replayed for new code. What the
+function calls is not looked at; name a version yourself where that matters.
+"""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import inspect
 import json
 import textwrap
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Json, Media, Message, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, Message, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.tools.tool import FunctionTool, Tool, tool
-
-Choice = TypeVar("Choice", bound=StrEnum)
-
-
-class Mode(StrEnum):
-    """What to do with a call."""
-
-    RECORD = "record"
-    """Call, and write; a record that is there already is replaced."""
-    REPLAY = "replay"
-    """Never call; what is not recorded is a failure of ours."""
-    REPLAY_OR_CALL = "replay_or_call"
-    """Replay what is recorded; call and write the rest."""
-
-
-class OnDivergence(StrEnum):
-    """What to do when the real tool, catching up, answers differently from the recording."""
-
-    FAIL = "fail"
-    """The episode fails, and leaves the loss and the baseline: the model has read what is not so."""
-    CONTINUE = "continue"
-    """Warn, go on with the real tool as it is, and write nothing more in this episode."""
-
-
-class Scope(StrEnum):
-    """Who shares the records of stateful tools."""
-
-    TASK = "task"
-    """All attempts at a task, as long as their histories agree."""
-    EPISODE = "episode"
-    """Nobody: each attempt has records of its own, as tools with random results need."""
-
-
-def chosen(kind: type[Choice], value: str, option: str) -> Choice:
-    """The choice that `value` names; `ConfigError` with all of them when it names none."""
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(one.value for one in kind)
-        raise ConfigError(f"{option} is one of {known}; not {value!r}") from None
-
-
-# Under which key a call is recorded: pure functions, the same on every machine.
-#
-# A call's key is a digest of the tool's name, its version, the *history* it was made in, and its arguments
-# as canonical JSON. The history is a chain:
-#
-#     root           = digest of the task (or of the episode)
-#     after one call = digest(key of that call, digest of its result)
-#
-# so two calls have the same history when everything before them was the same, results included. A call of
-# a stateless tool has the history `NO_HISTORY`, and is added to nobody's chain.
-#
-# Canonical JSON keeps what a tool can tell apart: 1, 1.0 and true differ, so do 0.0 and -0.0, so do two
-# spellings of a letter in Unicode. The order of an object's keys does not count. NaN equals itself.
 
 NO_HISTORY = ""
 _SCHEME = "ludus-recording-1"
@@ -212,110 +171,6 @@ def _plain(value: Any) -> Any:
 def _type_name(value: Any) -> str:
     return f"<{type(value).__name__}>"
 
-
-# What is written for a call and for a list of tools: bytes, and back.
-#
-# A record is JSON, media as base64, compressed where it is long. It is never pickle: a recording may come
-# from somebody else.
-
-_COMPRESS_FROM = 4_096
-_PLAIN, _COMPRESSED = b"j", b"z"
-
-
-class BadRecord(ValueError):
-    """Bytes that are no record of ours."""
-
-
-def encode_result(result: ToolResult) -> bytes:
-    """A result as bytes; `TypeError` or `ValueError` when a foreign tool set gave something odd."""
-    if not isinstance(result.content, str):
-        raise TypeError(f"its content is {type(result.content).__name__}, not text")
-    return _packed(
-        {
-            "content": result.content,
-            "reward": None if result.reward is None else float(result.reward),
-            "terminated": bool(result.terminated),
-            "fault": None if result.fault is None else Fault(result.fault).value,
-            "media": [_media_out(medium) for medium in result.media],
-            "seconds": float(result.seconds),
-        }
-    )
-
-
-def decode_result(data: bytes) -> ToolResult:
-    """The result that `encode_result` was given, equal in every field."""
-    raw = _unpacked(data)
-    try:
-        return ToolResult(
-            content=_text(raw["content"]),
-            reward=raw["reward"],
-            terminated=raw["terminated"],
-            fault=None if raw["fault"] is None else Fault(raw["fault"]),
-            media=tuple(_media_in(medium) for medium in raw["media"]),
-            seconds=raw["seconds"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRecord(f"it is no result of a call ({type(error).__name__}: {error})") from None
-
-
-def encode_specs(specs: list[tuple[ToolSpec, str]]) -> bytes:
-    """Tools with their versions, as bytes; equal lists give equal bytes."""
-    rows = [[spec.name, spec.description, spec.parameters, version] for spec, version in specs]
-    return _packed({"tools": rows})
-
-
-def decode_specs(data: bytes) -> list[tuple[ToolSpec, str]]:
-    """Tools with their versions."""
-    raw = _unpacked(data)
-    try:
-        rows = raw["tools"]
-        return [(ToolSpec(_text(n), _text(d), dict(p)), _text(v)) for n, d, p, v in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRecord(f"it is no list of tools ({type(error).__name__}: {error})") from None
-
-
-def _packed(value: Json) -> bytes:
-    # ASCII escapes carry lone surrogates, which UTF-8 cannot; keys stay in order, since a schema's order is
-    # part of the prompt
-    data = json.dumps(value, separators=(",", ":")).encode("ascii")
-    if len(data) < _COMPRESS_FROM:
-        return _PLAIN + data
-    return _COMPRESSED + zlib.compress(data, 1)
-
-
-def _unpacked(data: bytes) -> Json:
-    try:
-        body = zlib.decompress(data[1:]) if data[:1] == _COMPRESSED else data[1:]
-        if data[:1] not in (_PLAIN, _COMPRESSED):
-            raise ValueError("unknown form")
-        value = json.loads(body)
-    except (ValueError, zlib.error, RecursionError) as error:
-        raise BadRecord(f"it cannot be read ({error})") from None
-    if not isinstance(value, dict):
-        raise BadRecord("it is not an object")
-    return value
-
-
-def _media_out(medium: Media) -> Json:
-    data = None if medium.data is None else base64.b64encode(medium.data).decode("ascii")
-    return {"kind": medium.kind, "sha256": medium.sha256, "data": data}
-
-
-def _media_in(raw: Json) -> Media:
-    data = None if raw["data"] is None else base64.b64decode(raw["data"], validate=True)
-    return Media(_text(raw["kind"]), _text(raw["sha256"]), data)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, not {type(value).__name__}")
-    return value
-
-
-# The version of a local tool: its own source, and the plain settings it was made with.
-#
-# An edit of the function, even of a comment, is a new version, so a stale result is never replayed for new
-# code. What the function calls is not looked at; name a version yourself where that matters.
 
 _NOT_IN_THE_RESULT = frozenset(
     {"name", "description", "timeout", "max_concurrency", "process", "retries", "is_unbound"}

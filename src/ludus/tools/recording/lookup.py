@@ -1,33 +1,75 @@
-"""What a recording holds, by label: results of calls, lists of tools, and why a call was not found."""
+"""What a recording holds: results of calls and lists of tools, between typed values and a store of bytes.
+
+A record is JSON, media as base64, compressed where it is long. It is never pickle: a recording may come from
+somebody else.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from enum import StrEnum
+from typing import TypeVar
 
 from ludus.core.concurrency import run_sync
-from ludus.core.failures import Boundary, InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.tools.recording.keys import (
-    NO_HISTORY,
-    BadRecord,
-    Label,
-    Mode,
-    decode_result,
-    decode_specs,
-    encode_result,
-    encode_specs,
-    list_key,
-    next_history,
-    spec_version,
-    specs_key,
-)
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, spec_version, specs_key
 from ludus.tools.recording.stores import RecordingStoreError, Store
 from ludus.tools.toolset import LocalTools
+from ludus.tools.wire import require_text, result_from_json, result_to_json
 
-# What is kept for one episode while it is open, and the counters of a whole run.
+Choice = TypeVar("Choice", bound=StrEnum)
+Specs = Sequence[tuple[ToolSpec, str]]
+"""Tools, each with its version."""
+
+_COMPRESS_FROM = 4_096
+_PLAIN, _COMPRESSED = b"j", b"z"
+_LONG = 262_144  # from here on, coding is left to a thread
+_COMPARED_FOR_A_MISS = 50
+_SHOWN_CHARS = 300
+_COMPARED_CHARS = 400
+
+
+class Mode(StrEnum):
+    """What to do with a call."""
+
+    RECORD = "record"
+    """Call, and write; a record that is there already is replaced."""
+    REPLAY = "replay"
+    """Never call; what is not recorded is a failure of ours."""
+    REPLAY_OR_CALL = "replay_or_call"
+    """Replay what is recorded; call and write the rest."""
+
+
+class OnDivergence(StrEnum):
+    """What to do when the real tool, catching up, answers differently from the recording."""
+
+    FAIL = "fail"
+    """The episode fails and leaves the loss and the baseline: the model has read what is not so."""
+    CONTINUE = "continue"
+    """Warn, go on with the real tool as it is, and write nothing more in this episode."""
+
+
+class Scope(StrEnum):
+    """Who shares the records of stateful tools."""
+
+    TASK = "task"
+    """All attempts at a task, as long as their histories agree."""
+    EPISODE = "episode"
+    """Nobody: each attempt has records of its own, as tools with random results need."""
+
+
+def chosen(kind: type[Choice], value: str, option: str) -> Choice:
+    """The choice that `value` names; `ConfigError` with all of them when it names none."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(one.value for one in kind)
+        raise ConfigError(f"{option} is one of {known}; not {value!r}") from None
 
 
 @dataclass(slots=True)
@@ -50,89 +92,17 @@ class RecordingStats:
     """Episodes for which the real tools were opened."""
 
 
-@dataclass(slots=True, eq=False)
-class EpisodeSession:
-    """One episode. Everything but `is_open` and `is_closed` is touched only under `turn`."""
-
-    root: str
-    history: str
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held for the length of a stateful call: an episode's history is one sequence."""
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_open: bool = False
-    """Whether the real tools were opened."""
-    is_closed: bool = False
-    behind: list[tuple[ToolCall, ToolResult]] = field(default_factory=list)
-    """Replayed calls that the real tools have not seen, in order."""
-    is_detached: bool = False
-    """The real tools are in a state that no history describes: straight through from here on."""
-    broken: str = ""
-    """Why the real tools could not be brought to where the model believes them to be."""
-    tools: dict[str, str] = field(default_factory=dict)
-    """The versions of the tools there are, by name."""
-
-    def learn(self, specs: Sequence[tuple[ToolSpec, str]]) -> None:
-        self.tools = {spec.name: version for spec, version in specs}
-
-    def advance(self, label: Label, result: ToolResult) -> None:
-        self.history = next_history(label.key, result)
-
-
-# Why a call was not found: what was asked for, and what came nearest.
-
-_SHOWN = 300
-_COMPARED = 400
-
-
-def explain_miss(wanted: Label, recorded: Sequence[Label]) -> str:
-    """One message with tool, arguments and the nearest recorded call."""
-    asked = f"no recorded result for {wanted.tool}({_shown(wanted.arguments)})"
-    return f"{asked}; {_nearest(wanted, recorded)}. Record it, or use the mode replay_or_call"
-
-
-def _nearest(wanted: Label, recorded: Sequence[Label]) -> str:
-    if not recorded:
-        return "nothing is recorded for this tool"
-    same_arguments = [one for one in recorded if one.arguments_digest == wanted.arguments_digest]
-    if any(one.history == wanted.history for one in same_arguments):
-        return "this very call is recorded for another version of the tool: it was changed since"
-    if any(one.history == NO_HISTORY for one in same_arguments):
-        return "these arguments are recorded, but when the tool was declared stateless"
-    if same_arguments and wanted.history == NO_HISTORY:
-        return "these arguments are recorded, but when the tool was not declared stateless"
-    if same_arguments:
-        return "these arguments are recorded, but for another task or after other calls"
-    here = [one for one in recorded if one.history == wanted.history]
-    near = max(here or recorded, key=lambda one: _likeness(wanted.arguments, one.arguments))
-    where = "" if wanted.history == NO_HISTORY else " at this point" if here else " elsewhere"
-    return f"the nearest recorded call{where} is {near.tool}({_shown(near.arguments)})"
-
-
-def _likeness(one: str, other: str) -> float:
-    return SequenceMatcher(None, one[:_COMPARED], other[:_COMPARED], autojunk=False).quick_ratio()
-
-
-def _shown(arguments: str) -> str:
-    return arguments if len(arguments) <= _SHOWN else arguments[:_SHOWN] + "..."
-
-
-# Results of calls, found and kept: between typed results and a store of bytes.
-
-_LONG = 262_144  # from here on, coding is left to a thread
-_COMPARED_FOR_A_MISS = 50
-
-
 class RecordedCalls:
     """Looks results up and writes them, by the rules of a mode; counts both."""
 
-    def __init__(self, store: Store, mode: Mode, statistics: RecordingStats) -> None:
-        self._store, self._mode, self._statistics = store, mode, statistics
+    def __init__(self, store: Store, mode: Mode, stats: RecordingStats) -> None:
+        self._store, self._mode, self._stats = store, mode, stats
 
     async def find(self, label: Label) -> ToolResult | None:
         """The recorded result; None where calling is allowed, a typed failure where it is not."""
         data = await self._store.get(label.key)
         if data is None:
-            self._statistics.misses += 1
+            self._stats.misses += 1
             if self._mode is Mode.REPLAY:
                 near = await self._store.similar(label, _COMPARED_FOR_A_MISS)
                 raise InfraError(Boundary.TOOL, explain_miss(label, near), retriable=False)
@@ -142,7 +112,7 @@ class RecordedCalls:
         except BadRecord as error:
             message = f"the record of a call of {label.tool!r} is damaged: {error}; record it anew"
             raise RecordingStoreError(message, retriable=False) from error
-        self._statistics.hits += 1
+        self._stats.hits += 1
         return result
 
     async def keep(self, label: Label, result: ToolResult) -> None:
@@ -154,38 +124,24 @@ class RecordedCalls:
             message = f"what the tool {label.tool!r} gave cannot be recorded: {error}"
             raise InfraError(Boundary.TOOL, message, retriable=False) from error
         await self._store.put(label.key, data, label=label, replace=self._mode is Mode.RECORD)
-        self._statistics.recorded += 1
-
-
-# The lists of tools of a recorded set: what the model is told, with the version of each tool.
-#
-# A list is kept by its content, and a short note says which list there was after which history. The note
-# without a history is the *usual* list: the one seen last, for tasks that were never recorded. The tools
-# of this process need no recording for themselves, since their list can always be had; theirs is written
-# for those who replay without the tools.
-
-Specs = Sequence[tuple[ToolSpec, str]]
+        self._stats.recorded += 1
 
 
 class RecordedLists:
-    """Reads and writes the lists of one set."""
+    """The recorded lists of tools of one set: what the model is told, with the version of each tool.
+
+    A list is kept by its content, and a short note says which list there was after which history. The note
+    without a history points at the *usual* list: the one seen last, for tasks that were never recorded. Tools
+    of this process can always be listed; their list is written for those who replay without the tools.
+    """
 
     def __init__(
-        self,
-        inner: ToolSet | None,
-        store: Store,
-        name: str,
-        versions: Mapping[str, str],
-        *,
-        writes: bool,
-        replaces: bool,
+        self, inner: ToolSet | None, store: Store, name: str, versions: Mapping[str, str], mode: Mode
     ) -> None:
-        self._inner, self._store, self._name = inner, store, name
+        self._inner, self._store, self._name, self._mode = inner, store, name, mode
         self._versions = dict(versions)
-        self._writes, self._replaces = writes, replaces
         self._read: dict[str, Specs] = {}
         self._usual = ""
-        """The list that the note without a history was last made to point at."""
 
     @property
     def is_local(self) -> bool:
@@ -193,10 +149,10 @@ class RecordedLists:
         return isinstance(self._inner, LocalTools)
 
     async def real(self, history: str, context: ToolContext) -> Specs:
-        """What the real set says now; written down where this set writes, and `history` is one."""
+        """What the real set lists now; written down unless this only replays."""
         assert self._inner is not None
         specs = [(spec, self._version(spec)) for spec in await self._inner.list(context)]
-        if self._writes:
+        if self._mode is not Mode.REPLAY:
             await self._write(specs, NO_HISTORY if self.is_local else history)
         return specs
 
@@ -211,11 +167,12 @@ class RecordedLists:
 
     async def unopened(self, root: str, context: ToolContext) -> Specs:
         """The list for somebody who asks before, or without, opening the set."""
-        found = None if self._replaces else await self.recorded(root, context, or_usual=True)
-        if found is not None:
-            return found
-        if not self._writes:
-            raise self.miss()
+        if self._mode is not Mode.RECORD:
+            found = await self.recorded(root, context, or_usual=True)
+            if found is not None:
+                return found
+            if self._mode is Mode.REPLAY:
+                raise self.miss()
         return await self.real(NO_HISTORY, context)
 
     def miss(self) -> InfraError:
@@ -238,7 +195,7 @@ class RecordedLists:
             self._read[where] = specs
         if history != NO_HISTORY:
             key = specs_key(self._name, history)
-            await self._store.put(key, note, label=None, replace=self._replaces)
+            await self._store.put(key, note, label=None, replace=self._mode is Mode.RECORD)
         if self._usual != where:
             await self._store.put(specs_key(self._name, NO_HISTORY), note, label=None, replace=True)
             self._usual = where
@@ -258,3 +215,100 @@ class RecordedLists:
                 for spec, version in specs
             ]
         return self._read[where]
+
+
+# Records as bytes
+
+
+class BadRecord(ValueError):
+    """Bytes that are no record of ours."""
+
+
+def encode_result(result: ToolResult) -> bytes:
+    """A result as bytes; `TypeError` or `ValueError` when a foreign tool set gave something odd."""
+    require_text(result.content)
+    return _packed(result_to_json(result))
+
+
+def decode_result(data: bytes) -> ToolResult:
+    """The result that `encode_result` was given, equal in every field."""
+    raw = _unpacked(data)
+    try:
+        return result_from_json(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRecord(f"it is no result of a call ({type(error).__name__}: {error})") from None
+
+
+def encode_specs(specs: list[tuple[ToolSpec, str]]) -> bytes:
+    """Tools with their versions, as bytes; equal lists give equal bytes."""
+    rows = [[spec.name, spec.description, spec.parameters, version] for spec, version in specs]
+    return _packed({"tools": rows})
+
+
+def decode_specs(data: bytes) -> list[tuple[ToolSpec, str]]:
+    """Tools with their versions."""
+    raw = _unpacked(data)
+    try:
+        rows = [
+            (require_text(n), require_text(d), dict(p), require_text(v)) for n, d, p, v in raw["tools"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRecord(f"it is no list of tools ({type(error).__name__}: {error})") from None
+    return [
+        (ToolSpec(name, description, schema), version) for name, description, schema, version in rows
+    ]
+
+
+def _packed(value: Json) -> bytes:
+    # ASCII escapes carry lone surrogates, which UTF-8 cannot; keys stay in order, since a schema's order is
+    # part of the prompt
+    data = json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _PLAIN + data if len(data) < _COMPRESS_FROM else _COMPRESSED + zlib.compress(data, 1)
+
+
+def _unpacked(data: bytes) -> Json:
+    try:
+        if data[:1] not in (_PLAIN, _COMPRESSED):
+            raise ValueError("unknown form")
+        value = json.loads(zlib.decompress(data[1:]) if data[:1] == _COMPRESSED else data[1:])
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise BadRecord(f"it cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise BadRecord("it is not an object")
+    return value
+
+
+# Why a call was not found
+
+
+def explain_miss(wanted: Label, recorded: Sequence[Label]) -> str:
+    """One message with tool, arguments and the nearest recorded call."""
+    asked = f"no recorded result for {wanted.tool}({_shown(wanted.arguments)})"
+    return f"{asked}; {_nearest(wanted, recorded)}. Record it, or use the mode replay_or_call"
+
+
+def _nearest(wanted: Label, recorded: Sequence[Label]) -> str:
+    if not recorded:
+        return "nothing is recorded for this tool"
+    same_arguments = [one for one in recorded if one.arguments_digest == wanted.arguments_digest]
+    if any(one.history == wanted.history for one in same_arguments):
+        return "this very call is recorded for another version of the tool: it was changed since"
+    if any(one.history == NO_HISTORY for one in same_arguments):
+        return "these arguments are recorded, but when the tool was declared stateless"
+    if same_arguments and wanted.history == NO_HISTORY:
+        return "these arguments are recorded, but when the tool was not declared stateless"
+    if same_arguments:
+        return "these arguments are recorded, but for another task or after other calls"
+    here = [one for one in recorded if one.history == wanted.history]
+    near = max(here or recorded, key=lambda one: _similarity(wanted.arguments, one.arguments))
+    where = "" if wanted.history == NO_HISTORY else " at this point" if here else " elsewhere"
+    return f"the nearest recorded call{where} is {near.tool}({_shown(near.arguments)})"
+
+
+def _similarity(one: str, other: str) -> float:
+    first, second = one[:_COMPARED_CHARS], other[:_COMPARED_CHARS]
+    return SequenceMatcher(None, first, second, autojunk=False).quick_ratio()
+
+
+def _shown(arguments: str) -> str:
+    return arguments if len(arguments) <= _SHOWN_CHARS else arguments[:_SHOWN_CHARS] + "..."

@@ -1,4 +1,15 @@
-"""The real tools behind a recording: opened once for an episode, and only when they are needed."""
+"""A tool set that remembers: record what tools answer, replay it, or replay and call where nothing is known.
+
+Who waits for whom. The calls of an episode to stateful tools run one at a time, in the order in which they
+arrive, which for the calls of one turn is the order in which the model wrote them. So an episode's history is
+one sequence that depends on no scheduling: how long calls take, which ends first, what other episodes do. Tools
+declared stateless keep out of this: they run at once, have no history, and share their records between all
+episodes; of equal stateless calls at the same time one is made, and the others wait for it (they try themselves
+if it fails or is cancelled). Nothing else waits, and nothing is queued but callers.
+
+A real tool that is called after some calls were replayed has not seen those. They are made on it first
+(*catching up*), and what it answers is compared with what was recorded, which is what the model has read.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,93 +29,62 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, Tool
 from ludus.tools.recording.keys import (
     NO_HISTORY,
     Label,
-    Mode,
-    OnDivergence,
-    Scope,
     Unkeyable,
-    chosen,
     label_of,
+    next_history,
     result_digest,
     root_history,
     source_versions,
 )
-from ludus.tools.recording.lookup import EpisodeSession, RecordedCalls, RecordedLists, RecordingStats
+from ludus.tools.recording.lookup import (
+    Mode,
+    OnDivergence,
+    RecordedCalls,
+    RecordedLists,
+    RecordingStats,
+    Scope,
+    Specs,
+    chosen,
+)
 from ludus.tools.recording.stores import Store, open_store
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import as_toolset, malformed, shut, unknown_tool
 
-# the episodes whose real call is running around here
-_inside: ContextVar[frozenset[EpisodeSession]] = ContextVar("ludus_recording", default=frozenset())
-
-
-class RealTools:
-    """A tool set with lazy opening. Where there is none, nothing but `close` may be asked of it."""
-
-    def __init__(self, inner: ToolSet | None, statistics: RecordingStats) -> None:
-        self._inner, self._statistics = inner, statistics
-
-    @property
-    def tools(self) -> ToolSet:
-        assert self._inner is not None  # only replaying does without, and it never calls
-        return self._inner
-
-    def is_inside(self, session: EpisodeSession) -> bool:
-        """Whether we are called by a tool of this very episode: then its call is recorded as one."""
-        return session in _inside.get()
-
-    async def open(self, session: EpisodeSession, context: ToolContext) -> None:
-        async with session.opening:
-            if session.is_closed:
-                raise not_open(context)
-            if not session.is_open:
-                await self.tools.open(context)
-                session.is_open = True
-                self._statistics.opened += 1
-
-    async def call(self, session: EpisodeSession, call: ToolCall, context: ToolContext) -> ToolResult:
-        await self.open(session, context)
-        token = _inside.set(_inside.get() | {session})
-        try:
-            return await self.tools.call(call, context)
-        finally:
-            _inside.reset(token)
-
-    async def shut(self) -> None:
-        """Release what they hold for all episodes together."""
-        if self._inner is not None:
-            await shut(self._inner)
-
-    async def close(self, session: EpisodeSession, context: ToolContext) -> None:
-        async with session.opening:
-            session.is_closed = True
-            if session.is_open:
-                await self.tools.close(context)
-
-
-def not_open(context: ToolContext) -> InfraError:
-    """The failure of a call that comes before `open` or after `close`."""
-    message = f"a call in the episode {context.episode!r}, which is not open"
-    return InfraError(Boundary.TOOL, message, retriable=False)
-
-
-# A tool set that remembers: record what tools answer, replay it, or replay and call where nothing is
-# known.
-#
-# Who waits for whom. The calls of an episode to stateful tools run one at a time, in the order in which
-# they arrive, which for the calls of one turn is the order in which the model wrote them. So an episode's
-# history is one sequence that depends on no scheduling: how long calls take, which ends first, what other
-# episodes do. What is recorded is what such a sequence gave, and can be played again. Tools declared
-# stateless keep out of this: they run at once, have no history, and share their records between all
-# episodes; of equal stateless calls at the same time one is made, and the others wait for it (they try
-# themselves if it fails or is cancelled). Nothing else waits, and nothing is queued but callers.
-#
-# A real tool that is called after some calls were replayed has not seen those. They are made on it first
-# (*catching up*), and what it answers is compared with what was recorded, which is what the model has
-# read.
-
 _log = logging.getLogger(__name__)
 
 _ALL = "*"
+
+
+@dataclass(slots=True, eq=False)
+class _EpisodeState:
+    """One open episode. Everything but `is_open` and `is_closed` is touched only under `turn`."""
+
+    root: str
+    history: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held for the length of a stateful call: an episode's history is one sequence."""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_open: bool = False
+    """Whether the real tools were opened."""
+    is_closed: bool = False
+    behind: list[tuple[ToolCall, ToolResult]] = field(default_factory=list)
+    """Replayed calls that the real tools have not seen, in order."""
+    is_detached: bool = False
+    """The real tools are in a state that no history describes: calls go straight through from here on."""
+    broken: str = ""
+    """Why the real tools could not be brought to where the model believes them to be."""
+    tools: dict[str, str] = field(default_factory=dict)
+    """The versions of the tools there are, by name."""
+
+    def learn(self, specs: Specs) -> None:
+        self.tools = {spec.name: version for spec, version in specs}
+
+    def advance(self, label: Label, result: ToolResult) -> None:
+        self.history = next_history(label.key, result)
+
+
+# The episodes whose real call is running in this context.
+_inside: ContextVar[frozenset[_EpisodeState]] = ContextVar("ludus_recording", default=frozenset())
 
 
 class RecordedTools:
@@ -135,129 +116,130 @@ class RecordedTools:
             raise ConfigError(f"stateless is a list of names: write stateless=[{stateless!r}]")
         self.stateless = frozenset(stateless)
         self.statistics = RecordingStats()
-        self._store = store
-        self._real = RealTools(inner, self.statistics)
+        self._inner, self._store = inner, store
         self._per_episode = chosen(Scope, scope, "scope") is Scope.EPISODE
-        self._memory = RecordedCalls(store, self.mode, self.statistics)
-        self._lists = RecordedLists(
-            inner,
-            store,
-            name,
-            versions or {},
-            writes=self.mode is not Mode.REPLAY,
-            replaces=self.mode is Mode.RECORD,
-        )
-        self._sessions: dict[str, EpisodeSession] = {}
+        self._calls = RecordedCalls(store, self.mode, self.statistics)
+        self._lists = RecordedLists(inner, store, name, versions or {}, self.mode)
+        self._episodes: dict[str, _EpisodeState] = {}
         self._running: dict[str, asyncio.Future[ToolResult | None]] = {}
 
     async def open(self, context: ToolContext) -> None:
         """Get ready. The real tools are opened now only in the mode record, else when first needed."""
-        if context.episode in self._sessions:
-            raise InfraError(
-                Boundary.TOOL, f"the episode {context.episode!r} is open already", retriable=False
-            )
+        if context.episode in self._episodes:
+            raise _failure(f"the episode {context.episode!r} is open already")
         root = root_history(context, per_episode=self._per_episode)
-        session = self._sessions[context.episode] = EpisodeSession(root, root)
+        state = self._episodes[context.episode] = _EpisodeState(root, root)
         try:
             if self.mode is Mode.RECORD:
-                await self._real.open(session, context)
-            async with session.turn:
-                session.learn(await self._specs(session, context))
-            self._check_names(session)
+                await self._open_real(state, context)
+            async with state.turn:
+                state.learn(await self._specs(state, context))
+            unknown = self.stateless - {_ALL} - set(state.tools)
+            if unknown and self._lists.is_local:  # the list of another set may change
+                known = ", ".join(sorted(state.tools)) or "none"
+                raise ConfigError(f"stateless names {min(unknown)!r}, but the tools are: {known}")
         except BaseException:
-            await self._close_quietly(context)
+            try:
+                await self.close(context)
+            except Exception:  # noqa: BLE001 - logged, so that the first error is not hidden
+                _log.exception("the tools of episode %s could not be closed", context.episode)
             raise
 
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
         """The tools that can be called now; from the recording where there is one for this moment."""
-        session = self._sessions.get(context.episode)
-        if session is None:
+        state = self._episodes.get(context.episode)
+        if state is None:
             root = root_history(context, per_episode=self._per_episode)
             return [spec for spec, _ in await self._lists.unopened(root, context)]
-        if self._real.is_inside(session):
-            return await self._real.tools.list(context)
-        async with session.turn:
-            specs = await self._specs(session, context)
-            session.learn(specs)
+        if state in _inside.get():
+            return await self._real.list(context)
+        async with state.turn:
+            specs = await self._specs(state, context)
+            state.learn(specs)
         return [spec for spec, _ in specs]
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         """The recorded result or the real one, by the mode. Failures of ours are never recorded."""
         if call.fault is not None:
             return malformed(call)
-        session = self._session(context)
-        if self._real.is_inside(session):
-            return await self._real.tools.call(call, context)
+        state = self._episodes.get(context.episode)
+        if state is None:
+            raise _not_open(context)
+        if state in _inside.get():  # called by a tool of this very episode: recorded as part of its call
+            return await self._real.call(call, context)
+        is_stateless = call.name in self.stateless or _ALL in self.stateless
         try:
-            if call.name in session.tools and self._is_stateless(call.name):
-                return await self._stateless_call(session, call, context)
-            async with session.turn:
-                if call.name not in session.tools:
-                    session.learn(await self._specs(session, context))
-                if call.name not in session.tools:
-                    return unknown_tool(call.name, session.tools)
-                if self._is_stateless(call.name):
-                    return await self._stateless_call(session, call, context)
-                return await self._stateful_call(session, call, context)
+            if is_stateless and call.name in state.tools:
+                return await self._stateless_call(state, call, context)
+            async with state.turn:
+                if call.name not in state.tools:
+                    state.learn(await self._specs(state, context))
+                if call.name not in state.tools:
+                    return unknown_tool(call.name, state.tools)
+                perform = self._stateless_call if is_stateless else self._stateful_call
+                return await perform(state, call, context)
         except Unkeyable as problem:
             return ToolResult(f"The arguments of {call.name} are {problem}.", fault=Fault.BAD_ARGUMENTS)
 
     async def close(self, context: ToolContext) -> None:
         """Close the real tools where they were opened."""
-        session = self._sessions.pop(context.episode, None)
-        if session is not None:
-            await self._real.close(session, context)
-
-    async def _close_quietly(self, context: ToolContext) -> None:
-        """After something else went wrong, which is what the caller should hear of."""
-        try:
-            await self.close(context)
-        except Exception:  # noqa: BLE001 - logged, so that the first error is not hidden
-            _log.exception("the tools of episode %s could not be closed", context.episode)
+        state = self._episodes.pop(context.episode, None)
+        if state is None:
+            return
+        async with state.opening:
+            state.is_closed = True
+            if state.is_open:
+                await self._real.close(context)
 
     async def aclose(self) -> None:
         """Release the store's connections, and what the real tools hold; for the end of a run."""
         await self._store.close()
-        await self._real.shut()
+        if self._inner is not None:
+            await shut(self._inner)
 
-    def _session(self, context: ToolContext) -> EpisodeSession:
-        session = self._sessions.get(context.episode)
-        if session is None:
-            raise not_open(context)
-        return session
+    @property
+    def _real(self) -> ToolSet:
+        assert self._inner is not None  # only replaying does without, and it never calls
+        return self._inner
 
-    def _is_stateless(self, name: str) -> bool:
-        return name in self.stateless or _ALL in self.stateless
+    async def _open_real(self, state: _EpisodeState, context: ToolContext) -> None:
+        async with state.opening:
+            if state.is_closed:
+                raise _not_open(context)
+            if not state.is_open:
+                await self._real.open(context)
+                state.is_open = True
+                self.statistics.opened += 1
 
-    def _check_names(self, session: EpisodeSession) -> None:
-        unknown = self.stateless - {_ALL} - set(session.tools)
-        if unknown and self._lists.is_local:  # of another set, the list may change
-            known = ", ".join(sorted(session.tools)) or "none"
-            raise ConfigError(f"stateless names {min(unknown)!r}, but the tools are: {known}")
+    async def _call_real(self, state: _EpisodeState, call: ToolCall, context: ToolContext) -> ToolResult:
+        await self._open_real(state, context)
+        token = _inside.set(_inside.get() | {state})
+        try:
+            return await self._real.call(call, context)
+        finally:
+            _inside.reset(token)
 
-    async def _specs(
-        self, session: EpisodeSession, context: ToolContext
-    ) -> Sequence[tuple[ToolSpec, str]]:
-        """The tools now. The caller holds `session.turn`."""
-        if session.is_detached:
+    async def _specs(self, state: _EpisodeState, context: ToolContext) -> Specs:
+        """The tools now. The caller holds `state.turn`."""
+        if state.is_detached:
             return await self._lists.real(NO_HISTORY, context)
-        if session.is_open and not session.behind:
-            return await self._lists.real(session.history, context)
-        or_usual = self.mode is Mode.REPLAY or session.history == session.root
-        found = await self._lists.recorded(session.history, context, or_usual=or_usual)
+        if state.is_open and not state.behind:
+            return await self._lists.real(state.history, context)
+        or_usual = self.mode is Mode.REPLAY or state.history == state.root
+        found = await self._lists.recorded(state.history, context, or_usual=or_usual)
         if found is not None:
             return found
         if self.mode is Mode.REPLAY:
             raise self._lists.miss()
-        in_step = await self._catch_up(session, context)
-        return await self._lists.real(session.history if in_step else NO_HISTORY, context)
+        in_step = await self._catch_up(state, context)
+        return await self._lists.real(state.history if in_step else NO_HISTORY, context)
 
     async def _stateless_call(
-        self, session: EpisodeSession, call: ToolCall, context: ToolContext
+        self, state: _EpisodeState, call: ToolCall, context: ToolContext
     ) -> ToolResult:
-        label = label_of(call.name, session.tools[call.name], NO_HISTORY, call.arguments)
+        label = label_of(call.name, state.tools[call.name], NO_HISTORY, call.arguments)
         if self.mode is Mode.RECORD:
-            return await self._call_and_keep(session, call, context, label)
+            return await self._call_and_keep(state, call, context, label)
         while (running := self._running.get(label.key)) is not None:
             await asyncio.wait((running,))
             shared = running.result()
@@ -267,87 +249,92 @@ class RecordedTools:
         mine = self._running[label.key] = asyncio.get_running_loop().create_future()
         result: ToolResult | None = None
         try:
-            result = await self._memory.find(label)
+            result = await self._calls.find(label)
             if result is None:
-                result = await self._call_and_keep(session, call, context, label)
+                result = await self._call_and_keep(state, call, context, label)
         finally:
             del self._running[label.key]
             mine.set_result(result)
         return result
 
     async def _stateful_call(
-        self, session: EpisodeSession, call: ToolCall, context: ToolContext
+        self, state: _EpisodeState, call: ToolCall, context: ToolContext
     ) -> ToolResult:
-        if session.is_detached:
-            return await self._call_unrecorded(session, call, context)
-        if session.broken:
-            raise InfraError(Boundary.TOOL, session.broken, retriable=False)
-        label = label_of(call.name, session.tools[call.name], session.history, call.arguments)
-        result = None if self.mode is Mode.RECORD else await self._memory.find(label)
+        if state.is_detached:
+            return await self._call_unrecorded(state, call, context)
+        if state.broken:
+            raise _failure(state.broken)
+        label = label_of(call.name, state.tools[call.name], state.history, call.arguments)
+        result = None if self.mode is Mode.RECORD else await self._calls.find(label)
         if result is not None:
             if self.mode is Mode.REPLAY_OR_CALL:
-                session.behind.append((call, result))
-            session.advance(label, result)
+                state.behind.append((call, result))
+            state.advance(label, result)
             return result
-        if not await self._catch_up(session, context):
-            return await self._call_unrecorded(session, call, context)
+        if not await self._catch_up(state, context):
+            return await self._call_unrecorded(state, call, context)
         try:
-            result = await self._call_and_keep(session, call, context, label)
+            result = await self._call_and_keep(state, call, context, label)
         except BaseException:
-            # it may have had its effect or not, so what follows has no history that could be found again
-            session.is_detached = True
+            # It may have had its effect or not, so what follows has no history that could be found again.
+            state.is_detached = True
             raise
-        session.advance(label, result)
+        state.advance(label, result)
         return result
 
     async def _call_unrecorded(
-        self, session: EpisodeSession, call: ToolCall, context: ToolContext
+        self, state: _EpisodeState, call: ToolCall, context: ToolContext
     ) -> ToolResult:
         self.statistics.unrecorded += 1
-        return await self._real.call(session, call, context)
+        return await self._call_real(state, call, context)
 
     async def _call_and_keep(
-        self, session: EpisodeSession, call: ToolCall, context: ToolContext, label: Label
+        self, state: _EpisodeState, call: ToolCall, context: ToolContext, label: Label
     ) -> ToolResult:
-        result = await self._real.call(session, call, context)
-        await self._memory.keep(label, result)
+        result = await self._call_real(state, call, context)
+        await self._calls.keep(label, result)
         return result
 
-    async def _catch_up(self, session: EpisodeSession, context: ToolContext) -> bool:
+    async def _catch_up(self, state: _EpisodeState, context: ToolContext) -> bool:
         """Make the replayed calls on the real tools, in order; whether these are now where they should be.
 
-        The caller holds `session.turn`.
+        The caller holds `state.turn`.
         """
-        if session.broken:
-            raise InfraError(Boundary.TOOL, session.broken, retriable=False)
-        await self._real.open(session, context)
-        while session.behind:
-            call, recorded = session.behind[0]
+        if state.broken:
+            raise _failure(state.broken)
+        await self._open_real(state, context)
+        while state.behind:
+            call, recorded = state.behind[0]
             try:
-                result = await self._real.call(session, call, context)
+                result = await self._call_real(state, call, context)
             except BaseException as error:
-                session.broken = f"catching up with replayed calls, {call.name!r} failed: {error}"
+                state.broken = f"catching up with replayed calls, {call.name!r} failed: {error}"
                 raise
             self.statistics.caught_up += 1
-            session.behind.pop(0)
+            state.behind.pop(0)
             if result_digest(result) != result_digest(recorded):
-                self._diverge(session, call, context)
-        return not session.is_detached
+                self._diverge(state, call, context)
+        return not state.is_detached
 
-    def _diverge(self, session: EpisodeSession, call: ToolCall, context: ToolContext) -> None:
+    def _diverge(self, state: _EpisodeState, call: ToolCall, context: ToolContext) -> None:
         self.statistics.diverged += 1
         message = (
             f"the tool {call.name!r} now answers otherwise than recorded, so the rest of an episode of task "
             f"{context.task.id!r} cannot follow from what the model has read"
         )
         if self.on_divergence is OnDivergence.FAIL:
-            session.broken = f"{message}; record anew, or choose on_divergence='continue'"
-            raise InfraError(Boundary.TOOL, session.broken, retriable=False)
-        session.is_detached = True
+            state.broken = f"{message}; record anew, or choose on_divergence='continue'"
+            raise _failure(state.broken)
+        state.is_detached = True
         _log.warning("%s; going on with the real tool, unrecorded", message)
 
 
-# `recorded`: tools with a memory, in one line.
+def _failure(message: str) -> InfraError:
+    return InfraError(Boundary.TOOL, message, retriable=False)
+
+
+def _not_open(context: ToolContext) -> InfraError:
+    return _failure(f"a call in the episode {context.episode!r}, which is not open")
 
 
 def recorded(
@@ -364,9 +351,10 @@ def recorded(
     """`tools` (functions, tools, tool sets, or None to replay) with a memory at a path or an address.
 
     Functions and tools given here have their own source as version, unless `versions` names one; those
-    inside a tool set are known by their specs alone. The rest is as for `RecordedTools`.
+    inside a tool set are known by their specs alone. The options are those of `RecordedTools`.
     """
-    things = [] if tools is None else _one_by_one(tools)
+    is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
+    things = [] if tools is None else [tools] if is_one else list(tools)
     return RecordedTools(
         None if tools is None else as_toolset(things),
         open_store(address, must_exist=chosen(Mode, mode, "mode") is Mode.REPLAY),
@@ -377,14 +365,6 @@ def recorded(
         on_divergence=on_divergence,
         name=name,
     )
-
-
-def _one_by_one(tools: Any) -> list[Any]:
-    is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
-    return [tools] if is_one else list(tools)
-
-
-# The settings of a recording, as a recipe writes them.
 
 
 class RecordingConfig(Config):
@@ -407,13 +387,5 @@ class RecordingConfig(Config):
 
     def wrap(self, tools: Any) -> RecordedTools:
         """`tools` with this memory."""
-        return recorded(
-            tools,
-            self.path,
-            self.mode,
-            stateless=self.stateless,
-            versions=self.versions,
-            scope=self.scope,
-            on_divergence=self.on_divergence,
-            name=self.name,
-        )
+        options = {key: getattr(self, key) for key in type(self).model_fields if key != "path"}
+        return recorded(tools, self.path, **options)

@@ -169,7 +169,7 @@ class SQLiteStore:
         return [Label(*row) for row in dict.fromkeys(rows)][:most]
 
     async def close(self) -> None:
-        self._mind_forks()
+        self._reset_after_fork()
         await self._threads.run(self._close)
         await self._threads.close()
 
@@ -178,8 +178,8 @@ class SQLiteStore:
 
     async def _run(self, statement: Callable[[sqlite3.Connection], T]) -> T:
         try:
-            self._mind_forks()
-            return await self._threads.run(self._locked, statement)
+            self._reset_after_fork()
+            return await self._threads.run(self._with_connection, statement)
         except WorkerError as error:
             raise RecordingStoreError(f"the recording {self.path} could not be used: {error}") from error
         except sqlite3.OperationalError as error:
@@ -187,12 +187,12 @@ class SQLiteStore:
         except sqlite3.DatabaseError as error:
             raise self._corrupt(error) from error
 
-    def _mind_forks(self) -> None:
+    def _reset_after_fork(self) -> None:
         """A connection must not be used, nor even closed, on the other side of a fork."""
         if self._process != os.getpid():
             self._process, self._lock, self._connection = os.getpid(), threading.Lock(), None
 
-    def _locked(self, statement: Callable[[sqlite3.Connection], T]) -> T:
+    def _with_connection(self, statement: Callable[[sqlite3.Connection], T]) -> T:
         with self._lock:
             if self._connection is None:
                 self._connection = self._connect()
@@ -251,13 +251,13 @@ class SQLiteStore:
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         if self._version(db) == 0:
-            self._patiently(lambda: _create(db))
-        self._patiently(lambda: db.execute("PRAGMA journal_mode = WAL").fetchone())
+            self._retry_while_locked(lambda: _create(db))
+        self._retry_while_locked(lambda: db.execute("PRAGMA journal_mode = WAL").fetchone())
         db.execute("PRAGMA synchronous = NORMAL")
 
     def _version(self, db: sqlite3.Connection) -> int:
         """The version of the schema; 0 for a new file."""
-        version, owner, tables = self._patiently(lambda: _marks(db))
+        version, owner, tables = self._retry_while_locked(lambda: _marks(db))
         if version == 0 and owner == 0 and tables == 0:
             return 0
         if owner != _APPLICATION:
@@ -271,7 +271,7 @@ class SQLiteStore:
             )
         return version
 
-    def _patiently(self, action: Callable[[], T]) -> T:
+    def _retry_while_locked(self, action: Callable[[], T]) -> T:
         """Some locks of SQLite (the switch to write-ahead mode, recovery) do not wait by themselves."""
         deadline = time.monotonic() + self.busy_seconds
         while True:
