@@ -20,8 +20,7 @@ from ludus.rollouts.episode import Budgets
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
-from ludus.tools.recording import Mode, RecordedTools, RecordingConfig
-from ludus.tools.recording.keys import Label
+from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig
 
 
 @reward

@@ -21,13 +21,20 @@ import pytest
 from recording_samples import REDIS_PROGRAM, redis_server
 
 from ludus.core.failures import Boundary, ConfigError
-from ludus.tools.recording import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
-from ludus.tools.recording.keys import Label, label_of
+from ludus.tools.recording import (
+    Label,
+    RecordingStoreError,
+    RedisStore,
+    SQLiteStore,
+    Store,
+    label_of,
+    open_store,
+)
 
 WRITER = """
 import asyncio, sys
 from ludus.tools.recording import SQLiteStore
-from ludus.tools.recording.keys import label_of
+from ludus.tools.recording import label_of
 
 async def main(path, writer, count):
     store = SQLiteStore(path)

@@ -20,6 +20,7 @@ from ludus.core.messages import Media, ToolCall, ToolContext, ToolResult, ToolSe
 from ludus.core.task import Task
 from ludus.tools import CombinedTools, LocalTools, as_toolset, tool
 from ludus.tools.recording import (
+    Label,
     RecordedTools,
     RecordingStats,
     RecordingStoreError,
@@ -27,7 +28,6 @@ from ludus.tools.recording import (
     Store,
     recorded,
 )
-from ludus.tools.recording.keys import Label
 
 
 class MemoryStore:

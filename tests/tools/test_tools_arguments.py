@@ -18,7 +18,7 @@ from ludus.core.failures import Fault, ToolFault
 from ludus.core.messages import ToolContext
 from ludus.core.task import Task
 from ludus.tools import tool
-from ludus.tools.arguments import fit
+from ludus.tools.arguments import validate_arguments
 from ludus.tools.signature import signature_of
 
 CONTEXT = ToolContext("episode", Task.of("go"))
@@ -49,7 +49,7 @@ def fitted(hint: Any, value: Any, **more: Any) -> Any:
     def function(value): ...
 
     function.__annotations__["value"] = hint
-    return fit(signature_of(function, "f"), {"value": value, **more}, "f")["value"]
+    return validate_arguments(signature_of(function, "f"), {"value": value, **more}, "f")["value"]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_value_written_as_json_comes_back_equal(pairs: list[tuple[Any, Any]]):
     function.__annotations__ = {name: hint for name, (hint, _) in zip(names, pairs, strict=True)}
     signature = signature_of(function, "f")
     written = json.loads(json.dumps({n: as_json(v) for n, (_, v) in zip(names, pairs, strict=True)}))
-    result = fit(signature, written, "f")
+    result = validate_arguments(signature, written, "f")
     assert result == {name: value for name, (_, value) in zip(names, pairs, strict=True)}
     for name, (_, value) in zip(names, pairs, strict=True):
         assert type(result[name]) is type(value)
@@ -340,7 +340,7 @@ def test_any_json_at_all_is_either_fitted_or_refused_with_a_reason(arguments: An
     def function(a: int, b: list[Point], c: Literal["x", 1] = "x", d: dict[str, Card] | None = None): ...
 
     try:
-        result = fit(signature_of(function, "f"), arguments, "f")
+        result = validate_arguments(signature_of(function, "f"), arguments, "f")
     except ToolFault as fault:
         assert fault.fault is Fault.BAD_ARGUMENTS
         assert len(str(fault)) < 10_000

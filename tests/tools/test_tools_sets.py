@@ -159,7 +159,5 @@ async def test_results_are_limited_in_tokens_too():
     def speak() -> str:
         return "é" * 5_000
 
-    for most, expected in ((None, 100), (400, 100), (60, 60)):
-        tools = as_toolset([speak], encode=encode, max_tokens=most)
-        result = await tools.call(ToolCall("speak"), CONTEXT)
-        assert expected - 10 < len(encode(result.content)) <= expected
+    result = await as_toolset([speak], encode=encode).call(ToolCall("speak"), CONTEXT)
+    assert 90 < len(encode(result.content)) <= 100

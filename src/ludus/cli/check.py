@@ -22,9 +22,8 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, close_shared_sandboxes
-from ludus.tools import shut
+from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
-from ludus.tools.signature import example_of
 from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
 from ludus.training.recipe import Recipe, load_recipe
 

@@ -11,8 +11,7 @@ from ludus.core.failures import ConfigError, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolSpec
 from ludus.core.task import Task
 from ludus.envs.env import Env, as_step, call_env, reset_env
-from ludus.tools import as_toolset
-from ludus.tools.signature import example_of
+from ludus.tools import as_toolset, example_of
 
 _SECONDS = 60.0
 _TEXT = "look"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ludus.core.concurrency import run_sync
 from ludus.core.config import Config
 from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
@@ -20,7 +21,10 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts.renderer import NextContext, Renderer
-from ludus.tools.calling import OutputLimits
+from ludus.tools import OutputLimits
+
+_LONG_RESULT = 4_000
+"""Characters from which a result is cut in a thread."""
 
 
 class Budgets(Config):
@@ -223,7 +227,7 @@ class Episode:
         refusal = ToolResult(
             f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
         )
-        bounded = [self._bounded(result) for result in results]
+        bounded = [await self._bounded(result) for result in results]
         return [*zip(allowed, bounded, strict=True), *((call, refusal) for call in refused)]
 
     def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
@@ -290,10 +294,17 @@ class Episode:
         kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
         self._sequence.segments.append(Segment(kind, step.tokens))
 
-    def _bounded(self, result: ToolResult) -> ToolResult:
-        """The result within its budget of tokens."""
-        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
-        content = OutputLimits(len(result.content), limit, encode).apply(result.content)
+    async def _bounded(self, result: ToolResult) -> ToolResult:
+        """The result within its budget of tokens; a long one is cut in a thread, since that takes a while."""
+        limits = OutputLimits(
+            len(result.content),
+            self.budgets.max_observation_tokens,
+            self._renderer.tokenizer.encode_text,
+        )
+        if len(result.content) <= _LONG_RESULT:
+            content = limits.apply(result.content)
+        else:
+            content = await run_sync(limits.apply, result.content)
         return result if content == result.content else replace(result, content=content)
 
     def _record(self, pairs: Sequence[tuple[ToolCall, ToolResult]]) -> None:

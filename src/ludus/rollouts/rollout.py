@@ -184,7 +184,6 @@ class Rollout:
             own = LocalTools(
                 [tool for env_name, env in envs.items() for tool in await tools_of(env, env_name)],
                 encode=self.renderer.tokenizer.encode,
-                max_tokens=self.budgets.max_observation_tokens,
             )
             tools = CombinedTools([self.tools, own])
             await tools.open(context)

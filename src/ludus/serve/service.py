@@ -21,8 +21,8 @@ from ludus.serve.metrics import Metrics
 from ludus.serve.problems import Problem
 from ludus.serve.sessions import OPENING, Session, Sessions
 from ludus.serve.settings import ServerConfig
+from ludus.tools import unknown_tool
 from ludus.tools.hosting import ToolFacts, ToolHost
-from ludus.tools.toolset import unknown_tool
 from ludus.tools.wire import CallBody, ErrorKind
 
 _DRAIN_PAUSE = 1.0

@@ -1,9 +1,24 @@
 """Tools: plain Python functions that a model can call.
 
 `tool` makes one of a function, `Tool` is the base class, a tool set is what an episode opens and calls.
+Packages below: `library` (tools that come with Ludus), `recording` (record and replay), `hosting` (worker
+processes behind the tool server); `remote` has the tools of a server.
 """
 
+from ludus.tools.calling import OutputLimits
+from ludus.tools.signature import example_of
 from ludus.tools.tool import FunctionTool, Tool, tool
-from ludus.tools.toolset import CombinedTools, LocalTools, as_toolset, shut
+from ludus.tools.toolset import CombinedTools, LocalTools, as_toolset, shut, unknown_tool
 
-__all__ = ["CombinedTools", "FunctionTool", "LocalTools", "Tool", "as_toolset", "shut", "tool"]
+__all__ = [
+    "CombinedTools",
+    "FunctionTool",
+    "LocalTools",
+    "OutputLimits",
+    "Tool",
+    "as_toolset",
+    "example_of",
+    "shut",
+    "tool",
+    "unknown_tool",
+]

@@ -38,7 +38,7 @@ _MISSING = {
 _DEEPEST = 200
 
 
-def fit(signature: Signature, arguments: Any, tool: str) -> dict[str, Any]:
+def validate_arguments(signature: Signature, arguments: Any, tool: str) -> dict[str, Any]:
     """Values by parameter name; a `ToolFault` (BAD_ARGUMENTS) tells the model what was wrong."""
     raw = _as_object(arguments, tool)
     try:
@@ -84,7 +84,7 @@ def _as_object(arguments: Any, tool: str) -> dict[str, Any]:
     return {str(key): value for key, value in arguments.items()}
 
 
-# Repairs ------------------------------------------------------------------------------------------
+# Repairs
 
 
 class _Remove:
@@ -172,7 +172,7 @@ def _replaced(raw: Any, path: Path, value: Any) -> Any:
     return copy
 
 
-# Explanations -------------------------------------------------------------------------------------
+# Explanations
 
 
 def _bad(tool: str, lines: Sequence[str]) -> ToolFault:

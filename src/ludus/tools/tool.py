@@ -15,71 +15,9 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 from ludus.core.failures import ConfigError, Fault, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import register_user_code
-from ludus.tools.arguments import fit
+from ludus.tools.arguments import validate_arguments
 from ludus.tools.calling import Encode, Invocation, OutputLimits, invoke
 from ludus.tools.signature import Signature, is_loose, signature_of
-
-# A first-in-first-out limit on calls in flight that belongs to no event loop.
-
-
-class Limiter:
-    """At most `limit` holders at a time, over all event loops and threads; None means no limit."""
-
-    def __init__(self, limit: int | None) -> None:
-        self._lock = threading.Lock()
-        self._free = limit
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
-        if self._free is None:
-            yield
-            return
-        await self._take()
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    async def _take(self) -> None:
-        assert self._free is not None
-        with self._lock:
-            if self._free > 0:
-                self._free -= 1
-                return
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            with self._lock:
-                granted = turn not in self._waiting
-                if not granted:
-                    self._waiting.remove(turn)
-            if granted:
-                self._pass_on()  # the slot was given to us while we were being cancelled
-            raise
-
-    def _pass_on(self) -> None:
-        assert self._free is not None
-        with self._lock:
-            while self._waiting:
-                turn = self._waiting.popleft()
-                try:
-                    turn.get_loop().call_soon_threadsafe(_grant, turn)
-                except RuntimeError:
-                    continue  # its event loop is closed: nobody waits there any more
-                return
-            self._free += 1
-
-
-def _grant(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
-
-
-# A tool: a plain Python function that a model can call, by `@tool` or by a subclass of `Tool`.
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +43,7 @@ class Tool:
     max_chars: int = 20_000
     """How long a result may be; the middle of a longer one is left out."""
     max_tokens: int | None = None
-    """The same in tokens, where the tool set knows the tokenizer."""
+    """The same in tokens, where the tool set knows the tokenizer. Each observation has a budget besides."""
     process: bool = False
     """Run in a worker process that is killed at the deadline; the function must be importable."""
     retries: int = 2
@@ -159,31 +97,24 @@ class Tool:
             self._find_env(context)
 
     async def call(
-        self,
-        arguments: Any,
-        context: ToolContext,
-        *,
-        encode: Encode | None = None,
-        max_tokens: int | None = None,
+        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
     ) -> ToolResult:
         """Validate, run, render. The model's faults come back as results; ours raise `InfraError`."""
         try:
-            values = fit(self.signature, arguments, self.name)
+            values = validate_arguments(self.signature, arguments, self.name)
         except ToolFault as fault:
             return ToolResult(str(fault), fault=Fault.BAD_ARGUMENTS)
         if self.signature.env is not None:
             values[self.signature.env] = self._find_env(context)
         if self.signature.context is not None:
             values[self.signature.context] = context
-        limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        output = OutputLimits(self.max_chars, min(limits, default=None), encode)
         args, kwargs = self.signature.bind(values)
         invocation = Invocation(
             tool=self.name,
             function=self._target(),
             args=tuple(args),
             kwargs=kwargs,
-            limits=output,
+            limits=OutputLimits(self.max_chars, self.max_tokens, encode),
             timeout=self.timeout,
             process=self.process,
             retries=self.retries,
@@ -352,3 +283,60 @@ def _check_options(tool: Tool) -> None:
     for option, good in checks.items():
         if not good:
             raise ConfigError(f"tool {tool.name!r}: {option} cannot be {getattr(tool, option)!r}")
+
+
+class Limiter:
+    """At most `limit` holders at a time (None: any), first in, first out, over all event loops and threads."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._lock = threading.Lock()
+        self._free = limit
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a slot and hold it."""
+        if self._free is None:
+            yield
+            return
+        await self._take()
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _take(self) -> None:
+        assert self._free is not None
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+                return
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                granted = turn not in self._waiting
+                if not granted:
+                    self._waiting.remove(turn)
+            if granted:
+                self._pass_on()  # the slot was given to us while we were being cancelled
+            raise
+
+    def _pass_on(self) -> None:
+        assert self._free is not None
+        with self._lock:
+            while self._waiting:
+                turn = self._waiting.popleft()
+                try:
+                    turn.get_loop().call_soon_threadsafe(_grant, turn)
+                except RuntimeError:
+                    continue  # its event loop is closed: nobody waits there any more
+                return
+            self._free += 1
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

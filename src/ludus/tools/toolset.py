@@ -18,15 +18,11 @@ class LocalTools:
     """Tools of this process. It keeps no state per episode, so one set serves all of them at once."""
 
     def __init__(
-        self,
-        tools: Iterable[Tool | Callable[..., Any]],
-        *,
-        encode: Encode | None = None,
-        max_tokens: int | None = None,
+        self, tools: Iterable[Tool | Callable[..., Any]], *, encode: Encode | None = None
     ) -> None:
-        """`encode` and `max_tokens` bound every result in tokens, on top of each tool's own limits."""
+        """`encode` is the tokenizer's, for tools with a limit of their own in tokens (`max_tokens`)."""
         self._tools: dict[str, Tool] = {}
-        self._encode, self._max_tokens = encode, max_tokens
+        self._encode = encode
         for one in tools:
             made = one if isinstance(one, Tool) else tool(one)
             if made.name in self._tools:
@@ -46,9 +42,7 @@ class LocalTools:
         found = self._tools.get(call.name)
         if found is None:
             return unknown_tool(call.name, self._tools)
-        return await found.call(
-            call.arguments, context, encode=self._encode, max_tokens=self._max_tokens
-        )
+        return await found.call(call.arguments, context, encode=self._encode)
 
     async def close(self, context: ToolContext) -> None:
         """Nothing to release: environments belong to their pool."""
@@ -123,7 +117,7 @@ async def _close_each(sets: Sequence[ToolSet], context: ToolContext) -> None:
         raise first
 
 
-def as_toolset(things: Any, *, encode: Encode | None = None, max_tokens: int | None = None) -> ToolSet:
+def as_toolset(things: Any, *, encode: Encode | None = None) -> ToolSet:
     """One tool set of functions, tools and tool sets, given one by one or in a list."""
     if things is None:
         things = ()
@@ -143,10 +137,10 @@ def as_toolset(things: Any, *, encode: Encode | None = None, max_tokens: int | N
         else:
             raise ConfigError(f"{thing!r} is neither a function, a tool nor a tool set")
     if not sets:
-        return LocalTools(tools, encode=encode, max_tokens=max_tokens)
+        return LocalTools(tools, encode=encode)
     if not tools and len(sets) == 1:
         return sets[0]
-    local = [LocalTools(tools, encode=encode, max_tokens=max_tokens)] if tools else []
+    local = [LocalTools(tools, encode=encode)] if tools else []
     return CombinedTools([*local, *sets])
 
 

@@ -15,9 +15,8 @@ from ludus.core.messages import Json, Media, Message, ToolCall, ToolResult, Tool
 from ludus.core.task import Task
 from ludus.tools.calling import text_of
 
-# What a tool server and its clients say to each other: bodies, headers, and kinds of errors.
-#
-# The server validates what it reads by these models and derives its OpenAPI document from them.
+# The HTTP API: headers, kinds of errors, and bodies. The server validates what it reads by these models and
+# derives its OpenAPI document from them.
 
 INSTANCE_HEADER = "Ludus-Instance"
 """In every answer: which server process gave it. A restart makes another one."""
@@ -263,7 +262,8 @@ class HealthBody(_Body):
     restarted: int
 
 
-# What passes between a run, a server and its workers, as plain JSON values. Nothing is ever pickled.
+# The codec between our types and plain JSON values, for servers, worker processes and recordings. Nothing is
+# ever pickled.
 
 
 def dump(value: Any) -> bytes:

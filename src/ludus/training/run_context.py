@@ -173,7 +173,6 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
         tools=build_toolset(
             parts.tools,
             encode=tokenizer.encode,
-            max_tokens=recipe.budgets.max_observation_tokens,
             sandbox=recipe.agent.sandbox,
             record=recipe.agent.record,
         ),
@@ -305,10 +304,9 @@ def _build(plan: TaskSetSpec, base: Rollout, build: Build) -> TaskSet:
     if config is None:
         return TaskSet(plan.name, 1.0, own.tasks, own.held_out, base)
     rollout = build(plan.recipe, own)
-    observed = plan.recipe.budgets.max_observation_tokens == base.budgets.max_observation_tokens
     if config.envs is None:
         rollout.pools = base.pools
-    if config.tools is None and observed:  # tools cut their results at that budget
+    if config.tools is None:
         rollout.tools = base.tools
     if config.rewards is None and config.group_rewards is None:
         rollout.scorer = base.scorer

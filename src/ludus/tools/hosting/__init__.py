@@ -1,6 +1,6 @@
 """Hosting tools for many episodes at once: on this event loop, in worker processes, or elsewhere.
 
-`ToolHost` is the seam that the tool server stands on; `PooledHost` is for anything that has workers.
+`ToolHost` is the interface that the tool server uses; `PooledHost` is for anything that has workers.
 """
 
 from ludus.tools.hosting.host import (

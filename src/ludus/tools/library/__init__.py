@@ -1,52 +1,33 @@
-"""What a short name in a list of tools stands for: options, and how tools are made of them."""
+"""Tools that come with Ludus, and `build_toolset`: from what a recipe says about tools to one tool set.
+
+A tool is named by a short name (`"python"`), by a reference (`"shop.py:search"`), by the address of a tool
+server (`"http://host:port"`), or by a table whose key `tool` is one of these and whose other keys are
+options (`{tool = "sql", database = "shop.db"}`); in Python it may be the thing itself. No tool is imported
+before it is asked for: `TOOLS` holds names only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from ludus.core.config import Config
-from ludus.tools.tool import Tool
-
-if TYPE_CHECKING:
-    from ludus.tools.library.sandbox import EpisodeSessions
-import inspect
-from collections.abc import Mapping
-from difflib import get_close_matches
-
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
 from ludus.tools.calling import Encode
+from ludus.tools.tool import Tool
 from ludus.tools.toolset import as_toolset
 
 if TYPE_CHECKING:
     from ludus.sandbox import SandboxConfig
+    from ludus.tools.library.sandbox import EpisodeSessions
     from ludus.tools.recording import RecordingConfig
 
-
-def _nothing(options: Any) -> tuple[str, ...]:
-    return ()
-
-
-@dataclass(frozen=True, slots=True)
-class Toolkit:
-    """Tools that belong together and work in an episode's sandbox session."""
-
-    options: type[Config]
-    """The model of the table that a recipe may give."""
-    build: Callable[[Any, EpisodeSessions], Sequence[Tool]]
-    """Tools of checked options."""
-    readable: Callable[[Any], tuple[str, ...]] = _nothing
-    """The files that the sandbox must be able to see."""
-
-
-# From what a recipe says about tools to one tool set.
-#
-# A tool is named by a short name (`"python"`), by a reference (`"shop.py:search"`), by the address of a
-# tool server (`"http://host:port"`), or by a table whose key `tool` is one of these and whose other keys
-# are options (`{tool = "sql", database = "shop.db"}`); in Python it may be the thing itself.
+__all__ = ["TOOLS", "Toolkit", "build_toolset"]
 
 TOOLS = Registry(
     "tool",
@@ -62,17 +43,28 @@ TOOLS = Registry(
 Spec = str | Mapping[str, Any] | Tool | ToolSet | Callable[..., Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """Tools that belong together and work in an episode's sandbox session."""
+
+    options: type[Config]
+    """The model of the table that a recipe may give."""
+    build: Callable[[Any, EpisodeSessions], Sequence[Tool]]
+    """Tools of checked options."""
+    readable: Callable[[Any], tuple[str, ...]] = lambda options: ()
+    """The files that the sandbox must be able to see."""
+
+
 def build_toolset(
     specs: Spec | Sequence[Spec] | None,
     *,
     encode: Encode | None = None,
-    max_tokens: int | None = None,
     sandbox: SandboxConfig | None = None,
     record: RecordingConfig | None = None,
 ) -> ToolSet:
     """One tool set. All sandbox tools of the list share one session per episode, made by `sandbox`.
 
-    With `record`, results are remembered and replayed, as they are before any cut by tokens.
+    With `record`, results are remembered and replayed.
     """
     if specs is None:
         specs = []
@@ -87,10 +79,10 @@ def build_toolset(
         else:
             things.append(_with_options(found, options, _name(spec)) if options else found)
     if kits:
-        things.append(_sandboxed(kits, sandbox, encode, max_tokens))
+        things.append(_sandboxed(kits, sandbox, encode))
     if record is not None:
         return record.wrap(things)
-    return as_toolset(things, encode=encode, max_tokens=max_tokens)
+    return as_toolset(things, encode=encode)
 
 
 def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
@@ -150,7 +142,6 @@ def _sandboxed(
     kits: Sequence[tuple[Toolkit, Config]],
     sandbox: SandboxConfig | None,
     encode: Encode | None,
-    max_tokens: int | None,
 ) -> ToolSet:
     from ludus.sandbox import SandboxConfig
     from ludus.tools.library.sandbox import EpisodeSessions, SandboxTools
@@ -160,4 +151,4 @@ def _sandboxed(
     readable = tuple(dict.fromkeys([*config.readable, *seen]))
     sessions = EpisodeSessions(config.model_copy(update={"readable": readable}))
     tools = [tool for kit, options in kits for tool in kit.build(options, sessions)]
-    return SandboxTools(tools, sessions, encode=encode, max_tokens=max_tokens)
+    return SandboxTools(tools, sessions, encode=encode)

@@ -31,12 +31,12 @@ class FileTool(SandboxTool):
     """What the file tools share: a session, and file errors told in the model's words."""
 
     @asynccontextmanager
-    async def _place(self, path: str, context: ToolContext) -> AsyncIterator[SessionLease]:
+    async def _lease(self, path: str, context: ToolContext) -> AsyncIterator[SessionLease]:
         if not path or "\0" in path:
             raise ToolFault("the path is empty or holds a NUL character")
-        async with self.sessions.use(context) as place:
+        async with self.sessions.use(context) as lease:
             try:
-                yield place
+                yield lease
             except InfraError:
                 raise
             except OSError as error:
@@ -55,16 +55,16 @@ class ViewFile(FileTool):
     name = "view_file"
 
     async def run(self, path: str, context: ToolContext, first: int = 1, last: int = -1) -> ToolResult:
-        async with self._place(path, context) as place:
+        async with self._lease(path, context) as lease:
             try:
-                data = await place.session.read(path, max_bytes=_MOST_BYTES + 1)
+                data = await lease.session.read(path, max_bytes=_MOST_BYTES + 1)
             except IsADirectoryError:
-                return ToolResult(_with(place.note, await _listing(place.session, path)))
+                return ToolResult(_with(lease.note, await _listing(lease.session, path)))
         if len(data) > _MOST_BYTES or b"\0" in data:
             what = "binary" if b"\0" in data else f"larger than {_MOST_BYTES:,} bytes"
             raise ToolFault(f"{path} is {what}; look at it with another tool")
         text = data.decode("utf-8", "backslashreplace")
-        return ToolResult(_with(place.note, numbered(text, first, last)))
+        return ToolResult(_with(lease.note, numbered(text, first, last)))
 
 
 class CreateFile(FileTool):
@@ -78,9 +78,9 @@ class CreateFile(FileTool):
     name = "create_file"
 
     async def run(self, path: str, text: str, context: ToolContext) -> ToolResult:
-        async with self._place(path, context) as place:
-            await _write(place.session, path, text)
-        return ToolResult(_with(place.note, f"wrote {path} ({len(_lines(text))} lines)"))
+        async with self._lease(path, context) as lease:
+            await _write(lease.session, path, text)
+        return ToolResult(_with(lease.note, f"wrote {path} ({len(_lines(text))} lines)"))
 
 
 class ReplaceInFile(FileTool):
@@ -89,19 +89,19 @@ class ReplaceInFile(FileTool):
     Args:
         path: The file to change.
         old: The text to replace, with enough around it to be unique.
-        new: What comes in its place; empty to delete.
+        new: What comes in its lease; empty to delete.
     """
 
     name = "replace_in_file"
 
     async def run(self, path: str, old: str, new: str, context: ToolContext) -> ToolResult:
-        async with self._place(path, context) as place:
-            text = await _text(place.session, path)
+        async with self._lease(path, context) as lease:
+            text = await _text(lease.session, path)
             start = _only(text, old, path)
-            await _write(place.session, path, text[:start] + new + text[start + len(old) :])
+            await _write(lease.session, path, text[:start] + new + text[start + len(old) :])
         changed = text[:start] + new + text[start + len(old) :]
         line = text.count("\n", 0, start) + 1
-        return ToolResult(_with(place.note, _around(changed, path, line, new)))
+        return ToolResult(_with(lease.note, _around(changed, path, line, new)))
 
 
 class InsertInFile(FileTool):
@@ -116,8 +116,8 @@ class InsertInFile(FileTool):
     name = "insert_in_file"
 
     async def run(self, path: str, line: int, text: str, context: ToolContext) -> ToolResult:
-        async with self._place(path, context) as place:
-            lines = _WITH_ENDS.findall(await _text(place.session, path))
+        async with self._lease(path, context) as lease:
+            lines = _WITH_ENDS.findall(await _text(lease.session, path))
             if not 0 <= line <= len(lines):
                 raise ToolFault(
                     f"{path} has {len(lines)} lines; line can be 0 to {len(lines)}, not {line}"
@@ -126,8 +126,8 @@ class InsertInFile(FileTool):
                 lines[line - 1] += "\n"
             inserted = text if text.endswith("\n") or line == len(lines) else text + "\n"
             changed = "".join([*lines[:line], inserted, *lines[line:]])
-            await _write(place.session, path, changed)
-        return ToolResult(_with(place.note, _around(changed, path, line + 1, text)))
+            await _write(lease.session, path, changed)
+        return ToolResult(_with(lease.note, _around(changed, path, line + 1, text)))
 
 
 def numbered(text: str, first: int, last: int) -> str:
@@ -168,7 +168,7 @@ def _only(text: str, old: str, path: str) -> int:
     if not places:
         hint = _hint(text, old)
         raise ToolFault(f"old does not occur in {path}: nothing was changed.{hint}")
-    lines = [str(text.count("\n", 0, place) + 1) for place in places[:20]]
+    lines = [str(text.count("\n", 0, lease) + 1) for lease in places[:20]]
     more = ", ..." if len(places) > 20 else ""
     raise ToolFault(
         f"old occurs {len(places)} times in {path}, on lines {', '.join(lines)}{more}: nothing was changed. "

@@ -1,4 +1,4 @@
-"""One sandbox session per episode, shared by all sandbox tools of a tool set.
+"""`python` and `bash`, and the sandbox session that all sandbox tools of an episode share.
 
 Who waits for whom. The calls of one episode's turn arrive at once; they take the episode's session one
 after the other, in the order in which they came, because a session is one interpreter and one folder.
@@ -56,7 +56,7 @@ class SessionLease:
     note: str = ""
     lost: bool = False
 
-    def saw(self, execution: Execution) -> Execution:
+    def watch(self, execution: Execution) -> Execution:
         """`execution`, remembering whether the session survived it."""
         self.lost = self.lost or execution.lost
         return execution
@@ -95,14 +95,14 @@ class EpisodeSessions:
             if held.session is None:
                 held.session = await self._opened(context.task)
                 held.lost = False
-            place = SessionLease(held.session, note)
+            lease = SessionLease(held.session, note)
             try:
-                yield place
+                yield lease
             except SessionEnded as ended:
                 fault = Fault.TOOL_TIMEOUT if ended.hung else Fault.TOOL_RAISED
                 raise ToolFault(f"{ended}: its variables and files are gone", fault) from ended
             finally:
-                if place.lost or not held.session.alive:
+                if lease.lost or not held.session.alive:
                     session, held.session, held.lost = held.session, None, True
                     await session.close()
 
@@ -141,8 +141,6 @@ class EpisodeSessions:
                 await session.close()
 
 
-# `python` and `bash`, and the tool set that gives every episode its sandbox session.
-
 _FAULTS = {
     Outcome.RAISED: Fault.TOOL_RAISED,
     Outcome.KILLED: Fault.TOOL_RAISED,
@@ -179,14 +177,9 @@ class SandboxTools:
     """Sandbox tools with a session per episode, opened by the first call and closed with the episode."""
 
     def __init__(
-        self,
-        tools: Iterable[Tool],
-        sessions: EpisodeSessions,
-        *,
-        encode: Encode | None = None,
-        max_tokens: int | None = None,
+        self, tools: Iterable[Tool], sessions: EpisodeSessions, *, encode: Encode | None = None
     ) -> None:
-        self._tools = LocalTools(tools, encode=encode, max_tokens=max_tokens)
+        self._tools = LocalTools(tools, encode=encode)
         self._sessions = sessions
 
     async def open(self, context: ToolContext) -> None:
@@ -233,12 +226,12 @@ class PythonTool(SandboxTool):
         if context.one_call:
             note, execution = "", await self.sessions.python_once(code, self.seconds)
         else:
-            async with self.sessions.use(context) as place:
-                execution = place.saw(await place.session.python(code, wall_seconds=self.seconds))
-            note = place.note
+            async with self.sessions.use(context) as lease:
+                execution = lease.watch(await lease.session.python(code, wall_seconds=self.seconds))
+            note = lease.note
         exited_well = execution.outcome is Outcome.EXITED and not execution.exit_code
         default = None if execution.ok or exited_well else Fault.TOOL_RAISED
-        return ToolResult(_said(note, execution), fault=_FAULTS.get(execution.outcome, default))
+        return ToolResult(_with_note(note, execution), fault=_FAULTS.get(execution.outcome, default))
 
 
 class BashTool(SandboxTool):
@@ -258,16 +251,16 @@ class BashTool(SandboxTool):
         self.seconds = options.seconds
 
     async def run(self, command: str, context: ToolContext) -> ToolResult:
-        async with self.sessions.use(context) as place:
-            execution = place.saw(await place.session.shell(command, wall_seconds=self.seconds))
+        async with self.sessions.use(context) as lease:
+            execution = lease.watch(await lease.session.shell(command, wall_seconds=self.seconds))
         # A status that is not zero is how commands answer (`grep` found nothing): no fault by itself.
         answered = execution.outcome in (Outcome.OK, Outcome.RAISED, Outcome.EXITED)
         return ToolResult(
-            _said(place.note, execution), fault=None if answered else _FAULTS.get(execution.outcome)
+            _with_note(lease.note, execution), fault=None if answered else _FAULTS.get(execution.outcome)
         )
 
 
-def _said(note: str, execution: Execution) -> str:
+def _with_note(note: str, execution: Execution) -> str:
     text = execution.text() or _NOTHING
     return f"{note}\n{text}" if note else text
 

@@ -1,14 +1,17 @@
 """Record and replay: a memory for the results of tools, in a SQLite file or in Redis.
 
 `recorded` wraps tools, `RecordedTools` is the tool set that it makes, `open_store` finds a store by its
-address. What a record is kept under is in `keys`.
+address. What a record is kept
+under is in `keys`, what it holds in `lookup`.
 """
 
+from ludus.tools.recording.keys import Label, label_of
 from ludus.tools.recording.lookup import Mode, OnDivergence, RecordingStats, Scope
 from ludus.tools.recording.recorded_tools import RecordedTools, RecordingConfig, recorded
 from ludus.tools.recording.stores import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
 
 __all__ = [
+    "Label",
     "Mode",
     "OnDivergence",
     "RecordedTools",
@@ -19,6 +22,7 @@ __all__ = [
     "SQLiteStore",
     "Scope",
     "Store",
+    "label_of",
     "open_store",
     "recorded",
 ]

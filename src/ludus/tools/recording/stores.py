@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from urllib.parse import quote, urlsplit
@@ -19,9 +21,6 @@ from ludus.tools.recording.keys import Label
 
 if TYPE_CHECKING:
     import redis
-
-
-# Where records are kept: one small protocol, two stores behind it.
 
 
 class RecordingStoreError(InfraError):
@@ -71,13 +70,14 @@ def open_store(address: str | Path, *, must_exist: bool = False) -> Store:
     return SQLiteStore(text, read_only=must_exist)
 
 
-# Threads of a store's own, so that slow tools in the shared ones never hold up the recording.
-
 T = TypeVar("T")
 
 
 class StoreThreads:
-    """At most `most` daemon threads, started when needed; after a fork, or after `close`, new ones."""
+    """At most `most` daemon threads of a store's own, so that slow tools never hold up the recording.
+
+    They start when needed; after a fork, or after `close`, there are new ones.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -151,7 +151,7 @@ class SQLiteStore:
 
     async def put(self, key: str, data: bytes, *, label: Label | None, replace: bool) -> None:
         verb = "REPLACE" if replace else "IGNORE"
-        named = _row(label) if label is not None else (None,) * 5
+        named = (None,) * 5 if label is None else (_utf8(label.tool), *astuple(label)[1:])
         values = (key, data, time.time(), *named)
         statement = f"INSERT OR {verb} INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
         await self._run(lambda db: db.execute(statement, values).rowcount)
@@ -174,7 +174,8 @@ class SQLiteStore:
         await self._threads.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.path, self.read_only, self.busy_seconds)
+        make = partial(SQLiteStore, self.path, read_only=self.read_only, busy_seconds=self.busy_seconds)
+        return make, ()
 
     async def _run(self, statement: Callable[[sqlite3.Connection], T]) -> T:
         try:
@@ -346,15 +347,6 @@ def _close_in(process: int, connection: sqlite3.Connection) -> None:
         connection.close()
 
 
-def _reopened(path: Path, read_only: bool, busy_seconds: float) -> SQLiteStore:
-    return SQLiteStore(path, read_only=read_only, busy_seconds=busy_seconds)
-
-
-def _row(label: Label) -> tuple[str, ...]:
-    tool = _utf8(label.tool)
-    return tool, label.version, label.history, label.arguments_digest, label.arguments
-
-
 def _utf8(text: str) -> str:
     """SQLite keeps UTF-8, which has no lone surrogates; the key is of the exact text."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -408,7 +400,7 @@ class RedisStore:
                 pipeline.set(name, data, ex=self.expire_seconds, nx=not replace)
                 if label is not None:
                     labels = self._name("tool", label.tool)
-                    pipeline.lpush(labels, json.dumps(_label_row(label)))
+                    pipeline.lpush(labels, json.dumps(astuple(label)))
                     pipeline.ltrim(labels, 0, _LABELS_KEPT - 1)
                     if self.expire_seconds is not None:
                         pipeline.expire(labels, self.expire_seconds)
@@ -431,7 +423,14 @@ class RedisStore:
             await self._threads.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened_redis, (self._address, self.expire_seconds, self.timeout, self.prefix)
+        make = partial(
+            RedisStore,
+            self._address,
+            expire_seconds=self.expire_seconds,
+            timeout=self.timeout,
+            prefix=self.prefix,
+        )
+        return make, ()
 
     def _name(self, kind: str, what: str) -> bytes:
         return f"{self.prefix}:{kind}:{what}".encode("utf-8", "backslashreplace")
@@ -492,12 +491,8 @@ def _shown(address: str) -> str:
     return f"{parts.scheme}://{host}:{port}/{database or 0}"
 
 
-def _label_row(label: Label) -> list[str]:
-    return [label.tool, label.version, label.history, label.arguments_digest, label.arguments]
-
-
 def _label(row: bytes) -> Label | None:
-    """What `_row` wrote; None for what somebody else did."""
+    """What `put` wrote; None for what somebody else did."""
     try:
         tool, version, history, arguments_digest, arguments = json.loads(row)
     except (ValueError, TypeError):
@@ -508,7 +503,3 @@ def _label(row: bytes) -> Label | None:
 def _agreement(one: Label, other: Label) -> int:
     same_arguments = one.arguments_digest == other.arguments_digest
     return 2 * same_arguments + (one.history == other.history)
-
-
-def _reopened_redis(address: str, expire: int | None, timeout: float, prefix: str) -> RedisStore:
-    return RedisStore(address, expire_seconds=expire, timeout=timeout, prefix=prefix)
