@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core.generation import Sampling
-from ludus.engine import EmbeddedEngine, head_logits, hidden_states
-from ludus.engine.attention import Rule
+from ludus.engine import AttentionParams, EmbeddedEngine, head_logits, hidden_states
 
 VOCABULARY = 300
 
@@ -29,7 +28,9 @@ VOCABULARY = 300
 class FreeAttention:
     """A context that costs nothing: it hands back the queries."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionParams
+    ) -> Tensor:
         return query.transpose(1, 2)
 
 

@@ -39,12 +39,12 @@ CASES = ("none", "adapter", "layer by layer", "stock")
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
     """Adapted layers compute in their own way."""
-    own = fused_linear.adapted
-    fused_linear.adapted = lambda layers: None  # type: ignore[assignment]
+    own = fused_linear.find_lora
+    fused_linear.find_lora = lambda layers: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        fused_linear.adapted = own
+        fused_linear.find_lora = own
 
 
 def adapted(model: Any, rank: int) -> Any:

@@ -41,9 +41,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.algos import LossInputs, load_algorithm
-from ludus.engine import packed_attention, use_ludus_attention
-from ludus.engine.attention import Rule
-from ludus.engine.hf_model import set_recompute
+from ludus.engine import (
+    AttentionParams,
+    packed_attention,
+    set_activation_checkpointing,
+    use_ludus_attention,
+)
 from ludus.training.learner import Learner
 from ludus.training.packing import Columns, Pack, Row, packs_of
 from ludus.training.settings import OptimizerConfig
@@ -305,7 +308,7 @@ def attention_table(shape: str, tokens: int) -> str:
         for kernel in kernels:
             packed_attention.kernel_for = lambda *_, chosen=kernel: chosen  # type: ignore[assignment]
             context = packed_attention.PackedContext(batch.lengths, device)
-            rule = Rule(size**-0.5)
+            rule = AttentionParams(size**-0.5)
             for turn in range(13):
                 if turn == 3:
                     torch.cuda.synchronize()
@@ -392,7 +395,7 @@ def run_shape(
                 torch.cuda.empty_cache()
                 own = sum(parameter.nbytes for parameter in model.parameters())
                 line.left_gib = (torch.cuda.memory_allocated() - own) / 2**30
-            set_recompute(model, model.config.num_hidden_layers if case.recomputes else 0)
+            set_activation_checkpointing(model, model.config.num_hidden_layers if case.recomputes else 0)
             step = ludus_step(model, batch, case) if case.is_ours else stock_step(model, batch)
             try:
                 measure(line, step, steps, operations(model, batch), tokens)

@@ -31,8 +31,8 @@ from test_engine_stops import (
     test_the_models_context_ends_a_generation,
 )
 
+from ludus.engine import EngineCore
 from ludus.engine import engine as engine_module
-from ludus.engine.engine_core import Worker
 
 __all__ = [
     "test_a_cancelled_caller_takes_its_request_back",
@@ -59,4 +59,4 @@ __all__ = [
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "Worker", partial(Worker, is_static=True, lookahead=1))
+    monkeypatch.setattr(engine_module, "EngineCore", partial(EngineCore, is_static=True, lookahead=1))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.cuda.kv_cache import ReservedMemory
-from ludus.engine.cuda.runner import StaticRunner
+from ludus.engine.cuda.runner import CudaModelRunner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ async def _greedy(engine: EmbeddedEngine, contexts: list[list[int]], new: int) -
 
 
 def _is_static(engine: EmbeddedEngine) -> bool:
-    return isinstance(engine._worker._runner, StaticRunner)
+    return isinstance(engine._core._runner, CudaModelRunner)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_a_pause_hands_memory_to_the_trainer_and_a_close_all_of_it() -> No
     engine = EmbeddedEngine(model, config=config)
     size = 2 * 8 * 4 * 16 * 4 * (1 << 18)
     await _greedy(engine, [[1, 2, 3]], 4)
-    memory = engine._worker._store._memory  # type: ignore[attr-defined]
+    memory = engine._core._kv_cache._memory  # type: ignore[attr-defined]
     assert isinstance(memory, ReservedMemory)
     assert start - torch.cuda.mem_get_info()[0] > 0.9 * size
     await engine.pause()
@@ -167,7 +167,7 @@ async def test_a_crowded_cache_changes_nothing_on_a_gpu() -> None:
     assert await asyncio.gather(*(play(tight, i) for i in range(40))) == expected
     assert tight.stats.preemptions > 0
     assert tight.stats.wasted_tokens > 0
-    tight._worker.scheduler.books.ledger.check()
+    tight._core.scheduler.block_manager.pool.check()
     await roomy.close()
     await tight.close()
 
@@ -243,5 +243,5 @@ def test_the_share_of_memory_is_a_setting() -> None:
         model, config=EngineConfig(memory=0.05, max_running=1024, tokens_per_step=1024)
     )
     token = 2 * 2 * 2 * 16 * 4
-    assert engine._worker.room * token == pytest.approx(0.05 * free, rel=0.05)
+    assert engine._core.room * token == pytest.approx(0.05 * free, rel=0.05)
     asyncio.run(engine.close())

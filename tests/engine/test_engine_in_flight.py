@@ -17,21 +17,19 @@ from transformers import PreTrainedModel
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling
-from ludus.engine import use_ludus_attention
-from ludus.engine.engine_core import Worker
-from ludus.engine.scheduler import Request, StopWatcher
+from ludus.engine import EngineCore, Request, StopChecker, use_ludus_attention
 
 AHEAD = {"is_static": True, "lookahead": 1}
 SESSIONS, TURNS = 6, 3
 
 
-def _worker(model: PreTrainedModel, pages: int = 200, **settings: Any) -> Worker:
+def _worker(model: PreTrainedModel, blocks: int = 200, **settings: Any) -> EngineCore:
     use_ludus_attention(model)
-    defaults = {"page_size": 4, "max_running": 4, "tokens_per_step": 16, **AHEAD}
-    return Worker(model, pages=pages, **{**defaults, **settings})
+    defaults = {"block_size": 4, "max_running": 4, "tokens_per_step": 16, **AHEAD}
+    return EngineCore(model, blocks=blocks, **{**defaults, **settings})
 
 
-def _ask(worker: Worker, context: list[int], sampling: Sampling, **fields: Any) -> list[Any]:
+def _ask(worker: EngineCore, context: list[int], sampling: Sampling, **fields: Any) -> list[Any]:
     """Submit a request; the list that its outcome will be put into."""
     outcome: list[Any] = []
     request = Request(
@@ -47,10 +45,10 @@ def _ask(worker: Worker, context: list[int], sampling: Sampling, **fields: Any) 
     return outcome
 
 
-def _finish(worker: Worker) -> None:
+def _finish(worker: EngineCore) -> None:
     while worker.has_work:
         worker.step()
-        worker.scheduler.books.ledger.check()
+        worker.scheduler.block_manager.pool.check()
 
 
 def _letters(tokens: Any) -> str:
@@ -61,7 +59,7 @@ def _letters(tokens: Any) -> str:
 class Load:
     """Sessions that play several turns each, as their own random numbers say."""
 
-    worker: Worker
+    worker: EngineCore
     seed: int
     answers: dict[tuple[int, int], Completion | None] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
@@ -104,7 +102,7 @@ class Load:
                 sampling=sampling,
                 session=f"s{session}",
                 stop_tokens=frozenset(sampling.stop_tokens),
-                watcher=StopWatcher(stops, _letters) if stops else None,
+                stop_checker=StopChecker(stops, _letters) if stops else None,
                 seen=seen,
                 reply=answered,
             )
@@ -131,8 +129,8 @@ class Load:
         self.start()
         while self.worker.has_work:
             self.worker.step()
-            self.worker.scheduler.books.ledger.check()
-            assert all(r.promised <= 1 for r in self.worker.scheduler.running)
+            self.worker.scheduler.block_manager.pool.check()
+            assert all(r.in_flight <= 1 for r in self.worker.scheduler.running)
             if not disturbed:
                 continue
             roll, session = own.random(), own.randrange(SESSIONS)
@@ -146,7 +144,7 @@ class Load:
             elif roll < 0.09:
                 self.worker.forget()
             elif roll < 0.1:
-                self.worker.hand_back()
+                self.worker.release_memory()
 
     def _busy_turn(self, session: int) -> int | None:
         if f"s{session}" not in self.worker.scheduler.active:
@@ -156,9 +154,9 @@ class Load:
     def end(self) -> None:
         for name in [*(f"s{i}" for i in range(SESSIONS)), *(f"fork{i}" for i in range(3))]:
             self.worker.scheduler.release(name)
-        ledger = self.worker.scheduler.books.ledger
-        ledger.check()
-        assert ledger.available == ledger.pages
+        pool = self.worker.scheduler.block_manager.pool
+        pool.check()
+        assert pool.available == pool.blocks
         assert not self.worker.scheduler.active
 
 
@@ -176,13 +174,15 @@ def _same(given: Completion, expected: Completion) -> None:
     assert given.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("pages", [22, 120], ids=["tight", "roomy"])
+@pytest.mark.parametrize("blocks", [22, 120], ids=["tight", "roomy"])
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_load_has_the_same_answers_with_steps_under_way(seed: int, lookahead: int, pages: int) -> None:
+def test_a_load_has_the_same_answers_with_steps_under_way(
+    seed: int, lookahead: int, blocks: int
+) -> None:
     model = make("llama")
     plain = _undisturbed(seed)
-    ahead = Load(_worker(model, pages, lookahead=lookahead), seed)
+    ahead = Load(_worker(model, blocks, lookahead=lookahead), seed)
     ahead.play(disturbed=False)
     assert ahead.answers.keys() == plain.answers.keys()
     for key, expected in plain.answers.items():
@@ -191,7 +191,7 @@ def test_a_load_has_the_same_answers_with_steps_under_way(seed: int, lookahead: 
         assert given is not None
         _same(given, expected)
         # A stop that is seen late leaves one token more behind than one that is seen at once.
-        if pages > 100:
+        if blocks > 100:
             assert given.cached_tokens - expected.cached_tokens in (0, 1)
     assert ahead.scores.keys() == plain.scores.keys()
     for number, values in plain.scores.items():
@@ -199,17 +199,17 @@ def test_a_load_has_the_same_answers_with_steps_under_way(seed: int, lookahead: 
     assert ahead.worker.stats.generated_tokens == plain.worker.stats.generated_tokens
     if lookahead == 0:
         assert ahead.worker.stats.wasted_tokens == 0
-    if pages < 100 and seed == 0:
+    if blocks < 100 and seed == 0:
         assert ahead.worker.stats.preemptions > 0
     ahead.end()
 
 
-@pytest.mark.parametrize("pages", [22, 120], ids=["tight", "roomy"])
+@pytest.mark.parametrize("blocks", [22, 120], ids=["tight", "roomy"])
 @pytest.mark.parametrize("seed", range(2))
-def test_aborts_forks_and_new_versions_disturb_nobody_else(seed: int, pages: int) -> None:
+def test_aborts_forks_and_new_versions_disturb_nobody_else(seed: int, blocks: int) -> None:
     model = make("llama")
     plain = _undisturbed(seed)
-    ahead = Load(_worker(model, pages), seed)
+    ahead = Load(_worker(model, blocks), seed)
     ahead.play(disturbed=True)
     for key, given in ahead.answers.items():
         expected = plain.answers[key]
@@ -242,7 +242,7 @@ def test_a_stop_that_is_seen_late_wastes_one_token_and_keeps_what_is_known() -> 
     assert outcome[0].tokens == expected[: stop + 1]
     assert worker.stats.wasted_tokens == 1
     idle = worker.scheduler.sessions["s"]
-    assert idle.holding.length == len(context) + stop + 1 == len(idle.tokens)
+    assert idle.block_table.length == len(context) + stop + 1 == len(idle.tokens)
     following = context + outcome[0].tokens + [3, 4]
     second = _ask(worker, following, Sampling(max_tokens=5, temperature=0), session="s")
     _finish(worker)
@@ -265,8 +265,8 @@ def test_nothing_waits_where_nothing_has_to() -> None:
     worker.step()
     worker.step()
     (request,) = worker.scheduler.running
-    assert (request.generated, request.promised, request.holding.length) == (1, 1, 4)
-    assert len(worker._under_way) == 1
+    assert (request.generated, request.in_flight, request.block_table.length) == (1, 1, 4)
+    assert len(worker._in_flight) == 1
     _finish(worker)
 
 
@@ -275,7 +275,7 @@ def test_truncated_draws_are_received_at_once() -> None:
     _ask(worker, [1, 2, 3], Sampling(max_tokens=6, top_k=3, seed=5))
     while worker.has_work:
         worker.step()
-        assert not worker._under_way
+        assert not worker._in_flight
     assert worker.stats.wasted_tokens == 0
 
 
@@ -325,8 +325,8 @@ def test_logits_that_are_not_finite_fail_whoever_has_them() -> None:
     again = _ask(worker, context, Sampling(max_tokens=8, temperature=0))
     _finish(worker)
     assert again[0].tokens == expected
-    ledger = worker.scheduler.books.ledger
-    assert ledger.available == ledger.pages
+    pool = worker.scheduler.block_manager.pool
+    assert pool.available == pool.blocks
 
 
 def test_a_cancelled_request_is_not_answered_twice() -> None:

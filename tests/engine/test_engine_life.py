@@ -120,10 +120,10 @@ async def test_a_cancelled_caller_takes_its_request_back() -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
     await engine.pause()
-    scheduler = engine._worker.scheduler
+    scheduler = engine._core.scheduler
     assert not scheduler.has_work
-    assert not engine._thread._unanswered
-    assert scheduler.books.ledger.available == scheduler.books.ledger.pages
+    assert not engine._thread._unresolved
+    assert scheduler.block_manager.pool.available == scheduler.block_manager.pool.blocks
     await engine.resume()
     assert len((await engine.generate([1], GREEDY)).tokens) == 6
     await engine.close()
@@ -232,7 +232,7 @@ async def test_a_mistake_of_the_engine_itself_is_told_to_everybody(
     def broken() -> None:
         raise KeyError("row")
 
-    monkeypatch.setattr(engine._worker.scheduler, "plan", broken)
+    monkeypatch.setattr(engine._core.scheduler, "plan", broken)
     results = await asyncio.gather(
         engine.generate([1], GREEDY), engine.generate([2], GREEDY), return_exceptions=True
     )
@@ -326,7 +326,7 @@ async def test_a_pause_can_hand_the_caches_memory_back() -> None:
     await until(lambda: engine.stats.generated_tokens > 10)
     await engine.pause()
     assert engine.stats.memory_handed_back == 1
-    assert not engine._worker._store._layers  # type: ignore[attr-defined]
+    assert not engine._core._kv_cache._layers  # type: ignore[attr-defined]
     assert not running.done()
     await engine.resume()
     assert (await running).tokens == expected

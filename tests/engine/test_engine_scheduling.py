@@ -50,7 +50,7 @@ async def test_limits_change_the_order_of_work_not_its_result(config: EngineConf
     if config.cache_tokens is not None and config.cache_tokens < 100:
         assert tight.stats.preemptions > 0
     assert roomy.stats.preemptions == 0
-    tight._worker.scheduler.books.ledger.check()
+    tight._core.scheduler.block_manager.pool.check()
     await roomy.close()
     await tight.close()
 
@@ -60,10 +60,10 @@ async def test_nothing_is_left_behind() -> None:
     await _all(engine, sessions=True)
     for i in range(12):
         await engine.release(str(i))
-    books = engine._worker.scheduler.books
-    books.ledger.check()
-    assert books.ledger.available == books.ledger.pages
-    assert not engine._worker.scheduler.active
+    block_manager = engine._core.scheduler.block_manager
+    block_manager.pool.check()
+    assert block_manager.pool.available == block_manager.pool.blocks
+    assert not engine._core.scheduler.active
     await engine.close()
 
 
@@ -93,14 +93,14 @@ async def test_callers_beyond_the_queue_wait_outside() -> None:
     engine = EmbeddedEngine(make(), config=EngineConfig(max_running=1, tokens_per_step=8, max_waiting=2))
     await engine.pause()
     tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(max_tokens=2))) for i in range(6)]
-    await until(lambda: len(engine._worker.scheduler.waiting) == 2)
+    await until(lambda: len(engine._core.scheduler.waiting) == 2)
     await asyncio.sleep(0.02)
-    assert len(engine._worker.scheduler.waiting) == 2
+    assert len(engine._core.scheduler.waiting) == 2
     tasks[5].cancel()
     await engine.resume()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(r, Completion) for r in results] == [True] * 5 + [False]
-    assert engine._turnstile.free == 2
+    assert engine._admission.free == 2
     await engine.close()
 
 

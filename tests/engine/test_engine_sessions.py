@@ -35,7 +35,7 @@ async def test_a_group_computes_its_prompt_once_even_when_it_arrives_together() 
     prompt = prompts([23])[0]
     group = await asyncio.gather(*(engine.generate(prompt, GREEDY, session=f"{i}") for i in range(8)))
     assert {tuple(completion.tokens) for completion in group} == {tuple(stock_greedy(model, prompt, 7))}
-    # 20 tokens are in full pages; each other member computes the last 3 and its own 6.
+    # 20 tokens are in full blocks; each other member computes the last 3 and its own 6.
     assert engine.stats.computed_tokens == 20 + 8 * (3 + 6)
     assert sorted(completion.cached_tokens for completion in group) == [0] + [20] * 7
     await engine.close()
@@ -51,7 +51,7 @@ async def test_another_context_keeps_the_longest_common_prefix() -> None:
         completion = await engine.generate(other, GREEDY, session="s")
         assert completion.cached_tokens == length
         assert completion.tokens == stock_greedy(model, other, 7)
-    # The pages that the first context filled can still be found, and nobody has written into them.
+    # The blocks that the first context filled can still be found, and nobody has written into them.
     again = await engine.generate(context, GREEDY)
     assert again.tokens == first.tokens
     assert again.cached_tokens == 24

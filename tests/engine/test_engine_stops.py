@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ludus.core.failures import EngineError
 from ludus.core.generation import FinishReason, Sampling
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.engine import EmbeddedEngine
-from ludus.engine.scheduler import StopWatcher
+from ludus.engine import EmbeddedEngine, StopChecker
 
 
 def _pieces(tokens: Sequence[int]) -> str:
@@ -85,9 +84,9 @@ async def test_malformed_requests_are_refused_with_the_cause() -> None:
     st.lists(st.text("abcdefg", min_size=1, max_size=6), min_size=1, max_size=3),
 )
 def test_watcher_agrees_with_decoding_everything(tokens: list[int], stops: list[str]) -> None:
-    watcher = StopWatcher(stops, _pieces)
+    stop_checker = StopChecker(stops, _pieces)
     for count in range(1, len(tokens) + 1):
-        found = watcher.push(tokens[count - 1])
+        found = stop_checker.push(tokens[count - 1])
         text = _pieces(tokens[:count])
         assert (found is not None) == any(stop in text for stop in stops)
         if found is not None:
@@ -100,8 +99,8 @@ def test_watcher_agrees_with_decoding_everything(tokens: list[int], stops: list[
 def test_watcher_on_bytes_of_any_script(text: str, stop: str) -> None:
     tokenizer = ByteTokenizer()
     tokens = list(text.encode(errors="replace"))
-    watcher = StopWatcher([stop], tokenizer.decode)
-    found = [count for count, token in enumerate(tokens, 1) if watcher.push(token) is not None]
+    stop_checker = StopChecker([stop], tokenizer.decode)
+    found = [count for count, token in enumerate(tokens, 1) if stop_checker.push(token) is not None]
     expected = [n for n in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:n])]
     assert found[:1] == expected[:1]
 
@@ -111,8 +110,8 @@ def test_watcher_finds_a_long_stop_string_after_a_long_text(before: int, stop: s
     tokenizer = ByteTokenizer()
     lead = ("xyz " * 80)[:before] + stop[:period]
     tokens = tokenizer.encode(lead + stop)
-    watcher = StopWatcher([stop], tokenizer.decode)
-    found = [count for count, token in enumerate(tokens, 1) if watcher.push(token) is not None]
+    stop_checker = StopChecker([stop], tokenizer.decode)
+    found = [count for count, token in enumerate(tokens, 1) if stop_checker.push(token) is not None]
     assert found[0] == len(tokenizer.encode(lead[: (lead + stop).find(stop)] + stop)[: len(tokens)])
 
 
@@ -125,9 +124,9 @@ def test_watcher_decodes_a_short_tail_only() -> None:
         return "" if tokens[0] == 0 else "x" * len(tokens)
 
     for token in (0, 1):
-        watcher = StopWatcher(["</call>"], decode)
+        stop_checker = StopChecker(["</call>"], decode)
         for _ in range(3000):
-            assert watcher.push(token) is None
+            assert stop_checker.push(token) is None
     assert longest <= 150
 
 

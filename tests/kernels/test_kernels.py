@@ -41,14 +41,14 @@ def test_norm_and_its_gradient(width):
     x, residual, weight = randn(7, width), randn(7, width, seed=1), randn(width, seed=2)
     normed, total, rstd = triton_layers.rms_norm_forward(x, residual, weight, 1e-6)
     close(total, x + residual)
-    close(normed, layers.plain_rms_norm(x + residual, weight, 1e-6))
+    close(normed, layers.rms_norm_reference(x + residual, weight, 1e-6))
     alone, same, _ = triton_layers.rms_norm_forward(x, None, weight, 1e-6)
     assert same is x
-    close(alone, layers.plain_rms_norm(x, weight, 1e-6))
+    close(alone, layers.rms_norm_reference(x, weight, 1e-6))
 
     summed, own = (x + residual).requires_grad_(), weight.clone().requires_grad_()
     grad, grad_sum = randn(7, width, seed=3), randn(7, width, seed=4)
-    out = layers.plain_rms_norm(summed, own, 1e-6)
+    out = layers.rms_norm_reference(summed, own, 1e-6)
     torch.autograd.backward([out, summed * 1], [grad, grad_sum])
     dx, dweight = triton_layers.rms_norm_backward(grad, grad_sum, total, weight, rstd)
     close(dx, summed.grad)
@@ -220,7 +220,7 @@ def test_adapters_add_to_their_columns_alone(tokens, depth, rank, columns, kind)
     triton_lora.add(again, strided, down, up, columns, 0.3)
     assert torch.equal(again, out)
     twin = start.clone()
-    lora.plain_low_rank_add(twin, x, down, up, columns, 0.3)
+    lora.low_rank_add_reference(twin, x, down, up, columns, 0.3)
     close(twin.double(), expected, 3e-3 if kind == torch.bfloat16 else 1e-5)
 
 
@@ -251,15 +251,15 @@ def test_kernels_for_adapters_that_are_wrong_are_found_out(monkeypatch, caplog):
     def crowded(*given):
         raise torch.OutOfMemoryError("no room")
 
-    lora.low_rank_distrusted.cache_clear()
+    lora.low_rank_unusable.cache_clear()
     monkeypatch.setattr(triton_lora, "add", crowded)
     with pytest.raises(torch.OutOfMemoryError):  # which says nothing about the kernel
-        lora.low_rank_distrusted(device)
+        lora.low_rank_unusable(device)
     for kernel, is_distrusted in ((real, False), (wrong, True), (broken, True)):
-        lora.low_rank_distrusted.cache_clear()
+        lora.low_rank_unusable.cache_clear()
         monkeypatch.setattr(triton_lora, "add", kernel)
-        assert lora.low_rank_distrusted(device) is is_distrusted
-    lora.low_rank_distrusted.cache_clear()
+        assert lora.low_rank_unusable(device) is is_distrusted
+    lora.low_rank_unusable.cache_clear()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "other numbers" in said[0] and "no such instruction" in said[1]
 
@@ -409,7 +409,7 @@ def test_adamw_is_that_of_torch(kinds, betas, is_twin):
             if is_twin:
                 tensors = adamw.AdamwTensors(masters, means, squares, steps, slopes, weights, numbers[0])
                 rule = adamw.AdamwRule(3e-3, betas, 1e-6, *numbers[1:])
-                adamw.adamw_plainly(tensors, rule)
+                adamw.adamw_step_reference(tensors, rule)
             else:
                 lists = (masters, means, squares, slopes, weights, steps)
                 triton_adamw.step(lists, *numbers, rate=3e-3, betas=betas, eps=1e-6)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
 
-from ludus.engine import head_logits
-from ludus.engine.model_runner import plain_head
+from ludus.engine import head_logits, plain_head
 from ludus.training import logprobs
 from ludus.training.logprobs import action_logprobs, chunk_rows, linear_logprobs
 

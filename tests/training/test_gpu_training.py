@@ -11,8 +11,7 @@ from small_steps import imitation, learner_of, packs, rows_of_lengths, small_mod
 from torch import Tensor
 
 from ludus.algos import LossInputs, load_algorithm
-from ludus.engine import use_ludus_attention
-from ludus.engine.hf_model import recomputed_layers
+from ludus.engine import checkpointed_layers, use_ludus_attention
 from ludus.training.learner import measure
 from ludus.training.logprobs import action_logprobs, linear_logprobs
 from ludus.training.packing import Pack
@@ -137,11 +136,11 @@ def test_memory_decides_on_recomputation() -> None:
     model = small_model(torch.bfloat16, **SHAPE).to(CUDA)
     learner = learner_of(model)
     assert learner.micro_batch_tokens([2000]) > 0
-    assert recomputed_layers(model) == 0, "there is plenty of memory for so small a model"
+    assert checkpointed_layers(model) == 0, "there is plenty of memory for so small a model"
     costs = measure(model)
     tight = learner_of(model, activation_memory=costs.full * 2 * 4096 / 2**30)
     assert tight.micro_batch_tokens([100]) == 4096
-    assert recomputed_layers(model) > 0
+    assert checkpointed_layers(model) > 0
     metrics = tight.step(packs(rows_of_lengths(LENGTHS)), imitation)
     assert metrics["loss"] > 0
 

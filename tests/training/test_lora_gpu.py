@@ -12,7 +12,7 @@ from training_helpers import TINY, Chatty, add, even, tasks
 
 import ludus
 from ludus.engine import PackedContext, fused_linear, hidden_states, use_ludus_attention
-from ludus.kernels import low_rank_distrusted
+from ludus.kernels import low_rank_unusable
 from ludus.training.lora import adapter_reference, save_adapter
 from ludus.training.models import fit_tokenizer, load_model, scratch_model
 from ludus.training.recipe import ModelConfig, ScratchConfig
@@ -65,8 +65,8 @@ def test_the_kernels_give_what_peft_s_layers_give(base: Path, monkeypatch: pytes
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
     beside = states(model)
-    assert not low_rank_distrusted(beside.device)
-    monkeypatch.setattr(fused_linear, "adapted", lambda layers: None)
+    assert not low_rank_unusable(beside.device)
+    monkeypatch.setattr(fused_linear, "find_lora", lambda layers: None)
     layer_by_layer = states(model)
     exact = states(model.float())
     assert off(layer_by_layer, exact) < 0.05

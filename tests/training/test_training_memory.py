@@ -25,8 +25,13 @@ from small_steps import (
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.engine import PackedContext, hidden_states
-from ludus.engine.hf_model import recomputable_layers, recomputed_layers, set_recompute
+from ludus.engine import (
+    PackedContext,
+    checkpointable_layers,
+    checkpointed_layers,
+    hidden_states,
+    set_activation_checkpointing,
+)
 from ludus.training import critic as critic_module
 from ludus.training import learner as learner_module
 from ludus.training import logprobs as logprobs_module
@@ -203,14 +208,14 @@ def test_a_single_row_gets_recomputation(
     learner = learner_of(small_model())
 
     def tight(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        if sum(pack.lengths) > (14 if recomputed_layers(model) else 10):
+        if sum(pack.lengths) > (14 if checkpointed_layers(model) else 10):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return action_logprobs(model, pack, temperature)
 
     monkeypatch.setattr(learner_module, "action_logprobs", tight)
     with caplog.at_level(logging.WARNING):
         metrics = learner.step(packs(ROWS), imitation)
-    assert recomputed_layers(learner.model) == 3
+    assert checkpointed_layers(learner.model) == 3
     assert any("computed again" in record.getMessage() for record in caplog.records)
     assert metrics == pytest.approx(expected, rel=1e-4)
     for one, other in zip(gradients_of(whole.model), gradients_of(learner.model), strict=True):
@@ -291,8 +296,8 @@ def test_a_critics_own_trunk_is_planned_and_recomputed() -> None:
         return critic, critic.learn(ROWS, targets, [range(len(ROWS))] * 2)
 
     critic, metrics = learnt(1e-6)
-    assert recomputed_layers(critic.model) == 3
-    assert recomputed_layers(critic.policy) == 0
+    assert checkpointed_layers(critic.model) == 3
+    assert checkpointed_layers(critic.policy) == 0
     assert metrics == pytest.approx(learnt("auto")[1], rel=1e-4)
     assert learnt(1e-6, "head")[1] == pytest.approx(learnt("auto", "head")[1])
 
@@ -396,16 +401,16 @@ def test_the_setting_decides_on_passes_and_layers() -> None:
     gib = 1 << 30
     ample = learner_of(model, activation_memory=1.0)
     assert ample.micro_batch_tokens([10]) == 16384
-    assert recomputed_layers(model) == 0
+    assert checkpointed_layers(model) == 0
     half = costs.full * (costs.layers + 1) * BUSY_TOKENS / 2 / gib
     tight = learner_of(model, activation_memory=half)
     assert tight.micro_batch_tokens([10]) == BUSY_TOKENS
-    assert 0 < recomputed_layers(model) <= 3
+    assert 0 < checkpointed_layers(model) <= 3
     tiny = learner_of(model, activation_memory=half / 100)
     assert tiny.micro_batch_tokens([10]) < BUSY_TOKENS
-    assert recomputed_layers(model) == 3
+    assert checkpointed_layers(model) == 3
     assert learner_of(model, activation_memory=1.0).micro_batch_tokens([10]) == 16384
-    assert recomputed_layers(model) == 0
+    assert checkpointed_layers(model) == 0
 
 
 def test_a_cpu_has_nothing_to_plan() -> None:
@@ -420,9 +425,9 @@ def test_a_cpu_has_nothing_to_plan() -> None:
 @pytest.mark.parametrize("layers", [1, 2, 99])
 def test_recomputed_layers_give_the_same_gradient(layers: int) -> None:
     plain, recomputing = small_model(), small_model()
-    set_recompute(recomputing, layers)
-    assert recomputed_layers(recomputing) == min(layers, 3)
-    assert recomputed_layers(plain) == 0
+    set_activation_checkpointing(recomputing, layers)
+    assert checkpointed_layers(recomputing) == min(layers, 3)
+    assert checkpointed_layers(plain) == 0
     for model in (plain, recomputing):
         learner_of(model).step(packs(ROWS), imitation)
     for one, other in zip(gradients_of(plain), gradients_of(recomputing), strict=True):
@@ -434,7 +439,7 @@ def test_recomputed_layers_keep_less() -> None:
     tokens, context = torch.zeros(100, dtype=torch.long), PackedContext([40, 60])
 
     def kept(layers: int) -> int:
-        set_recompute(model, layers)
+        set_activation_checkpointing(model, layers)
         return counted(model, lambda: hidden_states(model, tokens, context.position_ids, context))
 
     sizes = [kept(layers) for layers in range(4)]
@@ -458,8 +463,8 @@ def test_an_adapter_is_recomputed_and_served_like_a_model() -> None:
         return model
 
     plain, recomputing = adapted(), adapted()
-    set_recompute(recomputing, 99)
-    assert recomputed_layers(recomputing) == 3
+    set_activation_checkpointing(recomputing, 99)
+    assert checkpointed_layers(recomputing) == 3
     frozen = {name: p.clone() for name, p in plain.named_parameters() if not p.requires_grad}
     metrics = [learner_of(model).step(packs(ROWS), imitation) for model in (plain, recomputing)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-3)
@@ -471,7 +476,7 @@ def test_an_adapter_is_recomputed_and_served_like_a_model() -> None:
 
 def test_a_model_can_be_forgotten() -> None:
     model = small_model()
-    set_recompute(model, 1)
+    set_activation_checkpointing(model, 1)
     reference = weakref.ref(model)
     del model
     gc.collect()
@@ -481,6 +486,6 @@ def test_a_model_can_be_forgotten() -> None:
 def test_an_architecture_without_recomputation_says_so() -> None:
     model: Any = small_model()
     model.model.layers = nn.ModuleList([nn.Identity()])
-    assert recomputable_layers(model) == 0
-    set_recompute(model, 5)
-    assert recomputed_layers(model) == 0
+    assert checkpointable_layers(model) == 0
+    set_activation_checkpointing(model, 5)
+    assert checkpointed_layers(model) == 0

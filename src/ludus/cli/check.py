@@ -125,7 +125,7 @@ def _content(task: Task) -> str:
 
 async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
-    from ludus.engine.fake import FakeEngine
+    from ludus.engine import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer
     from ludus.training.run_context import build_rollout
@@ -156,7 +156,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
-    from ludus.engine.fake import FakeEngine
+    from ludus.engine import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer
     from ludus.training.run_context import build_rollout, play_expert
@@ -179,7 +179,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
-    from ludus.engine.fake import FakeEngine
+    from ludus.engine import FakeEngine
     from ludus.rewards import Scorer
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models import fit_tokenizer

@@ -12,33 +12,54 @@ from typing import TYPE_CHECKING
 from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from ludus.engine.config import EngineConfig
-    from ludus.engine.engine import EmbeddedEngine
-    from ludus.engine.engine_core import EngineStats
+    from ludus.engine.attention import AttentionParams
+    from ludus.engine.block_manager import BlockManager, BlockPool, BlockTable
+    from ludus.engine.config import EngineConfig, EngineStats
+    from ludus.engine.engine import AdmissionQueue, EmbeddedEngine
+    from ludus.engine.engine_core import EngineCore
     from ludus.engine.fake import FakeCall, FakeEngine
     from ludus.engine.hf_model import (
+        checkpointable_layers,
+        checkpointed_layers,
         context_limit,
         decoder_of,
         sampling_mode,
+        set_activation_checkpointing,
+        unwrapped,
         vocabulary_size,
     )
     from ludus.engine.loading import probe_head, use_ludus_attention
-    from ludus.engine.model_runner import head_logits, hidden_states
+    from ludus.engine.model_runner import head_logits, hidden_states, plain_head
     from ludus.engine.packed_attention import PackedContext
+    from ludus.engine.scheduler import Request, Scheduler, StopChecker
 
 __all__ = [
+    "AdmissionQueue",
+    "AttentionParams",
+    "BlockManager",
+    "BlockPool",
+    "BlockTable",
     "EmbeddedEngine",
     "EngineConfig",
+    "EngineCore",
     "EngineStats",
     "FakeCall",
     "FakeEngine",
     "PackedContext",
+    "Request",
+    "Scheduler",
+    "StopChecker",
+    "checkpointable_layers",
+    "checkpointed_layers",
     "context_limit",
     "decoder_of",
     "head_logits",
     "hidden_states",
+    "plain_head",
     "probe_head",
     "sampling_mode",
+    "set_activation_checkpointing",
+    "unwrapped",
     "use_ludus_attention",
     "vocabulary_size",
 ]

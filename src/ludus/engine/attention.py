@@ -1,4 +1,15 @@
-"""Attention over a padded block: the arithmetic that paged and packed contexts share."""
+"""The one attention function that serves sampling, training and plain calls.
+
+It is registered with transformers under the name "ludus". The context that travels down the model's forward as
+the keyword argument `ludus_attention` decides what it does:
+
+- a paged context (the engine): keys and values go to the KV cache and are read from it;
+- a `PackedContext` (the trainer): tokens attend within their own packed sequence;
+- none: ordinary causal attention, so that `model(...)` and `model.generate(...)` still work.
+
+A keyword argument, unlike a thread-local, also reaches the recomputation of activation checkpointing, on
+whatever thread the backward pass runs.
+"""
 
 from __future__ import annotations
 
@@ -15,56 +26,60 @@ from ludus.core.failures import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """How one layer weighs what it reads."""
+class AttentionParams:
+    """How one layer attends."""
 
     scaling: float
     window: int | None = None
-    """A token reads itself and the `window - 1` tokens before it; None reads all."""
+    """Sliding window: a token sees itself and the `window - 1` tokens before it; None sees all."""
     softcap: float | None = None
-    """Scores are squeezed into (-softcap, softcap) before the softmax."""
+    """Logit soft cap: softcap * tanh(score / softcap) before the softmax."""
     dropout: float = 0.0
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule, mask: Tensor | None) -> Tensor:
-    """Weighted values, shaped like `query` [B, Hq, Q, D]; `key` and `value` are [B, Hkv, K, D].
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, mask: Tensor | None
+) -> Tensor:
+    """Dense attention: [B, Hq, Q, D] from `query` [B, Hq, Q, D], `key` and `value` [B, Hkv, K, D].
 
     `mask` is boolean, true where a query may look; without one, query i sees the keys up to i.
     """
-    if rule.softcap is None:
+    if params.softcap is None:
         return functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            dropout_p=rule.dropout,
+            dropout_p=params.dropout,
             is_causal=mask is None,
-            scale=rule.scaling,
+            scale=params.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
     if mask is None:
         mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
-    return _attend_softcapped(query, key, value, rule, rule.softcap, mask)
+    return _attend_softcapped(query, key, value, params, params.softcap, mask)
 
 
 def _attend_softcapped(
-    query: Tensor, key: Tensor, value: Tensor, rule: Rule, softcap: float, mask: Tensor
+    query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, softcap: float, mask: Tensor
 ) -> Tensor:
-    """Written out: fused kernels know no soft cap."""
+    """Written out: SDPA has no soft cap."""
     batch, heads, width, size = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     grouped = query.reshape(batch * kv_heads, -1, size)
     scores = torch.bmm(grouped, key.reshape(batch * kv_heads, length, size).transpose(1, 2))
-    scores = torch.tanh(scores.view(batch, heads, width, length) * (rule.scaling / softcap)) * softcap
+    scores = torch.tanh(scores.view(batch, heads, width, length) * (params.scaling / softcap)) * softcap
     # Not minus infinity: padding that may look at nothing must give something finite.
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = functional.dropout(weights, p=rule.dropout, training=rule.dropout > 0)
+    weights = functional.dropout(weights, p=params.dropout, training=params.dropout > 0)
     values = value.reshape(batch * kv_heads, length, -1)
     return torch.bmm(weights.view(batch * kv_heads, -1, length), values).view(batch, heads, width, -1)
 
 
-def attend_once(query: Tensor, key: Tensor, value: Tensor, rule: Rule, bias: Tensor) -> Tensor:
+def attend_once(
+    query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, bias: Tensor
+) -> Tensor:
     """`attend` for one query in each row and no soft cap: two batched products that serve all query
     heads of a key head at once, which is faster than the fused kernel on a CPU.
 
@@ -76,7 +91,7 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, rule: Rule, bias: Ten
         bias[:, None].expand(batch, kv_heads, 1, length).reshape(-1, 1, length),
         query.reshape(batch * kv_heads, -1, size),
         key.reshape(batch * kv_heads, length, size).transpose(1, 2),
-        alpha=rule.scaling,
+        alpha=params.scaling,
     )
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.bmm(weights, value.reshape(batch * kv_heads, length, -1)).view(batch, heads, 1, -1)
@@ -98,19 +113,6 @@ def positional_mask(positions_BQ: Tensor, length: int, window: int | None) -> Te
     return mask
 
 
-# --- attention ---
-# The one attention function that serves sampling, training and plain calls.
-#
-# It is registered with transformers under the name "ludus". What it does is decided by the context that
-# travels down the model's forward as the keyword argument `ludus_attention`:
-#
-# - a `PagedContext` (the engine): keys and values go to a paged cache and are read from it;
-# - a `PackedContext` (the trainer): tokens attend within their own packed sequence;
-# - none: ordinary causal attention, so that `model(...)` and `model.generate(...)` still work.
-#
-# A keyword argument, unlike a thread-local, also reaches the recomputation that gradient checkpointing
-# does during the backward pass, on whatever thread that runs.
-
 NAME = "ludus"
 CONTEXT = "ludus_attention"
 
@@ -131,9 +133,11 @@ _HARMLESS = frozenset(
 
 
 class AttentionContext(Protocol):
-    """What tokens attend to."""
+    """Decides which tokens attend to which."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
+    ) -> Tensor:
         """[1, T, Hq, D] from query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
 
 
@@ -161,7 +165,7 @@ def ludus_attention(
             )
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ConfigError(f"{type(module).__name__} is not causal; Ludus runs causal models only")
-    rule = Rule(
+    params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
@@ -171,21 +175,26 @@ def ludus_attention(
         layer = getattr(module, "layer_idx", None)
         if layer is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
-        return ludus_attention.attend(layer, query, key, value, rule), None
-    return _plain(query, key, value, attention_mask, rule, others.get("position_ids")), None
+        return ludus_attention.attend(layer, query, key, value, params), None
+    return _plain(query, key, value, attention_mask, params, others.get("position_ids")), None
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule, positions: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    params: AttentionParams,
+    positions: Tensor | None,
 ) -> Tensor:
     """Attention without a context, as any implementation of transformers does it."""
     if mask is None:
         _refuse_packed(positions)
-        if rule.window is not None and rule.window < key.shape[2]:
-            mask = causal_mask(query.shape[2], key.shape[2], rule.window, query.device)
+        if params.window is not None and params.window < key.shape[2]:
+            mask = causal_mask(query.shape[2], key.shape[2], params.window, query.device)
     elif mask.dtype != torch.bool:
         raise ConfigError("a custom attention mask must be boolean (true: may be looked at)")
-    return attend(query, key, value, rule, mask).transpose(1, 2).contiguous()
+    return attend(query, key, value, params, mask).transpose(1, 2).contiguous()
 
 
 class LostContextError(ConfigError):

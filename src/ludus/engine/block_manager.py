@@ -1,8 +1,15 @@
-"""Who holds which page of the KV cache, and which pages hold what.
+"""The KV cache's blocks: reference counts, prefix caching, and the block table of each request and session.
 
-Pure bookkeeping: a page is a number. A page is in exactly one of three states: free, held (one or more
-holders), or kept (nobody holds it, but its content is known and may be found again; the one unused for
-longest is given away first when free pages run out).
+Pure bookkeeping: a block is a number. `BlockPool` counts references. A block is free, in use (one reference or
+more), or cached: nobody refers to it, but it can be found by its hash; the least recently used cached
+block is evicted when no block is free. `BlockManager` builds block tables over the pool.
+
+Prefix caching: a full block is published under the hash of (policy version, all tokens before it, its own
+tokens), so any context with the same prefix finds it. A prompt's blocks are published when they are scheduled,
+not when they are computed: within a forward pass each layer writes all keys and values before it reads any, so
+the members of a group that arrive together compute their common prompt once. Blocks that decoding fills are
+published one step later, because a step computes its prompts before it decodes, and only when all of their
+tokens are known.
 """
 
 from __future__ import annotations
@@ -15,248 +22,238 @@ from hashlib import blake2b
 import numpy as np
 
 
-class PageLedger:
-    """Reference counts, the content index, and the free list of `pages` pages."""
+class BlockPool:
+    """Reference counts, the hash index and the free list of `blocks` blocks."""
 
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-        self._holders = [0] * pages
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._references = [0] * blocks
         self._free: list[int] = []
-        self._untouched = 0  # pages from here on were never used: memory follows the high-water mark
-        self._content_of: dict[int, bytes] = {}
-        self._page_with: dict[bytes, int] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._untouched = 0  # blocks from here on were never used: memory follows the high-water mark
+        self._hash_of: dict[int, bytes] = {}
+        self._block_by_hash: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """How many pages `allocate` can still give."""
-        return len(self._free) + self.pages - self._untouched + len(self._kept)
+        """How many blocks `allocate` can still give."""
+        return len(self._free) + self.blocks - self._untouched + len(self._cached)
 
     @property
     def high_water(self) -> int:
-        """One more than the highest page ever used."""
+        """One more than the highest block ever used."""
         return self._untouched
 
-    def holders(self, page: int) -> int:
-        """How many hold this page."""
-        return self._holders[page]
+    def references(self, block: int) -> int:
+        """How many references there are to this block."""
+        return self._references[block]
 
     def allocate(self) -> int | None:
-        """A page for one holder, its content forgotten; None when every page is held."""
+        """A block with one reference; None when every block is in use. May evict a cached block."""
         if self._free:
-            page = self._free.pop()
-        elif self._untouched < self.pages:
-            page = self._untouched
+            block = self._free.pop()
+        elif self._untouched < self.blocks:
+            block = self._untouched
             self._untouched += 1
-        elif self._kept:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._unpublish(block)
         else:
             return None
-        self._holders[page] = 1
-        return page
+        self._references[block] = 1
+        return block
 
-    def share(self, page: int) -> None:
-        """One more holder."""
-        if self._holders[page] == 0:
-            if page not in self._kept:
-                raise ValueError(f"page {page} is free and cannot be shared")
-            del self._kept[page]
-        self._holders[page] += 1
+    def share(self, block: int) -> None:
+        """Add a reference."""
+        if self._references[block] == 0:
+            if block not in self._cached:
+                raise ValueError(f"block {block} is free and cannot be shared")
+            del self._cached[block]
+        self._references[block] += 1
 
-    def release(self, page: int) -> None:
-        """One holder less; the last one leaves the page kept if its content is published, else free."""
-        if self._holders[page] < 1:
-            raise ValueError(f"page {page} is held by nobody and cannot be released")
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            if page in self._content_of:
-                self._kept[page] = None
+    def release(self, block: int) -> None:
+        """Drop a reference; without any, a published block stays cached and any other is free."""
+        if self._references[block] < 1:
+            raise ValueError(f"block {block} has no reference and cannot be released")
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if block in self._hash_of:
+                self._cached[block] = None
             else:
-                self._free.append(page)
+                self._free.append(block)
 
-    def publish(self, page: int, content: bytes) -> None:
-        """Let others find this full page by its content. The first page with a content stays the one."""
-        if self._holders[page] < 1:
-            raise ValueError(f"page {page} is held by nobody and cannot be published")
-        if content not in self._page_with and page not in self._content_of:
-            self._page_with[content] = page
-            self._content_of[page] = content
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make this full block findable by its hash. The first block with a hash stays the one."""
+        if self._references[block] < 1:
+            raise ValueError(f"block {block} has no reference and cannot be published")
+        if block_hash not in self._block_by_hash and block not in self._hash_of:
+            self._block_by_hash[block_hash] = block
+            self._hash_of[block] = block_hash
 
-    def find(self, content: bytes) -> int | None:
-        """The page with this content, if any; it is not held yet."""
-        return self._page_with.get(content)
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this hash, if any; without a reference yet."""
+        return self._block_by_hash.get(block_hash)
 
-    def is_writable(self, page: int) -> bool:
-        """Whether its one holder may change it: nobody else reads it, and nobody can find it."""
-        return self._holders[page] == 1 and page not in self._content_of
+    def is_writable(self, block: int) -> bool:
+        """Whether it may be written: one reference, and not published."""
+        return self._references[block] == 1 and block not in self._hash_of
 
-    def forget_contents(self) -> None:
-        """No page can be found any more; kept pages become free, held ones stay held."""
-        self._free.extend(self._kept)
-        self._kept.clear()
-        self._content_of.clear()
-        self._page_with.clear()
+    def unpublish_all(self) -> None:
+        """Unpublish every block; cached ones become free, those in use stay in use."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_by_hash.clear()
 
-    def _forget(self, page: int) -> None:
-        del self._page_with[self._content_of.pop(page)]
+    def _unpublish(self, block: int) -> None:
+        del self._block_by_hash[self._hash_of.pop(block)]
 
     def check(self) -> None:
-        """Raise if the books do not balance."""
-        held = {page for page, count in enumerate(self._holders) if count > 0}
-        free, kept = set(self._free), set(self._kept)
-        untouched = set(range(self._untouched, self.pages))
-        if len(free) != len(self._free) or free & held or free & kept or kept & held:
-            raise AssertionError("a page is in two states at once")
-        if free | kept | held | untouched != set(range(self.pages)) or untouched & (free | kept | held):
-            raise AssertionError("a page was lost")
-        if not kept <= set(self._content_of) <= kept | held:
-            raise AssertionError("a page without known content is kept, or a free one can be found")
-        if {page: content for content, page in self._page_with.items()} != self._content_of:
-            raise AssertionError("the content index disagrees with itself")
-
-
-# --- kv ---
-# What each request and session holds of the KV cache, and how much of it a new context can reuse.
-#
-# A holding is a list of pages and the number of tokens whose keys and values they contain. Full pages are
-# published under a digest of (policy version, everything before, their own tokens), so that any context
-# that starts with the same tokens finds them. Pages of a prompt are published when they are scheduled, not
-# when they have been computed: within one forward pass a layer writes all keys and values before it reads
-# any, so the members of a group that arrive together still compute their common prompt once. Pages that
-# decoding fills are published one step later, because a step decodes after it has computed its prompts; and
-# never before all of their tokens are known.
+        """Raise if a block is in two states, lost, or indexed wrongly."""
+        held = {block for block, count in enumerate(self._references) if count > 0}
+        free, cached = set(self._free), set(self._cached)
+        untouched = set(range(self._untouched, self.blocks))
+        if len(free) != len(self._free) or free & held or free & cached or cached & held:
+            raise AssertionError("a block is in two states at once")
+        if free | cached | held | untouched != set(range(self.blocks)) or untouched & (
+            free | cached | held
+        ):
+            raise AssertionError("a block was lost")
+        if not cached <= set(self._hash_of) <= cached | held:
+            raise AssertionError("a block without a hash is cached, or a free one can be found")
+        if {block: block_hash for block_hash, block in self._block_by_hash.items()} != self._hash_of:
+            raise AssertionError("the hash index disagrees with itself")
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
-    """Pages in order, and what they contain."""
+class BlockTable:
+    """The blocks of one context, in order."""
 
-    pages: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     length: int = 0
-    """How many tokens have their keys and values in the pages, or in steps that are under way."""
-    digests: list[bytes] = field(default_factory=list)
-    """One for each full page that has been published."""
+    """How many tokens have their keys and values in the blocks, or in steps in flight."""
+    hashes: list[bytes] = field(default_factory=list)
+    """One for each full block that has been published."""
 
 
-class KvBooks:
-    """Reuse, growth, fork and release of holdings over one ledger."""
+class BlockManager:
+    """Allocates, reuses, forks and releases block tables."""
 
-    def __init__(self, pages: int, page_size: int, copy_page: Callable[[int, int], None]) -> None:
-        self.ledger = PageLedger(pages)
-        self.page_size = page_size
-        self._copy_page = copy_page
+    def __init__(self, blocks: int, block_size: int, copy_block: Callable[[int, int], None]) -> None:
+        self.pool = BlockPool(blocks)
+        self.block_size = block_size
+        self._copy_block = copy_block
         self._root = b""
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
-        """Nothing computed under another version is found from now on."""
-        self.ledger.forget_contents()
+        """Blocks of other policy versions are not found from now on."""
+        self.pool.unpublish_all()
         self._root = version.to_bytes(8, "big")
 
-    def resize(self, pages: int) -> None:
-        """Another number of pages; nothing may be held."""
-        self.ledger = PageLedger(pages)
+    def resize(self, blocks: int) -> None:
+        """Another number of blocks; none may be in use."""
+        self.pool = BlockPool(blocks)
 
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
-    def reuse(self, tokens: Sequence[int], held: Holding, held_tokens: Sequence[int]) -> Holding:
-        """The longest part of `tokens` that is held or published; takes `held` over.
+    def reuse(self, tokens: Sequence[int], held: BlockTable, held_tokens: Sequence[int]) -> BlockTable:
+        """A block table with the longest prefix of `tokens` that is held or published; takes `held` over.
 
         At least the last token is left to compute, because its hidden state is needed.
         """
         usable = len(tokens) - 1
         common = min(common_prefix(tokens, held_tokens), held.length, usable)
-        digests = list(held.digests[: common // self.page_size])
-        found = self._published(tokens, digests, usable // self.page_size)
+        hashes = list(held.hashes[: common // self.block_size])
+        found = self._published(tokens, hashes, usable // self.block_size)
         if found:
-            full = len(digests) - len(found)
-            for page in found:
-                self.ledger.share(page)
-            kept = held.pages[:full]
-            self._release(held.pages[full:])
-            return Holding(kept + found, len(digests) * self.page_size, digests)
-        return self._truncated(held, common, digests)
+            full = len(hashes) - len(found)
+            for block in found:
+                self.pool.share(block)
+            cached = held.blocks[:full]
+            self._release(held.blocks[full:])
+            return BlockTable(cached + found, len(hashes) * self.block_size, hashes)
+        return self._truncated(held, common, hashes)
 
-    def _published(self, tokens: Sequence[int], digests: list[bytes], limit: int) -> list[int]:
-        """The published pages that follow those of `digests`, which grows by their digests."""
+    def _published(self, tokens: Sequence[int], hashes: list[bytes], limit: int) -> list[int]:
+        """The published blocks that follow those of `hashes`, which grows by their hashes."""
         found: list[int] = []
-        while len(digests) < limit:
-            digest = self._digest(tokens, len(digests), digests)
-            page = self.ledger.find(digest)
-            if page is None:
+        while len(hashes) < limit:
+            block_hash = self._hash(tokens, len(hashes), hashes)
+            block = self.pool.find(block_hash)
+            if block is None:
                 break
-            found.append(page)
-            digests.append(digest)
+            found.append(block)
+            hashes.append(block_hash)
         return found
 
-    def _truncated(self, held: Holding, length: int, digests: list[bytes]) -> Holding:
-        """`held` cut to `length` tokens; a partial last page that others read is copied."""
-        needed = self.pages_for(length)
-        self._release(held.pages[needed:])
-        pages = held.pages[:needed]
-        if length % self.page_size and not self.ledger.is_writable(pages[-1]):
-            fresh = self.ledger.allocate()
+    def _truncated(self, held: BlockTable, length: int, hashes: list[bytes]) -> BlockTable:
+        """`held` cut to `length` tokens; a partial last block that others read is copied."""
+        needed = self.blocks_for(length)
+        self._release(held.blocks[needed:])
+        blocks = held.blocks[:needed]
+        if length % self.block_size and not self.pool.is_writable(blocks[-1]):
+            fresh = self.pool.allocate()
             if fresh is not None:
-                self._copy_page(pages[-1], fresh)
-            self._release([pages.pop()])
+                self._copy_block(blocks[-1], fresh)
+            self._release([blocks.pop()])
             if fresh is None:
-                length = len(pages) * self.page_size
+                length = len(blocks) * self.block_size
             else:
-                pages.append(fresh)
-        return Holding(pages, length, digests)
+                blocks.append(fresh)
+        return BlockTable(blocks, length, hashes)
 
-    def grow(self, holding: Holding, tokens: int) -> bool:
-        """Pages for `tokens` tokens in all; False, and nothing taken, when there are not enough."""
-        missing = self.pages_for(tokens) - len(holding.pages)
+    def grow(self, block_table: BlockTable, tokens: int) -> bool:
+        """Blocks for `tokens` tokens in all; False, and nothing taken, when there are not enough."""
+        missing = self.blocks_for(tokens) - len(block_table.blocks)
         if missing <= 0:
             return True
-        if missing > self.ledger.available:
+        if missing > self.pool.available:
             return False
         for _ in range(missing):
-            page = self.ledger.allocate()
-            if page is None:
-                raise AssertionError("the ledger promised a page that it does not have")
-            holding.pages.append(page)
+            block = self.pool.allocate()
+            if block is None:
+                raise AssertionError("the pool has fewer blocks than it said")
+            block_table.blocks.append(block)
         return True
 
-    def publish(self, holding: Holding, tokens: Sequence[int], length: int) -> None:
-        """Let others find the pages that the first `length` tokens have filled; these must be known."""
-        while (len(holding.digests) + 1) * self.page_size <= length:
-            index = len(holding.digests)
-            digest = self._digest(tokens, index, holding.digests)
-            self.ledger.publish(holding.pages[index], digest)
-            holding.digests.append(digest)
+    def publish(self, block_table: BlockTable, tokens: Sequence[int], length: int) -> None:
+        """Let others find the blocks that the first `length` tokens have filled; these must be known."""
+        while (len(block_table.hashes) + 1) * self.block_size <= length:
+            index = len(block_table.hashes)
+            block_hash = self._hash(tokens, index, block_table.hashes)
+            self.pool.publish(block_table.blocks[index], block_hash)
+            block_table.hashes.append(block_hash)
 
-    def fork(self, holding: Holding) -> Holding:
-        """A second holding of the same content: full pages shared, the partial one copied."""
-        full = holding.length // self.page_size
-        pages = holding.pages[:full]
-        for page in pages:
-            self.ledger.share(page)
-        length = full * self.page_size
-        if holding.length > length:
-            fresh = self.ledger.allocate()
+    def fork(self, block_table: BlockTable) -> BlockTable:
+        """A second block table of the same block_hash: full blocks shared, the partial one copied."""
+        full = block_table.length // self.block_size
+        blocks = block_table.blocks[:full]
+        for block in blocks:
+            self.pool.share(block)
+        length = full * self.block_size
+        if block_table.length > length:
+            fresh = self.pool.allocate()
             if fresh is not None:
-                self._copy_page(holding.pages[full], fresh)
-                pages = [*pages, fresh]
-                length = holding.length
-        return Holding(list(pages), length, list(holding.digests[:full]))
+                self._copy_block(block_table.blocks[full], fresh)
+                blocks = [*blocks, fresh]
+                length = block_table.length
+        return BlockTable(list(blocks), length, list(block_table.hashes[:full]))
 
-    def drop(self, holding: Holding) -> None:
-        """Give everything back; the holding is empty afterwards."""
-        self._release(holding.pages)
-        holding.pages, holding.length, holding.digests = [], 0, []
+    def drop(self, block_table: BlockTable) -> None:
+        """Release all blocks; the block table is empty afterwards."""
+        self._release(block_table.blocks)
+        block_table.blocks, block_table.length, block_table.hashes = [], 0, []
 
-    def _release(self, pages: Sequence[int]) -> None:
-        # Last pages first: what is kept is then given away from the end of a prefix, not its start.
-        for page in reversed(pages):
-            self.ledger.release(page)
+    def _release(self, blocks: Sequence[int]) -> None:
+        # Last blocks first: eviction then shortens a cached prefix from its end.
+        for block in reversed(blocks):
+            self.pool.release(block)
 
-    def _digest(self, tokens: Sequence[int], index: int, digests: Sequence[bytes]) -> bytes:
-        parent = digests[index - 1] if index else self._root
-        own = np.array(tokens[index * self.page_size : (index + 1) * self.page_size], dtype=np.int64)
+    def _hash(self, tokens: Sequence[int], index: int, hashes: Sequence[bytes]) -> bytes:
+        parent = hashes[index - 1] if index else self._root
+        own = np.array(tokens[index * self.block_size : (index + 1) * self.block_size], dtype=np.int64)
         return blake2b(own.tobytes(), digest_size=16, key=parent).digest()
 
 

@@ -9,9 +9,6 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 
-# --- config ---
-# The few settings of the embedded engine.
-
 
 class EngineConfig(Config):
     """How much the engine does at once. Device and dtype are those of the model."""
@@ -29,9 +26,9 @@ class EngineConfig(Config):
     release_memory: Literal["auto", "always", "never"] = "auto"
     """Whether a pause hands the KV cache's memory to the trainer: always, never, or when little is free."""
     page_size: int = Field(default=16, ge=1, le=1024)
-    """How many tokens one page of the KV cache holds: the unit of sharing."""
+    """Tokens in one block of the KV cache (vLLM: block_size): the unit of prefix caching."""
     max_waiting: int = Field(default=1024, ge=1)
-    """How many requests may queue for a place in the batch; further callers wait to be let in."""
+    """How many requests may wait in the scheduler; further callers wait in the admission queue."""
 
     @model_validator(mode="after")
     def _says_the_size_once(self) -> Self:
@@ -60,7 +57,7 @@ class EngineStats:
     cached_tokens: int = 0
     """Tokens of contexts whose KV was found instead of computed."""
     wasted_tokens: int = 0
-    """Tokens that were drawn for a request which had ended by the time they were known."""
+    """Tokens sampled for a request that had ended by the time they were known."""
     steps: int = 0
     preemptions: int = 0
     failed_steps: int = 0

@@ -1,4 +1,13 @@
-"""The bounded door in front of the queue: first come, first served, across threads and event loops."""
+"""`EmbeddedEngine`: samples from the very module that is being trained.
+
+Who waits for whom: callers live on event loops, the model on one thread of its own (`EngineThread`). A caller
+posts its request to the thread and awaits a future. The thread takes in what has arrived, runs a step, and
+delivers what is finished, with one wake-up per step and loop. Everything that touches the scheduler runs on the
+thread, between steps, in the order in which it was asked for. `max_waiting` bounds the scheduler's queue:
+callers beyond it wait in an `AdmissionQueue`. The thread ends after a while without work and starts again with
+the next request, so that a forgotten engine leaves no thread behind. On a GPU a step is launched while the one
+before it runs (see `engine_core`); a pause, new weights and a closing engine wait for both.
+"""
 
 from __future__ import annotations
 
@@ -19,103 +28,18 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
 from ludus.core.messages import Media
 from ludus.core.tokenizer import Tokenizer
-from ludus.engine.config import EngineConfig
-from ludus.engine.engine_core import EngineStats, Worker
+from ludus.engine.config import EngineConfig, EngineStats
+from ludus.engine.engine_core import EngineCore
 from ludus.engine.hf_model import (
-    cache_pages,
+    cache_blocks,
     context_limit,
-    hands_back,
+    max_step_tokens,
+    releases_memory,
     sampling_mode,
-    step_tokens,
     vocabulary_size,
 )
 from ludus.engine.loading import use_ludus_attention
-from ludus.engine.scheduler import Decode, Marks, Request, StopWatcher
-
-
-@dataclass(slots=True, eq=False)
-class _Visitor:
-    tag: str | None
-    loop: asyncio.AbstractEventLoop
-    admitted: asyncio.Future[None]
-    is_expelled: bool = False
-
-
-class Turnstile:
-    """Lets `capacity` visitors in; each one that leaves, from any thread, makes room for the next."""
-
-    def __init__(self, capacity: int) -> None:
-        self._lock = threading.Lock()
-        self._free = capacity
-        self._line: deque[_Visitor] = deque()
-        self._arriving: set[_Visitor] = set()  # in line, or let in and not yet aware of it
-
-    @property
-    def free(self) -> int:
-        """How many could enter without waiting."""
-        return self._free
-
-    async def enter(self, tag: str | None = None) -> bool:
-        """Wait for a place; False when turned away by `expel`."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._free > 0 and not self._line:
-                self._free -= 1
-                return True
-            visitor = _Visitor(tag, loop, loop.create_future())
-            self._line.append(visitor)
-            self._arriving.add(visitor)
-        entered = False
-        try:
-            await visitor.admitted
-            entered = not visitor.is_expelled
-        finally:
-            if not entered:
-                self._withdraw(visitor)
-            with self._lock:
-                self._arriving.discard(visitor)
-        return entered
-
-    def leave(self) -> None:
-        """Give a place back."""
-        with self._lock:
-            while self._line:
-                if _tell(self._line.popleft()):
-                    return
-            self._free += 1
-
-    def expel(self, tag: str | None = None) -> None:
-        """Turn away those who wait under this tag, or everybody."""
-        with self._lock:
-            for visitor in self._arriving:
-                if tag is None or visitor.tag == tag:
-                    visitor.is_expelled = True
-                    _tell(visitor)
-
-    def _withdraw(self, visitor: _Visitor) -> None:
-        """Give up the place in the line, or the place that was just given."""
-        with self._lock:
-            if visitor in self._line:
-                self._line.remove(visitor)
-                return
-        self.leave()
-
-
-def _tell(visitor: _Visitor) -> bool:
-    try:
-        visitor.loop.call_soon_threadsafe(_settle_admission, visitor.admitted)
-    except RuntimeError:  # its loop is closed: nobody is waiting any more
-        return False
-    return True
-
-
-def _settle_admission(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-# --- thread ---
-# The thread that the model runs on, and the way in and out of it.
+from ludus.engine.scheduler import Decode, Marks, Request, StopChecker
 
 T = TypeVar("T")
 
@@ -124,8 +48,224 @@ _IDLE_SECONDS = 2.0
 _EXIT_SECONDS = 10.0
 
 
-class Mailbox:
-    """A future on the caller's loop, to be answered from the engine's thread."""
+class EmbeddedEngine:
+    """An `Engine` over a Hugging Face causal LM, which it shares with the trainer.
+
+    `decode` is needed for stop strings only: a tokenizer, or a function from tokens to text. The trainer
+    calls `pause` before it touches the weights, then `update_weights` and `resume`. `version` is the policy
+    version before the first update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decode: Tokenizer | Decode | None = None,
+        config: EngineConfig | None = None,
+        *,
+        version: int = 0,
+    ) -> None:
+        use_ludus_attention(model)
+        self.config = config or EngineConfig()
+        self.model = model
+        self._decode: Decode | None = decode if callable(decode) or decode is None else decode.decode
+        self._vocabulary = vocabulary_size(model)
+        self._context = context_limit(model)
+        self._core = EngineCore(
+            model,
+            blocks=cache_blocks(model, self.config),
+            block_size=self.config.page_size,
+            max_running=self.config.max_running,
+            tokens_per_step=max_step_tokens(model, self.config),
+            version=version,
+        )
+        self._admission = AdmissionQueue(self.config.max_waiting)
+        self._thread = EngineThread(self._step, self._rest)
+        self._mode = ExitStack()
+        self._is_sampling = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._core.version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters for metrics; they grow while the engine works."""
+        return self._core.stats
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        if media:
+            raise EngineError("this engine reads text only, not media", retriable=False)
+        context = self._checked(tokens)
+        limit = self._limit(len(context), sampling)
+        stop_checker = self._stop_checker(sampling)
+        if not await self._admission.enter(session):
+            self._thread.check_open()
+            versions = (VersionSpan(0, self.policy_version),)
+            return Completion([], [], FinishReason.ABORTED, versions)
+        reply_future = ReplyFuture()
+        request = Request(
+            tokens=context,
+            prompt=len(context),
+            limit=limit,
+            sampling=sampling,
+            session=session,
+            reply=lambda outcome: self._thread.reply(reply_future, outcome),
+            leave_queue=self._admission.leave,
+            stop_tokens=frozenset(sampling.stop_tokens),
+            stop_checker=stop_checker,
+            seen=self._seen(context, sampling),
+        )
+        await self._run(request, reply_future)
+        result: Completion = reply_future.future.result()
+        return result
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        context = self._checked(tokens)
+        sampling = Sampling(temperature=temperature)
+        self._limit(len(context), None)
+        reply_future = ReplyFuture()
+        request = Request(
+            tokens=context,
+            prompt=len(context),
+            limit=len(context),
+            sampling=sampling,
+            is_score=True,
+            reply=lambda outcome: self._thread.reply(reply_future, outcome),
+        )
+        await self._run(request, reply_future)
+        result: list[float] = reply_future.future.result()
+        return result
+
+    async def _run(self, request: Request, reply_future: ReplyFuture) -> None:
+        """Post a request to the thread and wait for its outcome; a cancelled caller cancels the request."""
+        try:
+            self._thread.post(lambda: self._core.submit(request), reply_future)
+        except EngineError:
+            request.started()
+            raise
+        try:
+            await reply_future.future
+        except asyncio.CancelledError:
+            if self._thread.closed is None:
+                self._thread.post(lambda: self._core.cancel(request))
+            raise
+
+    async def fork(self, session: str, into: str) -> None:
+        await self._thread.call(lambda: self._core.scheduler.fork(session, into))
+
+    async def release(self, session: str) -> None:
+        if self._thread.closed is None:
+            await self._thread.call(lambda: self._core.scheduler.release(session))
+
+    async def abort(self, session: str) -> None:
+        self._admission.cancel(session)
+        if self._thread.closed is None:
+            await self._thread.call(lambda: self._core.abort(session))
+
+    async def pause(self) -> None:
+        await self._thread.call(self._pause)
+
+    async def resume(self) -> None:
+        await self._thread.call(self._resume)
+
+    async def update_weights(self) -> int:
+        return await self._thread.call(self._core.update_weights)
+
+    async def forget(self) -> None:
+        """Drop the KV cache and all sessions; the policy version stays."""
+        await self._thread.call(self._core.forget)
+
+    async def close(self) -> None:
+        thread = self._thread.close(EngineError("the engine is closed", retriable=False))
+        self._admission.cancel()
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+        self._core.close()
+
+    def _pause(self) -> None:
+        """On the thread: no step is in flight afterwards."""
+        self._core.drain()
+        if releases_memory(self.model, self.config):
+            self._core.release_memory()
+        self._thread.set_paused(True)
+
+    def _resume(self) -> None:
+        self._core.refresh()
+        self._thread.set_paused(False)
+
+    def _step(self) -> bool:
+        """On the thread: one step if there is work; whether there is more."""
+        if not self._core.has_work:
+            return False
+        if not self._is_sampling:
+            self._mode.enter_context(sampling_mode(self.model))
+            self._is_sampling = True
+        self._core.step()
+        return self._core.has_work
+
+    def _rest(self) -> None:
+        """On the thread: restore the module's training mode."""
+        self._mode.close()
+        self._is_sampling = False
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        self._thread.check_open()
+        array = np.asarray(tokens)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            raise EngineError("a context must be a non-empty list of token ids", retriable=False)
+        if array.min() < 0 or array.max() >= self._vocabulary:
+            wrong = int(array.min()) if array.min() < 0 else int(array.max())
+            raise EngineError(
+                f"token {wrong} is not in the model's vocabulary of {self._vocabulary}", retriable=False
+            )
+        context: list[int] = array.tolist()
+        return context
+
+    def _limit(self, prompt: int, sampling: Sampling | None) -> int:
+        """Most tokens of a request, its prompt included; raises when it can never be served."""
+        ceiling = self._context or prompt + (sampling.max_tokens if sampling else 0)
+        if prompt > ceiling or (sampling and prompt == ceiling):
+            raise EngineError(
+                f"the context has {prompt} tokens and the model's limit (max_position_embeddings) is "
+                f"{ceiling}: nothing can follow",
+                retriable=False,
+            )
+        limit = min(ceiling, prompt + sampling.max_tokens) if sampling else prompt
+        room = self._core.room
+        if limit > room:
+            raise EngineError(
+                f"a request of up to {limit} tokens can never fit into the KV cache of {room}: raise "
+                "engine.cache_tokens or engine.memory, or lower budgets.max_turn_tokens or budgets.max_tokens",
+                retriable=False,
+            )
+        return limit
+
+    def _stop_checker(self, sampling: Sampling) -> StopChecker | None:
+        if not sampling.stop:
+            return None
+        if self._decode is None:
+            raise EngineError(
+                "stop strings need a tokenizer: EmbeddedEngine(model, tokenizer)", retriable=False
+            )
+        return StopChecker(sampling.stop, self._decode)
+
+    def _seen(self, context: list[int], sampling: Sampling) -> Marks | None:
+        if sampling.repetition_penalty == 1:
+            return None
+        seen = np.zeros(self._vocabulary, dtype=np.bool_)
+        seen[context] = True
+        return seen
+
+
+class ReplyFuture:
+    """A future on the caller's event loop, to be resolved from the engine's thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -136,28 +276,28 @@ class EngineThread:
     """Runs commands in order, and `step` again and again for as long as it says there is work.
 
     `step` returns whether there is more to do; `rest` is called whenever stepping ends for now. Every
-    mailbox is answered: by whoever it was handed to, or with an error when the thread closes or breaks.
+    future is resolved: by the command that got it, or with an error when the thread closes or breaks.
     """
 
     def __init__(self, step: Callable[[], bool], rest: Callable[[], None]) -> None:
         self._step, self._rest = step, rest
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._unanswered: set[Mailbox] = set()
-        self._outbox: list[tuple[Mailbox, object]] = []
+        self._unresolved: set[ReplyFuture] = set()
+        self._outbox: list[tuple[ReplyFuture, object]] = []
         self._thread: threading.Thread | None = None
         self._has_work = False
         self._is_paused = False
         self.closed: EngineError | None = None
-        """Why nothing can be asked any more."""
+        """The error that every further call gets, once closed."""
         _living.add(self)
 
-    def post(self, command: Callable[[], None], mailbox: Mailbox | None = None) -> None:
-        """Have `command` run on the thread, between steps; it, or what it starts, answers `mailbox`."""
+    def post(self, command: Callable[[], None], reply_future: ReplyFuture | None = None) -> None:
+        """Run `command` on the thread, between steps; it, or what it starts, resolves `reply_future`."""
         with self._condition:
             self.check_open()
-            if mailbox is not None:
-                self._unanswered.add(mailbox)
+            if reply_future is not None:
+                self._unresolved.add(reply_future)
             self._inbox.append(command)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ludus-engine", daemon=True)
@@ -165,28 +305,28 @@ class EngineThread:
             self._condition.notify()
 
     def check_open(self) -> None:
-        """Raise if nothing can be asked any more."""
+        """Raise if the engine is closed or has stopped."""
         if self.closed is not None:
             raise _again(self.closed)
 
     async def call(self, command: Callable[[], T]) -> T:
         """What `command` gives when run on the thread, between steps."""
-        mailbox = Mailbox()
+        reply_future = ReplyFuture()
 
         def answer() -> None:
             try:
-                self.reply(mailbox, command())
+                self.reply(reply_future, command())
             except Exception as error:  # noqa: BLE001 - the caller gets it
-                self.reply(mailbox, error)
+                self.reply(reply_future, error)
 
-        self.post(answer, mailbox)
-        result: T = await mailbox.future
+        self.post(answer, reply_future)
+        result: T = await reply_future.future
         return result
 
-    def reply(self, mailbox: Mailbox, outcome: object) -> None:
-        """Answer a caller, who hears of it after the current step. On the thread only."""
-        self._unanswered.discard(mailbox)
-        self._outbox.append((mailbox, outcome))
+    def reply(self, reply_future: ReplyFuture, outcome: object) -> None:
+        """Resolve a caller's future after the current step. On the thread only."""
+        self._unresolved.discard(reply_future)
+        self._outbox.append((reply_future, outcome))
 
     def set_paused(self, paused: bool) -> None:
         """No step begins while paused. On the thread only."""
@@ -195,12 +335,12 @@ class EngineThread:
             self._rest()
 
     def close(self, error: EngineError) -> threading.Thread | None:
-        """Accept nothing more, answer everybody with `error`, stop; the thread to join, if any."""
+        """Accept nothing more, fail all pending calls with `error`, stop; the thread to join, if any."""
         with self._condition:
             if self.closed is None:
                 self.closed = error
             if self._thread is None:
-                self._answer_all(error)
+                self._fail_all(error)
             self._condition.notify()
             return self._thread
 
@@ -239,24 +379,24 @@ class EngineThread:
         self._rest()
         self._thread = None
         if error is not None:
-            self._answer_all(error)
+            self._fail_all(error)
 
-    def _answer_all(self, error: EngineError) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         self._inbox.clear()
-        self._outbox += [(mailbox, _again(error)) for mailbox in self._unanswered]
-        self._unanswered.clear()
+        self._outbox += [(reply_future, _again(error)) for reply_future in self._unresolved]
+        self._unresolved.clear()
         self._deliver()
 
     def _deliver(self) -> None:
         """One wake-up for each loop, however many of its callers are answered."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], object]]] = {}
-        for mailbox, outcome in self._outbox:
-            by_loop.setdefault(mailbox.loop, []).append((mailbox.future, outcome))
+        for reply_future, outcome in self._outbox:
+            by_loop.setdefault(reply_future.loop, []).append((reply_future.future, outcome))
         self._outbox.clear()
-        for loop, answers in by_loop.items():
+        for loop, resolved in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_settle, answers)
-            except RuntimeError:  # the loop is closed, and with it everybody who waited on it
+                loop.call_soon_threadsafe(_settle, resolved)
+            except RuntimeError:  # the loop is closed: nobody waits on it
                 continue
 
 
@@ -267,8 +407,8 @@ def _again(error: EngineError) -> EngineError:
     return copy
 
 
-def _settle(answers: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
-    for future, outcome in answers:
+def _settle(resolved: Iterable[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, outcome in resolved:
         if future.done():
             continue
         if isinstance(outcome, BaseException):
@@ -289,229 +429,85 @@ def _close_at_exit() -> None:
             thread.join(_EXIT_SECONDS)
 
 
-# --- embedded ---
-# The engine that samples the very module that is trained.
-#
-# Who waits for whom: callers live on event loops, the model on one thread of its own. A caller hands its
-# request to the thread and awaits a future; the thread takes in what has arrived, runs a step, and
-# delivers what is finished, with one wake-up per step and loop. Everything that touches the scheduler runs
-# on the thread, between steps, in the order it was asked for. `max_waiting` bounds the queue: callers
-# beyond it wait at a turnstile. The thread ends when there has been nothing to do for a while and starts
-# again with the next request, so that a forgotten engine leaves none behind. On a GPU a step is launched while
-# the one before it runs (see `worker`); a pause, new weights and a closing engine wait for both.
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    tag: str | None
+    loop: asyncio.AbstractEventLoop
+    admitted: asyncio.Future[None]
+    is_cancelled: bool = False
 
 
-class EmbeddedEngine:
-    """An `Engine` over a Hugging Face causal LM, which it shares with whoever trains it.
+class AdmissionQueue:
+    """Admits `capacity` callers, first come, first served, across threads and event loops.
 
-    `decode` is needed for stop strings only: a tokenizer, or a function from tokens to text. The trainer
-    calls `pause` before it touches the weights, then `update_weights` and `resume`. `version` is the policy
-    version that the first update counts on from.
+    Each one that leaves, from any thread, admits the next.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        decode: Tokenizer | Decode | None = None,
-        config: EngineConfig | None = None,
-        *,
-        version: int = 0,
-    ) -> None:
-        use_ludus_attention(model)
-        self.config = config or EngineConfig()
-        self.model = model
-        self._decode: Decode | None = decode if callable(decode) or decode is None else decode.decode
-        self._vocabulary = vocabulary_size(model)
-        self._context = context_limit(model)
-        self._worker = Worker(
-            model,
-            pages=cache_pages(model, self.config),
-            page_size=self.config.page_size,
-            max_running=self.config.max_running,
-            tokens_per_step=step_tokens(model, self.config),
-            version=version,
-        )
-        self._turnstile = Turnstile(self.config.max_waiting)
-        self._thread = EngineThread(self._step, self._rest)
-        self._mode = ExitStack()
-        self._is_sampling = False
+    def __init__(self, capacity: int) -> None:
+        self._lock = threading.Lock()
+        self._free = capacity
+        self._queue: deque[_Waiter] = deque()
+        self._arriving: set[_Waiter] = set()  # queued, or admitted and not yet awake
 
     @property
-    def policy_version(self) -> int:
-        return self._worker.version
+    def free(self) -> int:
+        """How many callers could enter without waiting."""
+        return self._free
 
-    @property
-    def stats(self) -> EngineStats:
-        """Counters for metrics; they grow while the engine works."""
-        return self._worker.stats
-
-    async def generate(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
-        media: Sequence[Media] = (),
-    ) -> Completion:
-        if media:
-            raise EngineError("this engine reads text only, not media", retriable=False)
-        context = self._checked(tokens)
-        limit = self._limit(len(context), sampling)
-        watcher = self._watcher(sampling)
-        if not await self._turnstile.enter(session):
-            self._thread.check_open()
-            versions = (VersionSpan(0, self.policy_version),)
-            return Completion([], [], FinishReason.ABORTED, versions)
-        mailbox = Mailbox()
-        request = Request(
-            tokens=context,
-            prompt=len(context),
-            limit=limit,
-            sampling=sampling,
-            session=session,
-            reply=lambda outcome: self._thread.reply(mailbox, outcome),
-            leave_queue=self._turnstile.leave,
-            stop_tokens=frozenset(sampling.stop_tokens),
-            watcher=watcher,
-            seen=self._seen(context, sampling),
-        )
-        await self._run(request, mailbox)
-        result: Completion = mailbox.future.result()
-        return result
-
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        context = self._checked(tokens)
-        sampling = Sampling(temperature=temperature)
-        self._limit(len(context), None)
-        mailbox = Mailbox()
-        request = Request(
-            tokens=context,
-            prompt=len(context),
-            limit=len(context),
-            sampling=sampling,
-            is_score=True,
-            reply=lambda outcome: self._thread.reply(mailbox, outcome),
-        )
-        await self._run(request, mailbox)
-        result: list[float] = mailbox.future.result()
-        return result
-
-    async def _run(self, request: Request, mailbox: Mailbox) -> None:
-        """Hand a request over and wait for its outcome; a cancelled caller takes it back."""
+    async def enter(self, tag: str | None = None) -> bool:
+        """Wait to be admitted; False when `cancel` was called meanwhile."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._free > 0 and not self._queue:
+                self._free -= 1
+                return True
+            waiter = _Waiter(tag, loop, loop.create_future())
+            self._queue.append(waiter)
+            self._arriving.add(waiter)
+        entered = False
         try:
-            self._thread.post(lambda: self._worker.submit(request), mailbox)
-        except EngineError:
-            request.started()
-            raise
-        try:
-            await mailbox.future
-        except asyncio.CancelledError:
-            if self._thread.closed is None:
-                self._thread.post(lambda: self._worker.cancel(request))
-            raise
+            await waiter.admitted
+            entered = not waiter.is_cancelled
+        finally:
+            if not entered:
+                self._withdraw(waiter)
+            with self._lock:
+                self._arriving.discard(waiter)
+        return entered
 
-    async def fork(self, session: str, into: str) -> None:
-        await self._thread.call(lambda: self._worker.scheduler.fork(session, into))
+    def leave(self) -> None:
+        """Give a place back."""
+        with self._lock:
+            while self._queue:
+                if _wake(self._queue.popleft()):
+                    return
+            self._free += 1
 
-    async def release(self, session: str) -> None:
-        if self._thread.closed is None:
-            await self._thread.call(lambda: self._worker.scheduler.release(session))
+    def cancel(self, tag: str | None = None) -> None:
+        """Turn away the callers that wait under this tag, or all."""
+        with self._lock:
+            for waiter in self._arriving:
+                if tag is None or waiter.tag == tag:
+                    waiter.is_cancelled = True
+                    _wake(waiter)
 
-    async def abort(self, session: str) -> None:
-        self._turnstile.expel(session)
-        if self._thread.closed is None:
-            await self._thread.call(lambda: self._worker.abort(session))
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """Leave the queue, or give back the place that was just given."""
+        with self._lock:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+                return
+        self.leave()
 
-    async def pause(self) -> None:
-        await self._thread.call(self._pause)
 
-    async def resume(self) -> None:
-        await self._thread.call(self._resume)
+def _wake(waiter: _Waiter) -> bool:
+    try:
+        waiter.loop.call_soon_threadsafe(_settle_admission, waiter.admitted)
+    except RuntimeError:  # its loop is closed: nobody waits on it
+        return False
+    return True
 
-    async def update_weights(self) -> int:
-        return await self._thread.call(self._worker.update_weights)
 
-    async def forget(self) -> None:
-        """Drop all that was computed for earlier contexts; the policy version stays."""
-        await self._thread.call(self._worker.forget)
-
-    async def close(self) -> None:
-        thread = self._thread.close(EngineError("the engine is closed", retriable=False))
-        self._turnstile.expel()
-        if thread is not None:
-            await asyncio.to_thread(thread.join)
-        self._worker.close()
-
-    def _pause(self) -> None:
-        """On the thread: nothing is under way afterwards."""
-        self._worker.drain()
-        if hands_back(self.model, self.config):
-            self._worker.hand_back()
-        self._thread.set_paused(True)
-
-    def _resume(self) -> None:
-        self._worker.refresh()
-        self._thread.set_paused(False)
-
-    def _step(self) -> bool:
-        """On the thread: one step if there is work; whether there is more."""
-        if not self._worker.has_work:
-            return False
-        if not self._is_sampling:
-            self._mode.enter_context(sampling_mode(self.model))
-            self._is_sampling = True
-        self._worker.step()
-        return self._worker.has_work
-
-    def _rest(self) -> None:
-        """On the thread: give the module back in the mode it was found in."""
-        self._mode.close()
-        self._is_sampling = False
-
-    def _checked(self, tokens: Sequence[int]) -> list[int]:
-        self._thread.check_open()
-        array = np.asarray(tokens)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise EngineError("a context must be a non-empty list of token ids", retriable=False)
-        if array.min() < 0 or array.max() >= self._vocabulary:
-            wrong = int(array.min()) if array.min() < 0 else int(array.max())
-            raise EngineError(
-                f"token {wrong} is not in the model's vocabulary of {self._vocabulary}", retriable=False
-            )
-        context: list[int] = array.tolist()
-        return context
-
-    def _limit(self, prompt: int, sampling: Sampling | None) -> int:
-        """How many tokens a request may have in all; an error when it can never be served."""
-        ceiling = self._context or prompt + (sampling.max_tokens if sampling else 0)
-        if prompt > ceiling or (sampling and prompt == ceiling):
-            raise EngineError(
-                f"the context has {prompt} tokens and the model's limit (max_position_embeddings) is "
-                f"{ceiling}: nothing can follow",
-                retriable=False,
-            )
-        limit = min(ceiling, prompt + sampling.max_tokens) if sampling else prompt
-        room = self._worker.room
-        if limit > room:
-            raise EngineError(
-                f"a request of up to {limit} tokens can never fit into the KV cache of {room}: raise "
-                "engine.cache_tokens or engine.memory, or lower budgets.max_turn_tokens or budgets.max_tokens",
-                retriable=False,
-            )
-        return limit
-
-    def _watcher(self, sampling: Sampling) -> StopWatcher | None:
-        if not sampling.stop:
-            return None
-        if self._decode is None:
-            raise EngineError(
-                "stop strings need a tokenizer: EmbeddedEngine(model, tokenizer)", retriable=False
-            )
-        return StopWatcher(sampling.stop, self._decode)
-
-    def _seen(self, context: list[int], sampling: Sampling) -> Marks | None:
-        if sampling.repetition_penalty == 1:
-            return None
-        seen = np.zeros(self._vocabulary, dtype=np.bool_)
-        seen[context] = True
-        return seen
+def _settle_admission(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

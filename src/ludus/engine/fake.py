@@ -14,7 +14,7 @@ from ludus.core.messages import Media
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.block_manager import common_prefix
-from ludus.engine.scheduler import StopWatcher
+from ludus.engine.scheduler import StopChecker
 
 Reply = str | Sequence[int]
 Script = Callable[[list[int], Sampling, str | None], Reply]
@@ -111,17 +111,17 @@ class FakeEngine:
             if self._tokenizer is None:
                 raise EngineError("a script that replies with text needs a tokenizer", retriable=False)
             reply = [*self._tokenizer.encode(reply), *sampling.stop_tokens[:1]]
-        watcher = None
+        stop_checker = None
         if sampling.stop:
             if self._tokenizer is None:
                 raise EngineError("stop strings need a tokenizer", retriable=False)
-            watcher = StopWatcher(sampling.stop, self._tokenizer.decode)
+            stop_checker = StopChecker(sampling.stop, self._tokenizer.decode)
         produced: list[int] = []
         for token in reply:
             produced.append(token)
             if token in sampling.stop_tokens:
                 return produced, FinishReason.STOP_TOKEN, None
-            if watcher is not None and (stop := watcher.push(token)) is not None:
+            if stop_checker is not None and (stop := stop_checker.push(token)) is not None:
                 return produced, FinishReason.STOP_STRING, stop
             if len(produced) == sampling.max_tokens:
                 break

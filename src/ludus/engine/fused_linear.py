@@ -1,8 +1,14 @@
-"""Several linear layers over the same input as one product.
+"""Several linear layers over the same input as one product, with LoRA adapters beside them.
 
-Their weights are moved, once, into one storage in which they lie end to end; each parameter stays a
-parameter of its own, a view of its rows. Optimizers, loaders and savers see what they saw before, and write in
-place; the product sees one matrix.
+The layers' weights are moved, once, into one storage in which they lie end to end; each stays a parameter of
+its own, a view of its rows. Optimizers, loaders and savers see what they saw before, and write in place; the
+product sees one matrix.
+
+LoRA: peft's own forward casts its input, multiplies twice, scales, adds and casts back, and keeps a float32
+copy of the input for the backward pass: six small kernels beside each product, and several times the memory.
+Here all adapters take two kernels, over the same parameters, which stay float32 and unmerged; beside a
+half-precision base, their gradients are products of half-precision operands, as those of the base's weights
+would be.
 """
 
 from __future__ import annotations
@@ -16,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ludus.kernels import linear_float32, low_rank_add, low_rank_distrusted
+from ludus.kernels import linear_float32, low_rank_add, low_rank_unusable
 from ludus.kernels.lora import Columns
 
 
-def joint_product(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
+def stacked_product(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
     """The outputs of several plain layers side by side, [T, sum of their widths]."""
-    parameters = joined_parameters(layers)
+    parameters = stacked_parameters(layers)
     if not torch.is_grad_enabled():
-        return _product(x_TD, *joint_parameters(parameters, len(layers)))
-    result: Tensor = _JointProduct.apply(x_TD, len(layers), *parameters)
+        return functional.linear(x_TD, *stacked_matrix(parameters, len(layers)))
+    result: Tensor = _StackedProduct.apply(x_TD, len(layers), *parameters)
     return result
 
 
-def can_join(layers: Sequence[nn.Module]) -> bool:
+def can_stack(layers: Sequence[nn.Module]) -> bool:
     """Whether these are plain linear layers of one format, all with a bias or all without."""
     if not all(type(layer) is nn.Linear for layer in layers):
         return False
@@ -37,7 +43,7 @@ def can_join(layers: Sequence[nn.Module]) -> bool:
     return len(kinds) == 1 and len({layer.bias is None for layer in layers}) == 1
 
 
-def is_joined(layers: Sequence[nn.Module]) -> bool:
+def is_stacked(layers: Sequence[nn.Module]) -> bool:
     """Whether their parameters lie end to end in one storage."""
     named: list[list[Any]] = [[layer.weight for layer in layers]]
     if layers[0].bias is not None:
@@ -45,8 +51,8 @@ def is_joined(layers: Sequence[nn.Module]) -> bool:
     return all(_end_to_end(tensors) for tensors in named)
 
 
-def join(layers: Sequence[nn.Module]) -> None:
-    """Move the parameters into one storage. What knew their old addresses must look again."""
+def stack_parameters(layers: Sequence[nn.Module]) -> None:
+    """Move the parameters into one storage. Their addresses change."""
     with torch.inference_mode(False), torch.no_grad():  # what is made in that mode can never be trained
         for name in ("weight", "bias"):
             parameters: list[Any] = [getattr(layer, name) for layer in layers]
@@ -58,10 +64,10 @@ def join(layers: Sequence[nn.Module]) -> None:
                 parameter.data = piece
 
 
-def joined_parameters(layers: Sequence[nn.Module]) -> list[Any]:
-    """The weights, and then the biases, of layers that are joined now if they were not."""
-    if not is_joined(layers):
-        join(layers)
+def stacked_parameters(layers: Sequence[nn.Module]) -> list[Any]:
+    """The weights, then the biases, of the layers; stacks them first if they are not."""
+    if not is_stacked(layers):
+        stack_parameters(layers)
     weights: list[Any] = [layer.weight for layer in layers]
     return weights if layers[0].bias is None else weights + [layer.bias for layer in layers]
 
@@ -78,8 +84,8 @@ def _end_to_end(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def joint_parameters(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor | None]:
-    """The one matrix, and the one bias, behind joined parameters."""
+def stacked_matrix(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor | None]:
+    """The one matrix, and the one bias, behind stacked parameters."""
     weights, biases = parameters[:count], parameters[count:]
     rows = sum(len(weight) for weight in weights)
     width = weights[0].shape[1]
@@ -88,25 +94,21 @@ def joint_parameters(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, 
     return weight, bias
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-class _JointProduct(torch.autograd.Function):
+class _StackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
-        weight, bias = joint_parameters(parameters, count)
+        weight, bias = stacked_matrix(parameters, count)
         # The parameters, not the view: autograd then notices when one is changed before the backward pass.
         ctx.save_for_backward(x, *parameters)
         ctx.count = count
-        return _product(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         grad = grads[0]
         count, needed = ctx.count, ctx.needs_input_grad
-        weight, _ = joint_parameters(parameters, count)
+        weight, _ = stacked_matrix(parameters, count)
         widths = [len(parameter) for parameter in parameters[:count]]
         dx = grad @ weight if needed[0] else None
         found: list[Tensor | None] = [None] * len(parameters)
@@ -118,17 +120,8 @@ class _JointProduct(torch.autograd.Function):
         return dx, None, *wanted
 
 
-# --- adapters ---
-# Linear layers with LoRA adapters beside them: the bases as one product, all adapters in two kernels.
-#
-# An adapter's own forward (peft's) casts its input, multiplies twice, scales, adds and casts back, and keeps a
-# float32 copy of the input for the backward pass: six small kernels beside each product, and several times the
-# memory. What is computed here is the same, from the same parameters, which stay float32 and unmerged; beside a
-# half-precision base, their gradients are products of half-precision operands, as those of its own weights are.
-
-
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class LoRAAdapter:
     """What is added to a layer: scaling * up(down(x))."""
 
     down: nn.Linear
@@ -137,23 +130,23 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
-    """Layers that can be computed together; None stands for one to which nothing is added."""
+class LoRALayers:
+    """Layers that can be computed together; an adapter is None where nothing is added."""
 
     bases: tuple[nn.Module, ...]
-    adapters: tuple[Adapter | None, ...]
+    adapters: tuple[LoRAAdapter | None, ...]
 
 
-def adapted(layers: Sequence[nn.Module]) -> Adapted | None:
-    """The layers' parts; None where one of them computes in a way of its own, or they differ in kind."""
+def find_lora(layers: Sequence[nn.Module]) -> LoRALayers | None:
+    """The layers' bases and adapters; None where one is of another kind, or they differ."""
     parts = [_parts(layer) for layer in layers]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    found = Adapted(tuple(base for base, _ in known), tuple(adapter for _, adapter in known))
+    found = LoRALayers(tuple(base for base, _ in known), tuple(adapter for _, adapter in known))
     present = [adapter for adapter in found.adapters if adapter is not None]
     kinds = {(a.scaling, a.down.weight.shape, a.down.weight.dtype, a.up.weight.dtype) for a in present}
-    if len(kinds) > 1 or not can_join(found.bases):
+    if len(kinds) > 1 or not can_stack(found.bases):
         return None
     if present and any(
         p is not None and p.requires_grad for b in found.bases for p in (b.weight, b.bias)
@@ -162,11 +155,11 @@ def adapted(layers: Sequence[nn.Module]) -> Adapted | None:
     return found
 
 
-def _parts(layer: Any) -> tuple[nn.Module, Adapter | None] | None:
+def _parts(layer: Any) -> tuple[nn.Module, LoRAAdapter | None] | None:
     """A layer's base and its adapter; the layer itself where it is plain."""
     if type(layer) is nn.Linear:
         return layer, None
-    peft = sys.modules.get("peft.tuners.lora.layer")  # whoever has such a layer has imported it
+    peft = sys.modules.get("peft.tuners.lora.layer")  # a model with such a layer has imported it
     if peft is None or type(layer) is not peft.Linear or layer.merged:
         return None
     active = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -175,19 +168,19 @@ def _parts(layer: Any) -> tuple[nn.Module, Adapter | None] | None:
     name, *others = active
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     is_plain = all(type(factor) is nn.Linear and factor.bias is None for factor in (down, up))
-    is_plain &= not any(map(_is_tampered_with, (layer, layer.base_layer, down, up)))
+    is_plain &= not any(map(_is_patched, (layer, layer.base_layer, down, up)))
     is_whole = isinstance(dropout, nn.Identity) or not dropout.training or dropout.p == 0
     if others or name in layer.lora_variant or not (is_plain and is_whole):
         return None
-    return layer.base_layer, Adapter(down, up, float(layer.scaling[name]))
+    return layer.base_layer, LoRAAdapter(down, up, float(layer.scaling[name]))
 
 
-def _is_tampered_with(module: Any) -> bool:
-    """Whether calling the module does more than its class says."""
+def _is_patched(module: Any) -> bool:
+    """Whether the module has hooks or a replaced forward."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
+def lora_linear(layers: LoRALayers, x_TD: Tensor) -> Tensor:
     """The outputs of the layers side by side, [T, sum of their widths], with what adapters add."""
     columns, first = [], 0
     for base, adapter in zip(layers.bases, layers.adapters, strict=True):
@@ -197,9 +190,9 @@ def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
         first += width
     present = [adapter for adapter in layers.adapters if adapter is not None]
     parameters = (
-        *joined_parameters(layers.bases),
-        *joined_parameters([adapter.down for adapter in present]),
-        *joined_parameters([adapter.up for adapter in present]),
+        *stacked_parameters(layers.bases),
+        *stacked_parameters([adapter.down for adapter in present]),
+        *stacked_parameters([adapter.up for adapter in present]),
     )
     count, scaling = len(layers.bases), present[0].scaling
     if not torch.is_grad_enabled():
@@ -207,7 +200,7 @@ def adapted_linear(layers: Adapted, x_TD: Tensor) -> Tensor:
         out = functional.linear(x_TD, *plain)
         low_rank_add(out, x_TD, down, up, columns, scaling)
         return out
-    result: Tensor = _AdaptedProduct.apply(x_TD, count, columns, scaling, *parameters)
+    result: Tensor = _LoRAProduct.apply(x_TD, count, columns, scaling, *parameters)
     return result
 
 
@@ -216,12 +209,12 @@ def _matrices(
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor, Tensor]:
     """((weight, bias) of the bases, down, up), each as one matrix."""
     bases, factors = parameters[: -2 * adapters], parameters[-2 * adapters :]
-    down, _ = joint_parameters(factors[:adapters], adapters)
-    up, _ = joint_parameters(factors[adapters:], adapters)
-    return joint_parameters(bases, layers), down, up
+    down, _ = stacked_matrix(factors[:adapters], adapters)
+    up, _ = stacked_matrix(factors[adapters:], adapters)
+    return stacked_matrix(bases, layers), down, up
 
 
-class _AdaptedProduct(torch.autograd.Function):
+class _LoRAProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, layers: int, columns: Columns, scaling: float, *parameters: Tensor
@@ -243,11 +236,11 @@ class _AdaptedProduct(torch.autograd.Function):
         columns, scaling, weight, down, up = ctx.given
         grad, kind, rank = grads[0], x.dtype, up.shape[1]
         ups = torch.split((up * scaling).to(kind), [width for _, width in columns])
-        slopes = [
+        grads_inner = [
             grad[:, first : first + width] @ own
             for (first, width), own in zip(columns, ups, strict=True)
         ]
-        dinner = torch.cat(slopes, dim=1) if len(slopes) > 1 else slopes[0]
+        dinner = torch.cat(grads_inner, dim=1) if len(grads_inner) > 1 else grads_inner[0]
         # Of all columns with all adapters, because one product costs the host less than one each: the blocks
         # beside the diagonal are left.
         dup_NR = linear_float32(grad.t(), inner_TR.t())
@@ -261,20 +254,16 @@ class _AdaptedProduct(torch.autograd.Function):
         return dx, None, None, None, *frozen, *ddowns, *dups
 
 
-# --- projection ---
-# Linear layers over the same input, in as few products as they allow.
-
-
-def joint_linear(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
+def stacked_linear(layers: Sequence[nn.Module], x_TD: Tensor) -> Tensor:
     """The outputs of several layers side by side, [T, sum of their widths]."""
-    if len(layers) > 1 and can_join(layers):
-        return joint_product(layers, x_TD)
-    found = None if type(layers[0]) is nn.Linear and len(layers) == 1 else adapted(layers)
+    if len(layers) > 1 and can_stack(layers):
+        return stacked_product(layers, x_TD)
+    found = None if type(layers[0]) is nn.Linear and len(layers) == 1 else find_lora(layers)
     if found is not None and not any(found.adapters):  # all of them are off
-        return joint_linear(found.bases, x_TD)
-    if found is not None and not low_rank_distrusted(x_TD.device):
-        return adapted_linear(found, x_TD)
+        return stacked_linear(found.bases, x_TD)
+    if found is not None and not low_rank_unusable(x_TD.device):
+        return lora_linear(found, x_TD)
     if len(layers) > 1:
-        return torch.cat([joint_linear([layer], x_TD) for layer in layers], dim=-1)
-    result: Tensor = layers[0](x_TD)  # one plain layer, or one that computes in a way of its own
+        return torch.cat([stacked_linear([layer], x_TD) for layer in layers], dim=-1)
+    result: Tensor = layers[0](x_TD)  # one plain layer, or one of another kind
     return result

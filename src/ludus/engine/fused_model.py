@@ -1,4 +1,8 @@
-"""Recognising a decoder of the Llama family and finding its parts."""
+"""The fused forward of Llama-like decoders, for engine and trainer: few kernels over the module's parameters.
+
+It computes what the Hugging Face module computes. `decoder_parts` recognises a decoder and finds its parts; any
+other model stays with its own forward.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine.attention import AttentionContext, Rule
-from ludus.engine.fused_linear import can_join, joined_parameters, joint_linear, joint_parameters
+from ludus.engine.attention import AttentionContext, AttentionParams
+from ludus.engine.fused_linear import can_stack, stacked_linear, stacked_matrix, stacked_parameters
 from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul, unavailable
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Model types (as a Hugging Face configuration names them) whose layers are computed alike."""
 
 
-class Norm(Protocol):
+class RMSNorm(Protocol):
     """A root-mean-square norm as transformers writes it."""
 
     weight: Tensor
@@ -28,15 +32,15 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerParts:
     """One decoder layer. Its projections are looked up at every pass: an adapter may have replaced them."""
 
     index: int
-    before_attention: Norm
-    before_mlp: Norm
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
     attention: Any
     mlp: Any
-    rule: Rule
+    params: AttentionParams
 
     @property
     def qkv(self) -> tuple[nn.Module, ...]:
@@ -47,51 +51,51 @@ class Layer:
         return self.mlp.gate_proj, self.mlp.up_proj
 
     @property
-    def head_norms(self) -> tuple[Norm, Norm] | None:
-        """What queries and keys are normed by, head by head, where the architecture does that."""
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of query and key heads, where the architecture has them (Qwen3)."""
         norm = getattr(self.attention, "q_norm", None)
         return None if norm is None else (norm, self.attention.k_norm)
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class DecoderParts:
     """The parts of a decoder."""
 
     embedding: nn.Module
     rotary: nn.Module
-    layers: tuple[Layer, ...]
-    final_norm: Norm
+    layers: tuple[LayerParts, ...]
+    final_norm: RMSNorm
     heads: int
     kv_heads: int
 
 
-_known: WeakKeyDictionary[nn.Module, Blueprint | str] = WeakKeyDictionary()
+_recognised: WeakKeyDictionary[nn.Module, DecoderParts | str] = WeakKeyDictionary()
 
 
-def blueprint_of(decoder: nn.Module) -> Blueprint | None:
-    """The parts of a decoder of the family; None for any other."""
-    found = _look(decoder)
+def decoder_parts(decoder: nn.Module) -> DecoderParts | None:
+    """The parts of a supported decoder; None for any other."""
+    found = _recognise(decoder)
     return None if isinstance(found, str) else found
 
 
-def unrecognised(decoder: nn.Module) -> str | None:
-    """Why a decoder is not of the family; None when it is."""
-    found = _look(decoder)
+def unsupported(decoder: nn.Module) -> str | None:
+    """Why a decoder is not supported; None when it is."""
+    found = _recognise(decoder)
     return found if isinstance(found, str) else None
 
 
-def distrust(decoder: nn.Module, reason: str) -> None:
-    """Leave this decoder to its own forward from now on."""
-    _known[decoder] = reason
+def disable_fused(decoder: nn.Module, reason: str) -> None:
+    """Use this decoder's own forward from now on."""
+    _recognised[decoder] = reason
 
 
-def _look(decoder: nn.Module) -> Blueprint | str:
-    if decoder not in _known:
-        _known[decoder] = _examine(decoder)
-    return _known[decoder]
+def _recognise(decoder: nn.Module) -> DecoderParts | str:
+    if decoder not in _recognised:
+        _recognised[decoder] = _examine(decoder)
+    return _recognised[decoder]
 
 
-def _examine(decoder: Any) -> Blueprint | str:
+def _examine(decoder: Any) -> DecoderParts | str:
     config = getattr(decoder, "config", None)
     kind = getattr(config, "model_type", None)
     if config is None or kind not in FAMILY:
@@ -99,14 +103,14 @@ def _examine(decoder: Any) -> Blueprint | str:
     if getattr(config, "hidden_act", None) != "silu":
         return f"its activation is {config.hidden_act!r}, not silu"
     if getattr(config, "attention_dropout", 0.0):
-        return "it drops attention weights out"
+        return "it has attention dropout"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (
         getattr(decoder.rotary_emb, "inv_freq", None) is None
         or len(decoder.rotary_emb.inv_freq) * 2 != size
     ):
-        return "it rotates a part of each head only"
-    return Blueprint(
+        return "its rotary embedding covers a part of each head only"
+    return DecoderParts(
         embedding=decoder.embed_tokens,
         rotary=decoder.rotary_emb,
         layers=tuple(_layer_parts(index, layer) for index, layer in enumerate(decoder.layers)),
@@ -116,14 +120,14 @@ def _examine(decoder: Any) -> Blueprint | str:
     )
 
 
-def _layer_parts(index: int, layer: Any) -> Layer:
-    return Layer(
+def _layer_parts(index: int, layer: Any) -> LayerParts:
+    return LayerParts(
         index=index,
         before_attention=layer.input_layernorm,
         before_mlp=layer.post_attention_layernorm,
         attention=layer.self_attn,
         mlp=layer.mlp,
-        rule=Rule(scaling=layer.self_attn.scaling, window=_window(layer.self_attn)),
+        params=AttentionParams(scaling=layer.self_attn.scaling, window=_window(layer.self_attn)),
     )
 
 
@@ -134,23 +138,21 @@ def _window(attention: Any) -> int | None:
     return int(own) if own is not None else None
 
 
-# --- blocks ---
-# The two halves of a layer around attention, each as one step of the backward pass.
-#
-# Autograd would keep the output of every norm, and what a gate lets through, for the product that follows. Here
-# only what goes into them is kept, and the kernels of their backward passes make their outputs once more. And a
-# layer costs the host three calls in the backward pass instead of seven, which is what small models wait for.
+# The two halves of a layer around attention, each as one autograd function. Autograd would keep the output of
+# every norm and gate for the product that follows. Here only their inputs are kept, and the kernels of the
+# backward pass recompute the outputs. And a layer costs the host three calls in the backward pass instead of
+# seven, which is what small models wait for.
 
 
-def fits(x: Tensor, joined: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> bool:
-    """Whether these layers are plain enough, and gradients are wanted where the kernels run."""
+def can_fuse(x: Tensor, stacked: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> bool:
+    """Whether these layers are plain, gradients are wanted, and the kernels run here."""
     if not torch.is_grad_enabled() or unavailable(x.device) is not None:
         return False
     plain = all(type(layer) is nn.Linear and layer.bias is None for layer in others)
-    return plain and can_join(joined)
+    return plain and can_stack(stacked)
 
 
-def qkv_block(
+def fused_qkv(
     added: Tensor | None,
     residual: Tensor,
     norm: tuple[Tensor, float],
@@ -158,31 +160,31 @@ def qkv_block(
     angles: tuple[Tensor, Tensor],
     heads: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query, key, value, residual): add, norm, project, rotate."""
-    parameters = joined_parameters(projections)
+    """(query, key, value, residual): residual add, norm, projection, rotary."""
+    parameters = stacked_parameters(projections)
     query, key, value, total = _Qkv.apply(
         added, residual, *norm, *angles, *heads, len(projections), *parameters
     )
     return query, key, value, residual if added is None else total
 
 
-def mlp_block(
+def fused_mlp(
     added: Tensor,
     residual: Tensor,
     norm: tuple[Tensor, float],
     gate_up: Sequence[nn.Module],
     down: nn.Module,
 ) -> tuple[Tensor, Tensor]:
-    """(what the block adds, residual): add, norm, open the gate, project."""
-    parameters = joined_parameters(gate_up)
+    """(output, residual): residual add, norm, gate and up projection, SwiGLU, down projection."""
+    parameters = stacked_parameters(gate_up)
     out, total = _Mlp.apply(added, residual, *norm, down.weight, len(gate_up), *parameters)
     return out, total
 
 
-def _slopes(
+def _parameter_grads(
     grad: Tensor, x: Tensor, parameters: Sequence[Tensor], count: int, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of joined weights and biases, given those of their output."""
+    """The gradients of stacked weights and biases, given the gradient of their output."""
     widths = [len(parameter) for parameter in parameters[:count]]
     found: list[Tensor | None] = [None] * len(parameters)
     if any(needed[:count]):
@@ -218,7 +220,7 @@ class _Qkv(torch.autograd.Function):
             normed, total, rstd = triton_layers.rms_norm_forward(
                 added.contiguous(), residual.contiguous(), weight, eps
             )
-        states = functional.linear(normed, *joint_parameters(parameters, count))
+        states = functional.linear(normed, *stacked_matrix(parameters, count))
         ctx.save_for_backward(total, rstd, weight, cos, sin, *parameters)
         ctx.count, ctx.is_first = count, added is None
         split = triton_layers.rotary_split(states, cos.contiguous(), sin.contiguous(), heads, kv_heads)
@@ -239,13 +241,26 @@ class _Qkv(torch.autograd.Function):
             cos.contiguous(),
             sin.contiguous(),
         )
-        matrix, _ = joint_parameters(parameters, ctx.count)
+        matrix, _ = stacked_matrix(parameters, ctx.count)
         normed = torch.empty_like(total)
         dx, dweight = triton_layers.rms_norm_backward(
-            joint @ matrix, _whole(dtotal), total, weight, rstd, normed
+            joint @ matrix, _contiguous(dtotal), total, weight, rstd, normed
         )
-        slopes = _slopes(joint, normed, parameters, ctx.count, ctx.needs_input_grad[9:])
-        return None if ctx.is_first else dx, dx, dweight, None, None, None, None, None, None, *slopes
+        parameter_grads = _parameter_grads(
+            joint, normed, parameters, ctx.count, ctx.needs_input_grad[9:]
+        )
+        return (
+            None if ctx.is_first else dx,
+            dx,
+            dweight,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *parameter_grads,
+        )
 
 
 class _Mlp(torch.autograd.Function):
@@ -266,7 +281,7 @@ class _Mlp(torch.autograd.Function):
         normed, total, rstd = triton_layers.rms_norm_forward(
             added.contiguous(), residual.contiguous(), weight, eps
         )
-        both = functional.linear(normed, *joint_parameters(parameters, count))
+        both = functional.linear(normed, *stacked_matrix(parameters, count))
         ctx.save_for_backward(total, rstd, weight, both, down, *parameters)
         ctx.count = count
         return functional.linear(triton_layers.silu_mul_forward(both), down), total
@@ -284,100 +299,98 @@ class _Mlp(torch.autograd.Function):
         dboth = triton_layers.silu_mul_backward(dout @ down, both, product)
         ddown = dout.t() @ product if ctx.needs_input_grad[4] else None
         del product
-        matrix, _ = joint_parameters(parameters, ctx.count)
+        matrix, _ = stacked_matrix(parameters, ctx.count)
         normed = torch.empty_like(total)
         dx, dweight = triton_layers.rms_norm_backward(
-            dboth @ matrix, _whole(dtotal), total, weight, rstd, normed
+            dboth @ matrix, _contiguous(dtotal), total, weight, rstd, normed
         )
-        slopes = _slopes(dboth, normed, parameters, ctx.count, ctx.needs_input_grad[6:])
-        return dx, dx, dweight, None, ddown, None, *slopes
+        parameter_grads = _parameter_grads(
+            dboth, normed, parameters, ctx.count, ctx.needs_input_grad[6:]
+        )
+        return dx, dx, dweight, None, ddown, None, *parameter_grads
 
 
-def _whole(grad: Tensor | None) -> Tensor | None:
+def _contiguous(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.contiguous()
 
 
-# --- forward ---
-# The forward pass itself: two norms, two joint products, attention and a gate a layer.
-
-
 def fused_hidden_states(
-    blueprint: Blueprint,
+    parts: DecoderParts,
     ids_T: Tensor,
     positions_T: Tensor,
     context: AttentionContext,
-    recomputed: int = 0,
+    checkpointed: int = 0,
 ) -> Tensor:
     """[T, hidden]: the last hidden states of flat tokens.
 
-    The first `recomputed` layers keep nothing for the backward pass and are computed again in it.
+    The first `checkpointed` layers keep no activations: the backward pass recomputes them.
     """
-    residual_TD: Tensor = blueprint.embedding(ids_T)
-    cos, sin = blueprint.rotary(residual_TD[None], positions_T.reshape(1, -1))
-    shared = (blueprint, cos[0], sin[0], context)
+    residual_TD: Tensor = parts.embedding(ids_T)
+    cos, sin = parts.rotary(residual_TD[None], positions_T.reshape(1, -1))
+    shared = (parts, cos[0], sin[0], context)
     added_TD: Tensor | None = None
-    for number, layer in enumerate(blueprint.layers):
-        if number < recomputed and torch.is_grad_enabled():
+    for number, layer in enumerate(parts.layers):
+        if number < checkpointed and torch.is_grad_enabled():
             added_TD, residual_TD = checkpoint(
                 _layer, layer, added_TD, residual_TD, *shared, use_reentrant=False
             )
         else:
             added_TD, residual_TD = _layer(layer, added_TD, residual_TD, *shared)
-    normed_TD, _ = _normed(blueprint.final_norm, added_TD, residual_TD)
+    normed_TD, _ = _norm(parts.final_norm, added_TD, residual_TD)
     return normed_TD
 
 
 def _layer(
-    layer: Layer,
+    layer: LayerParts,
     added_TD: Tensor | None,
     residual_TD: Tensor,
-    blueprint: Blueprint,
+    parts: DecoderParts,
     cos_TD: Tensor,
     sin_TD: Tensor,
     context: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(what the layer's last block adds, what it is to be added to): the next norm adds them up."""
-    heads = (blueprint.heads, blueprint.kv_heads)
+    """(output of the MLP, residual): the next norm adds them up."""
+    heads = (parts.heads, parts.kv_heads)
     angles = (cos_TD, sin_TD)
-    if layer.head_norms is None and fits(residual_TD, layer.qkv):
+    if layer.head_norms is None and can_fuse(residual_TD, layer.qkv):
         norm = (layer.before_attention.weight, layer.before_attention.variance_epsilon)
-        query, key, value, residual_TD = qkv_block(added_TD, residual_TD, norm, layer.qkv, angles, heads)
-        mixed = _attended(layer, query, key, value, context)
+        query, key, value, residual_TD = fused_qkv(added_TD, residual_TD, norm, layer.qkv, angles, heads)
+        mixed = _attend(layer, query, key, value, context)
     else:
-        normed_TD, residual_TD = _normed(layer.before_attention, added_TD, residual_TD)
-        qkv_TC = joint_linear(layer.qkv, normed_TD)
+        normed_TD, residual_TD = _norm(layer.before_attention, added_TD, residual_TD)
+        qkv_TC = stacked_linear(layer.qkv, normed_TD)
         if layer.head_norms is not None:
-            qkv_TC = _with_normed_heads(layer.head_norms, qkv_TC, *heads)
-        if hasattr(context, "attend_joint"):
-            mixed = context.attend_joint(layer.index, qkv_TC, *angles, *heads, layer.rule)
+            qkv_TC = _norm_heads(layer.head_norms, qkv_TC, *heads)
+        if hasattr(context, "attend_qkv"):
+            mixed = context.attend_qkv(layer.index, qkv_TC, *angles, *heads, layer.params)
         else:
-            mixed = _attended(layer, *rotate(qkv_TC, *angles, *heads), context)
-    added_TD = joint_linear([layer.attention.o_proj], mixed)
-    if fits(residual_TD, layer.gate_up, [layer.mlp.down_proj]):
+            mixed = _attend(layer, *rotate(qkv_TC, *angles, *heads), context)
+    added_TD = stacked_linear([layer.attention.o_proj], mixed)
+    if can_fuse(residual_TD, layer.gate_up, [layer.mlp.down_proj]):
         norm = (layer.before_mlp.weight, layer.before_mlp.variance_epsilon)
-        return mlp_block(added_TD, residual_TD, norm, layer.gate_up, layer.mlp.down_proj)
-    normed_TD, residual_TD = _normed(layer.before_mlp, added_TD, residual_TD)
-    opened_TI = silu_mul(joint_linear(layer.gate_up, normed_TD))
-    return joint_linear([layer.mlp.down_proj], opened_TI), residual_TD
+        return fused_mlp(added_TD, residual_TD, norm, layer.gate_up, layer.mlp.down_proj)
+    normed_TD, residual_TD = _norm(layer.before_mlp, added_TD, residual_TD)
+    opened_TI = silu_mul(stacked_linear(layer.gate_up, normed_TD))
+    return stacked_linear([layer.mlp.down_proj], opened_TI), residual_TD
 
 
-def _attended(layer: Layer, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _attend(layer: LayerParts, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     """[T, Hq D] from states [T, H, D].
 
     Only views lie between these and the kernel: selecting with an index would cost a copy in the backward pass.
     """
     flat = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
-    mixed: Tensor = context.attend(layer.index, *flat, layer.rule)
+    mixed: Tensor = context.attend(layer.index, *flat, layer.params)
     return mixed.squeeze(0).flatten(1)
 
 
-def _normed(norm: Norm, added: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _norm(norm: RMSNorm, added: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     if added is None:
         return rms_norm(residual, norm.weight, norm.variance_epsilon), residual
     return add_rms_norm(added, residual, norm.weight, norm.variance_epsilon)
 
 
-def _with_normed_heads(norms: tuple[Norm, Norm], qkv_TC: Tensor, heads: int, kv_heads: int) -> Tensor:
+def _norm_heads(norms: tuple[RMSNorm, RMSNorm], qkv_TC: Tensor, heads: int, kv_heads: int) -> Tensor:
     """Queries and keys normed head by head, as Qwen3 does before it rotates them."""
     size = qkv_TC.shape[1] // (heads + 2 * kv_heads)
     states_THD = qkv_TC.view(len(qkv_TC), -1, size)

@@ -1,4 +1,4 @@
-"""Where a causal language model keeps what: the decoder, its limits, its sizes."""
+"""A Hugging Face causal LM: its parts, limits, memory needs and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def text_config(model: nn.Module) -> Any:
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """How many tokens the model can look at; None when it does not say."""
+    """The model's context length in tokens; None when it does not say."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many ids the embedding knows."""
+    """Rows of the embedding."""
     return int(unwrapped(model).get_input_embeddings().weight.shape[0])
 
 
-def embedding_device(model: nn.Module) -> torch.device:
-    """Where tokens enter the model."""
-    device: torch.device = decoder_of(model).get_input_embeddings().weight.device
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the embedding: tokens enter there, and the KV cache is there."""
+    device: torch.device = unwrapped(model).get_input_embeddings().weight.device
     return device
 
 
 @contextmanager
 def sampling_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off; each module gets its own mode back afterwards."""
+    """Dropout off; each module's training mode is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -72,45 +72,42 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
 
 
 # Activation checkpointing. The number of layers is kept beside the model: Hugging Face's forward reads the flag
-# from its layers, the fused forward asks `recomputed_layers`. Without gradients it has no effect.
+# from its layers, the fused forward asks `checkpointed_layers`. Without gradients it has no effect.
 
 
-_recomputed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_checkpointed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def set_recompute(model: nn.Module, layers: int) -> None:
-    """Compute the first so many layers again in the backward pass; more than there are means all."""
+def set_activation_checkpointing(model: nn.Module, layers: int) -> None:
+    """Checkpoint the first `layers` layers: they are recomputed in the backward pass."""
     decoder = decoder_of(model)
     blocks = _blocks(decoder)
     layers = max(0, min(layers, len(blocks)))
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = number < layers
         block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    _recomputed[decoder] = layers
+    _checkpointed[decoder] = layers
 
 
-def recomputed_layers(model: nn.Module) -> int:
-    """How many layers `set_recompute` asked for; none when it has not been called."""
-    return _recomputed.get(decoder_of(model), 0)
+def checkpointed_layers(model: nn.Module) -> int:
+    """How many layers are checkpointed; 0 by default."""
+    return _checkpointed.get(decoder_of(model), 0)
 
 
-def recomputable_layers(model: nn.Module) -> int:
-    """How many layers the model has that can be computed again; 0 when its architecture has no way to."""
+def checkpointable_layers(model: nn.Module) -> int:
+    """How many layers can be checkpointed; 0 when the architecture does not support it."""
     return len(_blocks(decoder_of(model)))
 
 
 def _blocks(decoder: nn.Module) -> list[Any]:
-    """The layers that know of gradient checkpointing, in order."""
+    """The layers that support gradient checkpointing, in order."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return []
     return [layer for layer in layers if hasattr(layer, "gradient_checkpointing")]
 
 
-# --- memory ---
-# Where a model computes, how large a KV cache it may have, and when a trainer has a better use for that.
-
-# Of the free memory of a GPU, of all memory of a host.
+# Default size of the KV cache: of the free memory of a GPU, of all memory of a host.
 _SHARE = {"cuda": 0.4, "cpu": 0.125}
 _WITHOUT_LIMIT = 32768
 _STEP_TOKENS = {"cuda": 8192}
@@ -119,8 +116,8 @@ _STEP_TOKENS_ELSEWHERE = 2048
 _PLENTY = 0.4
 
 
-def cache_pages(model: nn.Module, config: EngineConfig) -> int:
-    """The number of pages: as configured, or what full batches need, within a share of memory."""
+def cache_blocks(model: nn.Module, config: EngineConfig) -> int:
+    """Size of the KV cache in blocks: as configured, or what full batches need, within a share of memory."""
     tokens = config.cache_tokens
     if tokens is None:
         wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
@@ -128,15 +125,15 @@ def cache_pages(model: nn.Module, config: EngineConfig) -> int:
     return max(1, -(-tokens // config.page_size))
 
 
-def step_tokens(model: nn.Module, config: EngineConfig) -> int:
-    """How many tokens one step may compute: as configured, or what suits the device."""
+def max_step_tokens(model: nn.Module, config: EngineConfig) -> int:
+    """Token budget of a step: as configured, or what suits the device."""
     if config.tokens_per_step is not None:
         return config.tokens_per_step
     return max(config.max_running, _STEP_TOKENS.get(device_of(model).type, _STEP_TOKENS_ELSEWHERE))
 
 
-def hands_back(model: nn.Module, config: EngineConfig) -> bool:
-    """Whether a pause that begins now gives the cache's memory to the trainer."""
+def releases_memory(model: nn.Module, config: EngineConfig) -> bool:
+    """Whether a pause that begins now gives the KV cache's memory to the trainer."""
     device = device_of(model)
     if config.release_memory != "auto" or device.type != "cuda":
         return config.release_memory == "always"
@@ -144,14 +141,8 @@ def hands_back(model: nn.Module, config: EngineConfig) -> bool:
     return free < _PLENTY * total
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first layer is, and its cache."""
-    device: torch.device = unwrapped(model).get_input_embeddings().weight.device
-    return device
-
-
 def bytes_per_token(model: nn.Module) -> int:
-    """What one token's keys and values take in all layers."""
+    """Bytes of one token's keys and values in all layers."""
     config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -175,7 +166,7 @@ def all_memory(device: torch.device) -> int:
 
 
 def _container_limits() -> list[int]:
-    """What a container's memory is limited to, where it is (cgroups of either version)."""
+    """Memory limits of a container, if any (cgroup v1 and v2)."""
     files = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
     texts = [Path(name).read_text().strip() for name in files if Path(name).is_file()]
     return [int(text) for text in texts if text.isdigit()]

@@ -1,9 +1,9 @@
-"""Comparing two ways to compute a model's hidden states: exactly in float32, up to rounding in half precision.
+"""Patching a Hugging Face model to attend through Ludus, and the probes that check the result.
 
-Trained weights have massive activations, which amplify rounding: in bfloat16, stock eager and stock SDPA
-attention can differ by half a token's norm. No fixed tolerance tells a wrong result from rounding there. So
-the structure is compared in float32, and what runs in half precision must come as close to the float32 result
-as the stock module in the same format does.
+A probe compares two ways to compute a model's hidden states. Trained weights have massive activations, which
+amplify rounding: in bfloat16, stock eager and stock SDPA attention can differ by half a token's norm, so no
+fixed tolerance tells a wrong result from rounding. So the structure is compared in float32, and what runs in
+half precision must come as close to the float32 result as the stock module in the same format does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
-from ludus.engine.attention import NAME, LostContextError, Rule
-from ludus.engine.fused_model import distrust
+from ludus.engine.attention import NAME, AttentionParams, LostContextError
+from ludus.engine.fused_model import disable_fused
 from ludus.engine.hf_model import (
     decoder_of,
-    embedding_device,
+    device_of,
     sampling_mode,
     text_config,
     unwrapped,
@@ -39,8 +39,7 @@ _SLACK = 2.0
 
 def probe_tokens(model: nn.Module, count: int) -> Tensor:
     """A few arbitrary tokens of the model's vocabulary, on its device."""
-    device = unwrapped(model).get_input_embeddings().weight.device
-    return (torch.arange(count, device=device) * 7 + 3) % vocabulary_size(model)
+    return (torch.arange(count, device=device_of(model)) * 7 + 3) % vocabulary_size(model)
 
 
 def agree(given: Tensor, expected: Tensor) -> bool:
@@ -132,9 +131,6 @@ def _blocks(decoder: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-# --- adopt ---
-# Making a Hugging Face model attend through Ludus, and checking that nothing is lost on the way.
-
 _PROBE_LENGTHS = (5, 3, 8, 7)
 
 log = logging.getLogger(__name__)
@@ -167,16 +163,16 @@ def use_ludus_attention(model: nn.Module) -> None:
                 )
             _compare(model, stock, exact)
             probe_head(model)
-            _tell(model)
+            _warn_if_slow(model)
         except BaseException:
             inner.set_attn_implementation(before)
             raise
 
 
-def _tell(model: nn.Module) -> None:
-    """On a GPU, the slower path is worth a word."""
+def _warn_if_slow(model: nn.Module) -> None:
+    """Warn on a GPU that the fused forward does not apply."""
     reason = why_not_fused(model)
-    if reason is not None and embedding_device(model).type == "cuda":
+    if reason is not None and device_of(model).type == "cuda":
         log.warning(
             "%s runs by its own forward pass, in more and slower kernels than the fused one: %s",
             type(unwrapped(model)).__name__,
@@ -185,19 +181,21 @@ def _tell(model: nn.Module) -> None:
 
 
 class _Recorder(PackedContext):
-    """Notes which window each layer asks for."""
+    """Records the window that each layer asks for."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         super().__init__(lengths, device)
         self.windows: dict[int, int | None] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        self.windows[layer] = rule.window
-        return super().attend(layer, query, key, value, rule)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
+    ) -> Tensor:
+        self.windows[layer] = params.window
+        return super().attend(layer, query, key, value, params)
 
 
 def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
-    """Some architectures put the window into the mask alone, where a few probing tokens never meet it."""
+    """Some architectures put the window into the mask alone, where a few probe tokens never meet it."""
     for layer, kind in enumerate(getattr(text_config(model), "layer_types", None) or ()):
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(
@@ -212,7 +210,7 @@ def _check_windows(model: nn.Module, windows: dict[int, int | None]) -> None:
 
 
 def _check_rotation(model: nn.Module) -> None:
-    """Some rotary embeddings go by the longest sequence of a batch: neighbours would change a result."""
+    """Refuse rotary embeddings that depend on the longest sequence of a batch."""
     given = getattr(text_config(model), "rope_parameters", None) or {}
     tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]
     if any(table.get("rope_type") == "longrope" for table in tables):
@@ -229,7 +227,7 @@ def _one_by_one(model: nn.Module) -> Tensor:
 
 
 def _compare(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
-    """Refuse a model that mixes packed sequences; leave it to its own forward where the fused one is wrong."""
+    """Refuse a model that mixes packed sequences; disable the fused forward where it is wrong."""
     name = type(unwrapped(model)).__name__
     if not bool(stock.isfinite().all()):
         raise ConfigError(
@@ -246,7 +244,7 @@ def _compare(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
     if why_not_fused(model) is None:
         if agree_up_to_rounding(_packed(model, hidden_states), stock, exact):
             return
-        distrust(decoder_of(model), "it gave other hidden states than the module itself")
+        disable_fused(decoder_of(model), "it gave other hidden states than the module itself")
     if not agree_up_to_rounding(_packed(model, stock_hidden_states), stock, exact):
         raise ConfigError(
             f"{name} gives other hidden states with packed sequences than with each one alone in "
@@ -262,14 +260,14 @@ def _packed(model: nn.Module, forward: Callable[..., Tensor]) -> Tensor:
     try:
         given = forward(model, tokens, context.position_ids, context)
     except LostContextError:
-        raise _unheard(type(unwrapped(model)).__name__) from None
+        raise _lost_context(type(unwrapped(model)).__name__) from None
     if context.calls == 0:
-        raise _unheard(type(unwrapped(model)).__name__)
+        raise _lost_context(type(unwrapped(model)).__name__)
     _check_windows(model, context.windows)
     return given
 
 
-def _unheard(name: str) -> ConfigError:
+def _lost_context(name: str) -> ConfigError:
     return ConfigError(
         f"{name} does not hand keyword arguments down to its attention, which is how Ludus tells it what "
         "belongs together"

@@ -1,12 +1,13 @@
-"""The language-model head on hidden states, with whatever the architecture does to its logits.
+"""The model runner: one step's tokens in, hidden states, logits, sampled tokens and log-probabilities out.
 
-Log-probabilities are computed in chunks of rows, never for a whole batch at once, so the head is applied
-apart from the decoder. `probe_head` makes sure that this gives what the model itself would give.
+`hidden_states` and `head_logits` run the model on flat tokens, for the engine and for the trainer. Decoder and
+LM head are apart, because log-probabilities are computed in chunks of rows, never for a whole batch at once.
+`TorchModelRunner` computes a step at once with plain torch operations over gathered blocks: it works everywhere
+and is written for CPUs. On a GPU, `cuda.runner` launches steps and has their results later.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,9 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine.attention import CONTEXT, AttentionContext
-from ludus.engine.fused_model import Blueprint, blueprint_of, fused_hidden_states, unrecognised
-from ludus.engine.hf_model import decoder_of, embedding_device, recomputed_layers, text_config, unwrapped
-from ludus.engine.paged_attention import KvStore, PagedBatch, PagedContext
+from ludus.engine.fused_model import decoder_parts, fused_hidden_states, unsupported
+from ludus.engine.hf_model import (
+    checkpointed_layers,
+    decoder_of,
+    device_of,
+    text_config,
+    unwrapped,
+)
+from ludus.engine.paged_attention import PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.sampler import log_softmax_at, sample
 from ludus.engine.scheduler import Chunk
 from ludus.kernels import linear_float32, unavailable
@@ -30,7 +37,7 @@ _CAP = "final_logit_softcapping"
 
 
 def plain_head(model: nn.Module) -> nn.Linear | None:
-    """The head, where it is one product and nothing else."""
+    """The LM head, if it is one matrix product and nothing else."""
     head, config = unwrapped(model).get_output_embeddings(), text_config(model)
     shapes = getattr(config, _CAP, None) is not None or any(
         _number(config, name) != 1 for name in _SCALES
@@ -54,7 +61,7 @@ def head_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _is_exact(head: Any, hidden: Tensor) -> bool:
-    """Whether the logits can be had in float32 at no cost: a plain head in half precision, for sampling."""
+    """Whether float32 logits cost nothing: a plain head in half precision, without gradients, on a GPU."""
     return (
         isinstance(head, nn.Linear)
         and getattr(head, "bias", None) is None
@@ -70,27 +77,21 @@ def _number(config: object, name: str) -> float:
     return 1.0 if value is None else float(value)
 
 
-# --- forward ---
-# Running a decoder on flat tokens: by the fused forward where it fits, by the module's own elsewhere.
-
-log = logging.getLogger(__name__)
-
-
 def hidden_states(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
-    """[T, hidden]: the decoder's last hidden states of flat tokens [T] in an attention context."""
-    blueprint = _fused(model)
-    if blueprint is not None:
-        recomputed = recomputed_layers(model)
-        return fused_hidden_states(blueprint, input_ids, position_ids, context, recomputed)
+    """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits."""
+    parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
+    if parts is not None:
+        checkpointed = checkpointed_layers(model)
+        return fused_hidden_states(parts, input_ids, position_ids, context, checkpointed)
     return stock_hidden_states(model, input_ids, position_ids, context)
 
 
 def stock_hidden_states(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
-    """[T, hidden]: the same by the module's own forward."""
+    """[T, hidden]: the same by the Hugging Face module's own forward."""
     output = decoder_of(model)(
         input_ids=input_ids[None],
         position_ids=position_ids.reshape(1, -1),
@@ -103,90 +104,82 @@ def stock_hidden_states(
 
 def why_not_fused(model: nn.Module) -> str | None:
     """Why the module's own forward is used; None when the fused one is."""
-    return unavailable(embedding_device(model)) or unrecognised(decoder_of(model))
+    return unavailable(device_of(model)) or unsupported(decoder_of(model))
 
-
-def _fused(model: nn.Module) -> Blueprint | None:
-    if unavailable(embedding_device(model)) is not None:
-        return None
-    return blueprint_of(decoder_of(model))
-
-
-# --- runner ---
-# One step of the model: new tokens of many requests in, sampled tokens and log-probabilities out.
-#
-# `Runner` computes a step at once, with plain torch operations over gathered pages: it works everywhere and is
-# written for CPUs. On a GPU, `cuda.runner` launches steps and has their results later. Both are a `StepRunner`.
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
 
 
 @dataclass(slots=True)
-class Results:
-    """What a step gave: a token for each chunk that samples, and values for each that scores."""
+class StepResults:
+    """The results of a step: a token for each chunk that samples, log-probabilities for each that scores."""
 
     sampled: list[Chunk] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    sound: list[bool] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
     """False where the model gave NaN."""
     scores: list[tuple[Chunk, list[float]]] = field(default_factory=list)
 
 
-class Pending(Protocol):
-    """A step that has been launched."""
+class PendingStep(Protocol):
+    """A step that was launched."""
 
     chunks: Sequence[Chunk]
     is_urgent: bool
-    """Whether the next step cannot be planned without its results."""
+    """Whether the next step cannot be scheduled without its results."""
 
-    def result(self) -> Results:
+    def result(self) -> StepResults:
         """Wait for the step; once."""
 
 
-class StepRunner(Protocol):
+class ModelRunner(Protocol):
     """Runs chunks through the model."""
 
     lookahead: int
-    """How many steps may be under way while the next one is planned."""
+    """How many steps may be in flight while the next one is scheduled."""
 
-    def launch(self, chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], pages: int) -> Pending:
-        """Begin a step. `tables` are all rows' pages; `pages` is how many pages are in use."""
+    def launch(
+        self, chunks: Sequence[Chunk], block_tables: npt.NDArray[np.int64], blocks: int
+    ) -> PendingStep:
+        """Launch a step. `block_tables` has a row for each batch row; `blocks` counts blocks in use."""
 
     def refresh(self) -> None:
-        """The weights or the memory may have changed: whatever depends on where they lie is checked."""
+        """Weights or memory may have moved: check what depends on their addresses."""
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Free the device's memory."""
 
 
 @dataclass(slots=True)
-class Computed:
-    """A step whose results are there already."""
+class CompletedStep:
+    """A step whose results are known already."""
 
     chunks: Sequence[Chunk]
-    results: Results
+    results: StepResults
     is_urgent: bool = True
 
-    def result(self) -> Results:
+    def result(self) -> StepResults:
         return self.results
 
 
-class Runner:
-    """Runs chunks through the model with its KV in `store`, one step at a time."""
+class TorchModelRunner:
+    """Runs chunks through the model, one step at a time."""
 
     lookahead = 0
 
-    def __init__(self, model: nn.Module, store: KvStore) -> None:
+    def __init__(self, model: nn.Module, kv_cache: TorchKVCache) -> None:
         self._model = model
-        self._store = store
+        self._kv_cache = kv_cache
 
-    def launch(self, chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], pages: int) -> Computed:
-        self._store.ensure(pages)
-        device = unwrapped(self._model).get_input_embeddings().weight.device
-        ids, positions, batch = flat_batch(chunks, tables, self._store.page_size)
-        context = PagedContext(batch, self._store, device)
+    def launch(
+        self, chunks: Sequence[Chunk], block_tables: npt.NDArray[np.int64], blocks: int
+    ) -> CompletedStep:
+        self._kv_cache.ensure(blocks)
+        device = device_of(self._model)
+        ids, positions, batch = flat_batch(chunks, block_tables, self._kv_cache.block_size)
+        context = PagedContext(batch, self._kv_cache, device)
         hidden_TH = hidden_states(
             self._model,
             torch.from_numpy(ids).to(device),
@@ -203,7 +196,7 @@ class Runner:
             for chunk, end in zip(chunks, ends.tolist(), strict=True)
             if chunk.request.is_score
         ]
-        return Computed(chunks, results)
+        return CompletedStep(chunks, results)
 
     def refresh(self) -> None:
         """Nothing here depends on addresses."""
@@ -213,22 +206,22 @@ class Runner:
 
     def _sample(
         self, chunks: Sequence[Chunk], hidden_TH: Tensor, ends: npt.NDArray[np.int64]
-    ) -> Results:
+    ) -> StepResults:
         chosen = [
             (chunk, end - 1) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
         ]
         if not chosen:
-            return Results()
+            return StepResults()
         last = torch.tensor([end for _, end in chosen], device=hidden_TH.device)
         logits_RV = head_logits(self._model, hidden_TH.index_select(0, last))
         sampled = [chunk for chunk, _ in chosen]
-        return Results(sampled, *sample_chunks(logits_RV, sampled))
+        return StepResults(sampled, *sample_chunks(logits_RV, sampled))
 
 
 def sample_chunks(
     logits_RV: Tensor, chunks: Sequence[Chunk]
 ) -> tuple[list[int], list[float], list[bool]]:
-    """Tokens, log-probabilities and soundness by whatever parameters each chunk's request has."""
+    """(tokens, log-probabilities, whether finite) by each request's sampling parameters."""
     requests = [chunk.request for chunk in chunks]
     return sample(
         logits_RV,
@@ -252,9 +245,9 @@ def score(model: nn.Module, chunk: Chunk, hidden_CH: Tensor) -> Tensor:
 
 
 def flat_batch(
-    chunks: Sequence[Chunk], tables: npt.NDArray[np.int64], page_size: int
+    chunks: Sequence[Chunk], block_tables: npt.NDArray[np.int64], block_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], PagedBatch]:
-    """Token ids, positions and places of all chunks, end to end."""
+    """Token ids, positions and cache slots of all chunks, end to end."""
     ids: list[int] = []
     positions: list[int] = []
     for chunk in chunks:
@@ -268,8 +261,8 @@ def flat_batch(
     lengths_R = np.array([chunk.stop for chunk in chunks])
     counts_R = lengths_R - np.array([chunk.start for chunk in chunks])
     positions_T = np.array(positions)
-    pages_T = tables[np.repeat(rows_R, counts_R), positions_T // page_size]
-    slots_T = pages_T * page_size + positions_T % page_size
-    width = -(-int(lengths_R.max()) // page_size)
-    batch = PagedBatch(slots_T, counts_R, lengths_R, tables[rows_R, :width])
+    blocks_T = block_tables[np.repeat(rows_R, counts_R), positions_T // block_size]
+    slots_T = blocks_T * block_size + positions_T % block_size
+    width = -(-int(lengths_R.max()) // block_size)
+    batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width])
     return np.array(ids), positions_T, batch

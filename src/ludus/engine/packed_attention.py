@@ -1,9 +1,14 @@
-"""Flash attention over sequences that lie end to end, none of which sees another.
+"""Training attention: many sequences in one flat row of tokens, none of which sees another.
 
-The kernel is torch's own. It is called below its public wrapper (`torch.nn.attention.varlen`), whose
-arguments differ between versions and which in some of them knows no grouped heads, although the kernel does.
-What works is found out by trying: at its first use on a device, for a data type and a head's shape, a few
-tokens go through it forwards and backwards and are compared with plain attention.
+On a GPU in half precision it is one flash-attention kernel over cumulative lengths. Where that does not fit
+(other devices and data types, windows, soft caps), sequences of similar length are padded together into a few
+groups, so that hundreds of short ones cost a handful of kernel launches. Padding follows a sequence's tokens,
+where causality hides it. Sequences that all have the same length need no padding.
+
+The flash kernel is torch's own. It is called below its public wrapper (`torch.nn.attention.varlen`), whose
+arguments differ between versions and which in some of them does not support grouped-query heads, although the
+kernel does. At its first use on a device, for a data type and a head's shape, a few tokens go through it
+forwards and backwards and are compared with plain attention.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ludus.engine.attention import Rule, attend, causal_mask
-from ludus.kernels.device import sent
+from ludus.engine.attention import AttentionParams, attend, causal_mask
+from ludus.kernels.device import arrays_to_device
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +35,28 @@ _PROBE_LENGTHS = (37, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Where sequences begin and end."""
+class SequenceBounds:
+    """Where packed sequences begin and end."""
 
-    starts_R1: Tensor
-    """Cumulative lengths from 0 on, int32."""
-    longest: int
+    cu_seqlens: Tensor
+    """[R + 1] Cumulative lengths from 0 on, int32."""
+    max_seqlen: int
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Bounds, float], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float], Tensor]
 """(query [T, Hq, D], key and value [T, Hkv, D], bounds, scaling) -> [T, Hq, D], causal and with a gradient."""
 
 
 def flash(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: Bounds, scaling: float
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: SequenceBounds, scaling: float
 ) -> Tensor:
-    """Causal attention by torch's flash kernel, which takes fewer key heads than query heads."""
+    """Causal attention by torch's flash kernel, with grouped-query heads."""
     result: Tensor = _Flash.apply(query_THD, key_TGD, value_TGD, bounds, scaling)
     return result
 
 
 def flash_expanded(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: Bounds, scaling: float
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, bounds: SequenceBounds, scaling: float
 ) -> Tensor:
     """The same with a copy of its key head for each query head."""
     group = query_THD.shape[1] // key_TGD.shape[1]
@@ -62,9 +67,9 @@ def flash_expanded(
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scaling: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scaling: float
     ) -> Tensor:
-        starts, longest = bounds.starts_R1, bounds.longest
+        starts, longest = bounds.cu_seqlens, bounds.max_seqlen
         output, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scaling
         )
@@ -76,7 +81,7 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, output, lse, state, unused = ctx.saved_tensors
-        starts, longest = ctx.bounds.starts_R1, ctx.bounds.longest
+        starts, longest = ctx.bounds.cu_seqlens, ctx.bounds.max_seqlen
         slopes = torch.ops.aten._flash_attention_backward(
             grads[0].contiguous(),
             query,
@@ -97,13 +102,15 @@ class _Flash(torch.autograd.Function):
         return *slopes, None, None
 
 
-def kernel_for(query_THD: Tensor, key_TGD: Tensor, rule: Rule, longest: int) -> Kernel | None:
+def kernel_for(
+    query_THD: Tensor, key_TGD: Tensor, params: AttentionParams, longest: int
+) -> Kernel | None:
     """The kernel for these states, or None where attention has to be computed in another way."""
     if query_THD.device.type != "cuda" or query_THD.dtype not in _HALF:
         return None
-    if rule.softcap is not None or rule.dropout > 0:
+    if params.softcap is not None or params.dropout > 0:
         return None
-    if rule.window is not None and rule.window < longest:
+    if params.window is not None and params.window < longest:
         return None
     heads, size = query_THD.shape[1:]
     return _probed(query_THD.device, query_THD.dtype, heads, key_TGD.shape[1], size)
@@ -113,10 +120,10 @@ def kernel_for(query_THD: Tensor, key_TGD: Tensor, rule: Rule, longest: int) -> 
 def _probed(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ) -> Kernel | None:
-    return first_sound((flash, flash_expanded), device, dtype, heads, kv_heads, size)
+    return first_correct((flash, flash_expanded), device, dtype, heads, kv_heads, size)
 
 
-def first_sound(
+def first_correct(
     candidates: tuple[Kernel, ...],
     device: torch.device,
     dtype: torch.dtype,
@@ -124,7 +131,7 @@ def first_sound(
     kv_heads: int,
     size: int,
 ) -> Kernel | None:
-    """The first of these kernels that gives on a few tokens what plain attention gives."""
+    """The first of these kernels that agrees with plain attention on a few tokens."""
     trouble = ""
     for candidate in candidates:
         try:
@@ -137,7 +144,7 @@ def first_sound(
             return candidate
     log.warning(
         "flash attention over packed sequences is not available on %s for %d heads of %d in %s, so padded "
-        "blocks are used, which is slower (%s)",
+        "groups are used, which is slower (%s)",
         device,
         heads,
         size,
@@ -150,7 +157,7 @@ def first_sound(
 def _compare(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ) -> str:
-    """What is wrong with a kernel's results; nothing when they are right."""
+    """What is wrong with a kernel's results; empty when they are right."""
     generator = torch.Generator().manual_seed(0)
     total = sum(_PROBE_LENGTHS)
     shapes = [
@@ -165,7 +172,7 @@ def _compare(
             torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes
         )
         starts = torch.tensor([0, *_PROBE_LENGTHS]).cumsum(0)
-        bounds = Bounds(starts.to(device, torch.int32), max(_PROBE_LENGTHS))
+        bounds = SequenceBounds(starts.to(device, torch.int32), max(_PROBE_LENGTHS))
         inputs = [states.detach().requires_grad_() for states in (query, key, value)]
         given = kernel(inputs[0], inputs[1], inputs[2], bounds, scaling)
         found = [given, *torch.autograd.grad(given, inputs, slope)]
@@ -185,16 +192,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
     batched = [states.transpose(0, 1)[None] for states in (query, key, value)]
-    return attend(batched[0], batched[1], batched[2], Rule(scaling), None)[0].transpose(0, 1)
+    return attend(batched[0], batched[1], batched[2], AttentionParams(scaling), None)[0].transpose(0, 1)
 
-
-# --- packed ---
-# Training attention: many sequences in one flat row of tokens, none of which sees another.
-#
-# On a GPU in half precision it is one flash kernel over cumulative lengths (`varlen`). Where that does not fit
-# (other devices and data types, windows, soft caps), sequences of similar length are padded together into a few
-# blocks, so that hundreds of short ones cost a handful of kernel launches. Padding follows a sequence's tokens,
-# where causality hides it. Sequences that all have the same length are a block without any padding.
 
 Ints = npt.NDArray[np.int64]
 
@@ -205,29 +204,20 @@ _DENSE_ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Sequences share a padded block as long as no more than this share of it is padding.
+# At most this fraction of a padded group is padding.
 _PADDING = 0.15
-# ... and as long as the block has no more than this many tokens, to bound memory.
-_BLOCK_TOKENS = 1 << 16
+# Most tokens of a padded group, to bound memory.
+_GROUP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _PaddedGroup:
     """Sequences of similar length, side by side, padded at the end."""
 
     rows: int
     width: int
     index: Tensor
     """[rows * width] positions in the flat order; padding repeats a sequence's last token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """All sequences in blocks."""
-
-    blocks: list[_Block]
-    back: Tensor
-    """Where each flat token lies in the blocks' concatenation."""
 
 
 class PackedContext:
@@ -249,7 +239,9 @@ class PackedContext:
         """[1, T]: positions counted within each sequence."""
         return self._there(np.concatenate([np.arange(length) for length in self.lengths]))[None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
+    ) -> Tensor:
         self.calls += 1
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
             raise ValueError(
@@ -257,15 +249,15 @@ class PackedContext:
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
         flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
-        kernel = kernel_for(flat[0], flat[1], rule, self.longest)
+        kernel = kernel_for(flat[0], flat[1], params, self.longest)
         if kernel is not None and self._fills_tiles:
             with sdpa_kernel(_DENSE_ORDER, set_priority=True):
-                return self._attend_evenly(query, key, value, rule)
+                return self._attend_evenly(query, key, value, params)
         if kernel is not None:
-            return kernel(flat[0], flat[1], flat[2], self._bounds, rule.scaling).unsqueeze(0)
+            return kernel(flat[0], flat[1], flat[2], self._bounds, params.scaling).unsqueeze(0)
         if self.are_even:
-            return self._attend_evenly(query, key, value, rule)
-        return self._attend_in_blocks(flat, rule)
+            return self._attend_evenly(query, key, value, params)
+        return self._attend_in_groups(flat, params)
 
     @property
     def _fills_tiles(self) -> bool:
@@ -276,60 +268,64 @@ class PackedContext:
         """
         return self.are_even and self.longest % _TILE == 0
 
-    def _attend_evenly(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def _attend_evenly(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
+    ) -> Tensor:
         rows, width = len(self.lengths), self.longest
         padded = [
             states.squeeze(0).view(states.shape[1], rows, width, -1).transpose(0, 1)
             for states in (query, key, value)
         ]
-        output = attend(padded[0], padded[1], padded[2], rule, self._mask(width, rule))
+        output = attend(padded[0], padded[1], padded[2], params, self._mask(width, params))
         return output.transpose(1, 2).reshape(1, self.tokens, *output.shape[1::2])
 
-    def _attend_in_blocks(self, flat: Sequence[Tensor], rule: Rule) -> Tensor:
+    def _attend_in_groups(self, flat: Sequence[Tensor], params: AttentionParams) -> Tensor:
         outputs: list[Tensor] = []
-        for block in self._blocks.blocks:
+        groups, back = self._groups
+        for group in groups:
             padded = [
-                states.index_select(0, block.index)
-                .view(block.rows, block.width, states.shape[1], states.shape[2])
+                states.index_select(0, group.index)
+                .view(group.rows, group.width, states.shape[1], states.shape[2])
                 .transpose(1, 2)
                 for states in flat
             ]
-            output = attend(padded[0], padded[1], padded[2], rule, self._mask(block.width, rule))
+            output = attend(padded[0], padded[1], padded[2], params, self._mask(group.width, params))
             outputs.append(output.transpose(1, 2).reshape(-1, *output.shape[1::2]))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined.index_select(0, self._blocks.back)[None]
+        return joined.index_select(0, back)[None]
 
     @cached_property
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> SequenceBounds:
         starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
-        return Bounds(self._there(starts), self.longest)
+        return SequenceBounds(self._there(starts), self.longest)
 
     @cached_property
-    def _blocks(self) -> _Blocks:
-        groups = _blocks(np.asarray(self.lengths, dtype=np.int64))
-        blocks = [_Block(rows, width, self._there(index)) for rows, width, index, _ in groups]
+    def _groups(self) -> tuple[list[_PaddedGroup], Tensor]:
+        """The padded groups, and where each flat token lies in their concatenation."""
+        found = _padded_groups(np.asarray(self.lengths, dtype=np.int64))
+        groups = [_PaddedGroup(rows, width, self._there(index)) for rows, width, index, _ in found]
         back = np.empty(self.tokens, dtype=np.int64)
         base = 0
-        for rows, width, index, valid in groups:
+        for rows, width, index, valid in found:
             back[index[valid]] = base + np.flatnonzero(valid)
             base += rows * width
-        return _Blocks(blocks, self._there(back))
+        return groups, self._there(back)
 
     def _there(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         """On the device; from pinned memory, because any other copy waits for the GPU to catch up."""
-        return sent([values], self.device)[0]
+        return arrays_to_device([values], self.device)[0]
 
-    def _mask(self, width: int, rule: Rule) -> Tensor | None:
-        if rule.window is None or rule.window >= width:
+    def _mask(self, width: int, params: AttentionParams) -> Tensor | None:
+        if params.window is None or params.window >= width:
             return None
-        if (width, rule.window) not in self._masks:
-            mask = causal_mask(width, width, rule.window, self.device)
-            self._masks[width, rule.window] = mask
-        return self._masks[width, rule.window]
+        if (width, params.window) not in self._masks:
+            mask = causal_mask(width, width, params.window, self.device)
+            self._masks[width, params.window] = mask
+        return self._masks[width, params.window]
 
 
-def _blocks(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
-    """(rows, width, flat index, validity) of each block, longest sequences first."""
+def _padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
+    """(rows, width, flat index, validity) of each group, longest sequences first."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     order = np.argsort(-lengths, kind="stable")
     result = []
@@ -344,15 +340,15 @@ def _blocks(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]
 
 
 def split_by_length(
-    lengths: Ints, padding: float = _PADDING, block_tokens: int = _BLOCK_TOKENS
+    lengths: Ints, padding: float = _PADDING, group_tokens: int = _GROUP_TOKENS
 ) -> list[tuple[int, int]]:
-    """Ranges of descending `lengths` that may share a padded block."""
+    """Ranges of descending `lengths` that may share a padded group."""
     ranges: list[tuple[int, int]] = []
     first, used = 0, 0
     for i, length in enumerate(lengths.tolist()):
         width = int(lengths[first])
         area = (i + 1 - first) * width
-        if i > first and (area > block_tokens or area - used - length > padding * area):
+        if i > first and (area > group_tokens or area - used - length > padding * area):
             ranges.append((first, i))
             first, used = i, 0
         used += length

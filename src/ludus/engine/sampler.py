@@ -28,9 +28,9 @@ def sample(
     positions: Sequence[int],
     seen: Sequence[npt.NDArray[np.bool_] | None],
 ) -> tuple[list[int], list[float], list[bool]]:
-    """Tokens, their log-probabilities, and whether each row was sound (no NaN), for R rows.
+    """Tokens, their log-probabilities, and whether each row was finite (no NaN), for R rows.
 
-    `positions` count the tokens each request has generated; `seen` marks the vocabulary of its context
+    `positions` count the tokens each request has generated; `seen` targets the vocabulary of its context
     for the rows that ask for a repetition penalty.
     """
     logits_RV = logits_RV.float()
@@ -65,17 +65,17 @@ def seed_of(sampling: Sampling) -> np.uint64:
     return np.uint64(sampling.seed & 0xFFFFFFFFFFFFFFFF)
 
 
-def shares_at(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Where in its cumulated distribution each draw lies: a function of its seed and position alone."""
+def uniforms_at(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The uniform number of each draw: a function of its seed and position alone."""
     return np.minimum(uniforms(seeds, positions), _LARGEST)
 
 
 def _draw(weights_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    """The token at which the cumulated weights pass each row's uniform share of their total."""
-    shares = shares_at(np.array([seed_of(s) for s in samplings]), positions)
+    """The token at which the cumulated weights pass each row's uniform number times their total."""
+    uniform = uniforms_at(np.array([seed_of(s) for s in samplings]), positions)
     cumulated_RV = weights_RV.double().cumsum(1)
-    marks = torch.from_numpy(shares).to(weights_RV.device)[:, None] * cumulated_RV[:, -1:]
-    found = torch.searchsorted(cumulated_RV, marks, right=True)[:, 0]
+    targets = torch.from_numpy(uniform).to(weights_RV.device)[:, None] * cumulated_RV[:, -1:]
+    found = torch.searchsorted(cumulated_RV, targets, right=True)[:, 0]
     return found.clamp_(max=weights_RV.shape[1] - 1)
 
 
@@ -102,8 +102,8 @@ def _penalised(
 ) -> Tensor:
     """Tokens of the context made less likely: positive logits divided, negative ones multiplied."""
     nothing = np.zeros(logits_RV.shape[1], dtype=np.bool_)
-    marks = np.stack([nothing if mark is None else mark for mark in seen])
-    seen_RV = torch.from_numpy(marks).to(logits_RV.device)
+    targets = np.stack([nothing if mark is None else mark for mark in seen])
+    seen_RV = torch.from_numpy(targets).to(logits_RV.device)
     penalties = torch.tensor([s.repetition_penalty for s in samplings], device=logits_RV.device)[:, None]
     penalised = torch.where(logits_RV > 0, logits_RV / penalties, logits_RV * penalties)
     return torch.where(seen_RV, penalised, logits_RV)

@@ -1,4 +1,14 @@
-"""Noticing a stop string while tokens arrive, at a cost that does not grow with the output."""
+"""Continuous batching: which tokens of which requests the next step computes. No model is touched here.
+
+In each step every decoding request gets one token, prompts get chunks of what is left of the token budget
+(chunked prefill), and waiting requests are admitted while there are rows, budget and blocks. When blocks run
+out, the session that has been idle for longest loses its KV first; then the youngest running request is
+preempted: it goes back to the head of the queue and recomputes later.
+
+A step may be scheduled while the one before it runs. A request then has a token *in flight*: sampled on the
+device, not known here. Scheduling needs its position only. If that token turns out to be a stop token, the
+token after it was computed for nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +22,13 @@ import numpy.typing as npt
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
-from ludus.engine.block_manager import Holding, KvBooks
+from ludus.engine.block_manager import BlockManager, BlockTable
 
 Decode = Callable[[Sequence[int]], str]
 
 
-class StopWatcher:
-    """Decodes a short tail of the generated tokens and looks for stop strings in it.
+class StopChecker:
+    """Finds stop strings in the decoded tail of the output, at a cost that does not grow with the output.
 
     The tail always covers more characters than the longest stop string has, so that cutting it inside a
     character or a word, which can garble its first letters, hides nothing.
@@ -53,55 +63,53 @@ class StopWatcher:
         self._tail = self._tail[-keep:]
 
 
-# --- requests ---
-# A request on its way through the engine.
-
 Marks = npt.NDArray[np.bool_]
 Reply = Callable[[Completion | list[float] | BaseException], None]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What was asked, what there is so far, and what it holds of the cache."""
+    """A request, what has been generated for it, and its place in the batch and in the KV cache."""
 
     tokens: list[int]
-    """The context, then what has been generated."""
+    """The prompt, then what has been generated."""
     prompt: int
-    """How many of the tokens were given."""
+    """Length of the prompt."""
     limit: int
-    """How many tokens there may be in all."""
+    """Most tokens, the prompt included."""
     sampling: Sampling
     reply: Reply
-    """Delivers the outcome to whoever waits for it; safe to call from the engine's thread."""
+    """Delivers the outcome to the caller; called on the engine's thread."""
     leave_queue: Callable[[], None] | None = None
-    """Called once, when the request no longer waits for its first place in the batch."""
+    """Called once, when the request leaves the waiting queue."""
     session: str | None = None
     is_score: bool = False
-    """Score requests generate nothing: they collect the log-probability of each given token."""
+    """Generate nothing: collect the log-probability of each given token."""
     stop_tokens: frozenset[int] = frozenset()
-    watcher: StopWatcher | None = None
+    stop_checker: StopChecker | None = None
     seen: Marks | None = None
-    """Marks the vocabulary of the context, for a repetition penalty."""
+    """Which tokens of the vocabulary the context has, for a repetition penalty."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-    holding: Holding = field(default_factory=Holding)
+    block_table: BlockTable = field(default_factory=BlockTable)
     row: int = -1
+    """Its row in the batch; -1 while it waits."""
     cached_tokens: int | None = None
-    promised: int = 0
-    """How many tokens have been launched and not been received yet."""
+    in_flight: int = 0
+    """Tokens whose step was launched and not collected yet."""
     is_decoding: bool = False
-    """Whether the next token to compute is the one that its row drew last."""
+    """Whether the next token to compute is the one that its row sampled last."""
     is_done: bool = False
-    """Whether it has been taken out; what still arrives for it is dropped."""
+    """Whether it has finished; what still arrives for it is dropped."""
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt
 
     @property
-    def pending(self) -> int:
-        """How many tokens, known or promised, are not scheduled yet."""
-        return len(self.tokens) + self.promised - self.holding.length
+    def unscheduled(self) -> int:
+        """How many tokens, known or in flight, are not scheduled yet."""
+        return len(self.tokens) + self.in_flight - self.block_table.length
 
     def accept(self, token: int, logprob: float) -> tuple[FinishReason, str | None] | None:
         """Add a sampled token; why the request is finished, if it is."""
@@ -111,7 +119,7 @@ class Request:
             self.seen[token] = True
         if token in self.stop_tokens:
             return FinishReason.STOP_TOKEN, None
-        if self.watcher is not None and (stop := self.watcher.push(token)) is not None:
+        if self.stop_checker is not None and (stop := self.stop_checker.push(token)) is not None:
             return FinishReason.STOP_STRING, stop
         if len(self.tokens) >= self.limit:
             return FinishReason.LENGTH, None
@@ -142,19 +150,6 @@ class Request:
         )
 
 
-# --- scheduler ---
-# Who computes what in the next step.
-#
-# Continuous batching: each step, every running request that decodes gets one token, running prompts get a
-# chunk of what is left of the token budget, and waiting requests are let in while there are rows, budget
-# and pages. When pages run out, the session that has been idle for longest loses its KV first; then the
-# youngest running request goes back to the queue's head and recomputes later. No model is touched here.
-#
-# A step may be planned while the one before it still runs. A request then has a *promised* token: drawn on the
-# device, not known here. Its position is known, which is all that planning needs. What is known of a request
-# only afterwards (its token was a stop) costs one token that is thrown away.
-
-
 class Chunk(NamedTuple):
     """Tokens `start` to `stop` of a request, to be computed in this step."""
 
@@ -162,30 +157,30 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     is_decode: bool
-    """Its one token is the one that the request's row drew last; its value may not be known yet."""
+    """One token: the one that the request's row sampled last, whose value may not be known yet."""
     samples: bool
-    """Whether the token that follows is drawn."""
+    """Whether the next token is sampled."""
 
 
 @dataclass(slots=True)
 class IdleSession:
     """What a session holds between its requests."""
 
-    holding: Holding
+    block_table: BlockTable
     tokens: list[int]
 
 
 class Scheduler:
-    """Queues, rows, sessions and pages."""
+    """Queues, batch rows, sessions and their block tables."""
 
-    def __init__(self, books: KvBooks, max_running: int, tokens_per_step: int) -> None:
-        self.books = books
+    def __init__(self, block_manager: BlockManager, max_running: int, tokens_per_step: int) -> None:
+        self.block_manager = block_manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.sessions: OrderedDict[str, IdleSession] = OrderedDict()  # idle for longest first
         self.active: dict[str, Request] = {}  # by session, waiting or running
         self.preemptions = 0
-        self.tables: npt.NDArray[np.int64] = np.zeros((max_running, 8), dtype=np.int64)
+        self.block_tables: npt.NDArray[np.int64] = np.zeros((max_running, 8), dtype=np.int64)
         self._rows = list(range(max_running - 1, -1, -1))
         self._budget = tokens_per_step
 
@@ -204,26 +199,26 @@ class Scheduler:
         self.waiting.append(request)
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next step, with pages for all of them; none if all wait for promised tokens."""
+        """The chunks of the next step, with blocks for all of them; none if all wait for tokens in flight."""
         chunks: list[Chunk] = []
-        page_size = self.books.page_size
+        block_size = self.block_manager.block_size
         prefill = self._budget - sum([request.is_decoding for request in self.running])
         for request in list(self.running):
             if request.row < 0:  # it was preempted for an older one
                 continue
-            holding = request.holding
-            start = holding.length
+            block_table = request.block_table
+            start = block_table.length
             if request.is_decoding:
-                if len(request.tokens) + request.promised >= request.limit:
-                    continue  # its last token is on its way
-                if start % page_size:
-                    holding.length = start + 1
-                    request.promised += 1
+                if len(request.tokens) + request.in_flight >= request.limit:
+                    continue  # its last token is in flight
+                if start % block_size:
+                    block_table.length = start + 1
+                    request.in_flight += 1
                     chunks.append(Chunk(request, start, start + 1, True, True))
                 elif self._make_room(request, start + 1):
-                    chunks.append(self._schedule_page(request))
+                    chunks.append(self._schedule_new_block(request))
                 continue
-            count = min(request.pending, prefill)
+            count = min(request.unscheduled, prefill)
             prefill -= count
             if count and self._make_room(request, start + count):
                 chunks.append(self._schedule(request, count))
@@ -235,83 +230,83 @@ class Scheduler:
             chunks.append(chunk)
         return chunks
 
-    def _schedule_page(self, request: Request) -> Chunk:
-        """A decoding request begins a page, and everybody may find the one that it has filled."""
-        holding, page_size = request.holding, self.books.page_size
-        start = holding.length
-        holding.length = start + 1
-        request.promised += 1
-        place = start // page_size
-        self._widen_tables(place + 1)
-        self.tables[request.row, place] = holding.pages[place]
-        self.books.publish(holding, request.tokens, min(start, len(request.tokens)))
+    def _schedule_new_block(self, request: Request) -> Chunk:
+        """A decoding request begins a block; the block that it has filled is published."""
+        block_table, block_size = request.block_table, self.block_manager.block_size
+        start = block_table.length
+        block_table.length = start + 1
+        request.in_flight += 1
+        place = start // block_size
+        self._widen_block_tables(place + 1)
+        self.block_tables[request.row, place] = block_table.blocks[place]
+        self.block_manager.publish(block_table, request.tokens, min(start, len(request.tokens)))
         return Chunk(request, start, start + 1, True, True)
 
     def _schedule(self, request: Request, count: int) -> Chunk:
-        holding = request.holding
-        start = holding.length
-        stop = holding.length = start + count
-        before, size = start // self.books.page_size, len(holding.pages)
-        self._widen_tables(size)
-        self.tables[request.row, before:size] = holding.pages[before:]
+        block_table = request.block_table
+        start = block_table.length
+        stop = block_table.length = start + count
+        before, size = start // self.block_manager.block_size, len(block_table.blocks)
+        self._widen_block_tables(size)
+        self.block_tables[request.row, before:size] = block_table.blocks[before:]
         if request.is_score:
             return Chunk(request, start, stop, False, False)
-        self.books.publish(holding, request.tokens, stop)
+        self.block_manager.publish(block_table, request.tokens, stop)
         samples = stop == len(request.tokens)
         if samples:
-            request.promised += 1
+            request.in_flight += 1
             request.is_decoding = True
         return Chunk(request, start, stop, False, samples)
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
-        """Give the queue's head a row, what it can reuse, and pages for its first chunk; or None."""
-        if request.promised:  # it was preempted, and its last token is on its way
+        """Give the queue's head a row, what it can reuse, and blocks for its first chunk; or None."""
+        if request.in_flight:  # it was preempted with its last token in flight
             return None
         self._reuse(request)
-        # All of its context and one more token: admitting what must be preempted at once helps nobody.
-        needed = self.books.pages_for(min(len(request.tokens) + 1, request.limit))
-        missing = needed - len(request.holding.pages)
-        while missing > self.books.ledger.available and self._evict_session():
+        # Its whole context and one more token: a request that fits no further would be preempted at once.
+        needed = self.block_manager.blocks_for(min(len(request.tokens) + 1, request.limit))
+        missing = needed - len(request.block_table.blocks)
+        while missing > self.block_manager.pool.available and self._evict_session():
             pass
-        if missing > self.books.ledger.available:
-            self._hand_back(request)
+        if missing > self.block_manager.pool.available:
+            self._put_back(request)
             return None
         self.waiting.popleft()
         request.started()
         if request.cached_tokens is None:  # what it finds again after a preemption does not count
-            request.cached_tokens = request.holding.length
+            request.cached_tokens = request.block_table.length
         request.row = self._rows.pop()
         self.running.append(request)
-        size = len(request.holding.pages)
-        self._widen_tables(size)
-        self.tables[request.row, :size] = request.holding.pages
-        count = min(request.pending, budget)
-        self.books.grow(request.holding, request.holding.length + count)
+        size = len(request.block_table.blocks)
+        self._widen_block_tables(size)
+        self.block_tables[request.row, :size] = request.block_table.blocks
+        count = min(request.unscheduled, budget)
+        self.block_manager.grow(request.block_table, request.block_table.length + count)
         return self._schedule(request, count)
 
-    def _widen_tables(self, size: int) -> None:
-        width = self.tables.shape[1]
+    def _widen_block_tables(self, size: int) -> None:
+        width = self.block_tables.shape[1]
         if size > width:
-            self.tables = np.pad(self.tables, ((0, 0), (0, max(size, 2 * width) - width)))
+            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, max(size, 2 * width) - width)))
 
     def _reuse(self, request: Request) -> None:
         if request.is_score:  # every position's hidden state is needed
             return
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
-        held, tokens = (idle.holding, idle.tokens) if idle else (Holding(), [])
-        request.holding = self.books.reuse(request.tokens, held, tokens)
+        held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
+        request.block_table = self.block_manager.reuse(request.tokens, held, tokens)
 
-    def _hand_back(self, request: Request) -> None:
-        """A request that cannot start yet leaves what it found where others may take it from."""
-        if request.session is not None and request.holding.length:
-            self.sessions[request.session] = IdleSession(request.holding, request.tokens)
-            request.holding = Holding()
+    def _put_back(self, request: Request) -> None:
+        """A request that cannot start yet leaves its cached blocks to others."""
+        if request.session is not None and request.block_table.length:
+            self.sessions[request.session] = IdleSession(request.block_table, request.tokens)
+            request.block_table = BlockTable()
         else:
-            self.books.drop(request.holding)
+            self.block_manager.drop(request.block_table)
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Pages for a running request's next chunk; False if it had to leave the batch itself."""
-        while not self.books.grow(request.holding, tokens):
+        """Blocks for a running request's next chunk; False if it had to leave the batch itself."""
+        while not self.block_manager.grow(request.block_table, tokens):
             if self._evict_session():
                 continue
             youngest = self.running[-1]
@@ -325,19 +320,14 @@ class Scheduler:
         if not self.sessions:
             return False
         _, idle = self.sessions.popitem(last=False)
-        self.books.drop(idle.holding)
+        self.block_manager.drop(idle.block_table)
         return True
 
     def preempt(self, request: Request) -> None:
         """Back to the queue's head, without KV."""
         self._leave(request)
-        self.books.drop(request.holding)
+        self.block_manager.drop(request.block_table)
         self.waiting.appendleft(request)
-
-    def preempt_all(self) -> None:
-        """Everyone recomputes; the order stays."""
-        for request in reversed(list(self.running)):
-            self.preempt(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is; its session keeps what was computed of its known tokens."""
@@ -350,17 +340,17 @@ class Scheduler:
         if request.session is not None:
             del self.active[request.session]
         self._settle(request)
-        if request.session is None or not request.holding.length:
-            self.books.drop(request.holding)
+        if request.session is None or not request.block_table.length:
+            self.block_manager.drop(request.block_table)
         else:
-            self.sessions[request.session] = IdleSession(request.holding, request.tokens)
-            request.holding = Holding()
+            self.sessions[request.session] = IdleSession(request.block_table, request.tokens)
+            request.block_table = BlockTable()
 
     def _settle(self, request: Request) -> None:
-        """Publish all that is known. Steps under way are safe to read from: later ones run after them."""
+        """Publish the blocks of all known tokens. Steps in flight write theirs before later steps read them."""
         if not request.is_score:
-            request.holding.length = min(request.holding.length, len(request.tokens))
-            self.books.publish(request.holding, request.tokens, request.holding.length)
+            request.block_table.length = min(request.block_table.length, len(request.tokens))
+            self.block_manager.publish(request.block_table, request.tokens, request.block_table.length)
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -373,29 +363,30 @@ class Scheduler:
         if (request := self.active.pop(session, None)) is not None:
             request.session = None
         if (idle := self.sessions.pop(session, None)) is not None:
-            self.books.drop(idle.holding)
+            self.block_manager.drop(idle.block_table)
 
     def fork(self, session: str, into: str) -> None:
         """`into` holds what `session` has computed so far, running or idle."""
         if into in self.active:
             raise EngineError(f"session {into!r} is running and cannot be replaced", retriable=False)
         request, idle = self.active.get(session), self.sessions.get(session)
-        if request is not None and request.holding.length:
+        if request is not None and request.block_table.length:
             self._settle(request)
-            source = IdleSession(request.holding, request.tokens)
+            source = IdleSession(request.block_table, request.tokens)
         elif idle is not None:
             source = idle
         else:
             return
         if into != session:
             self.release(into)
-            copy = self.books.fork(source.holding)
+            copy = self.block_manager.fork(source.block_table)
             self.sessions[into] = IdleSession(copy, source.tokens[: copy.length])
 
     def forget(self, version: int) -> None:
-        """Drop all KV: running requests recompute under the new version. No step may be under way."""
-        self.preempt_all()
+        """Drop all KV: running requests recompute under the new version. No step may be in flight."""
+        for request in reversed(list(self.running)):  # the order stays
+            self.preempt(request)
         for idle in self.sessions.values():
-            self.books.drop(idle.holding)
+            self.block_manager.drop(idle.block_table)
         self.sessions.clear()
-        self.books.set_version(version)
+        self.block_manager.set_version(version)

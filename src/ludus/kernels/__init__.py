@@ -7,7 +7,7 @@ which it will be.
 
 from ludus.kernels.adamw import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
 from ludus.kernels.attention import paged_decode, paged_prefill
-from ludus.kernels.device import unavailable
+from ludus.kernels.device import arrays_to_device, free_memory, on_device, unavailable
 from ludus.kernels.layers import (
     add_rms_norm,
     linear_float32,
@@ -24,7 +24,7 @@ from ludus.kernels.logprobs import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.kernels.lora import low_rank_add, low_rank_distrusted
+from ludus.kernels.lora import low_rank_add, low_rank_unusable
 
 __all__ = [
     "AdamwRule",
@@ -32,11 +32,14 @@ __all__ = [
     "adamw_step",
     "adamw_unavailable",
     "add_rms_norm",
+    "arrays_to_device",
+    "free_memory",
     "kept_gradient",
     "linear_float32",
     "logit_gradient",
     "low_rank_add",
-    "low_rank_distrusted",
+    "low_rank_unusable",
+    "on_device",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ludus.kernels.device import distrust, unavailable
+from ludus.kernels.device import trial_failure, unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class AdamwRule:
 def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:
     """One step of all: masters and moments change in place, and each weight becomes its rounded master."""
     if unavailable(tensors.masters[0].device) is not None:
-        return adamw_plainly(tensors, rule)
+        return adamw_step_reference(tensors, rule)
     from ludus.kernels import triton_adamw
 
     lists = (
@@ -56,8 +56,8 @@ def adamw_step(tensors: AdamwTensors, rule: AdamwRule) -> None:
     return triton_adamw.step(lists, *numbers, rate=rule.rate, betas=rule.betas, eps=rule.eps)
 
 
-def adamw_plainly(tensors: AdamwTensors, rule: AdamwRule) -> None:
-    """The same by plain operations."""
+def adamw_step_reference(tensors: AdamwTensors, rule: AdamwRule) -> None:
+    """The same in plain torch."""
     if not bool(rule.sound):
         return
     beta1, beta2 = rule.betas
@@ -76,9 +76,9 @@ def adamw_plainly(tensors: AdamwTensors, rule: AdamwRule) -> None:
 
 @cache
 def adamw_unavailable(device: torch.device) -> str | None:
-    """Why the one kernel cannot make the step on this device, found out by trying; None when it can."""
-    otherwise = "the kernel for AdamW gives other weights than plain arithmetic"
-    return unavailable(device) or distrust(_agree, device, otherwise)
+    """Why the kernel cannot be used on this device, after a trial; None when it can."""
+    disagreement = "the kernel for AdamW gives other weights than plain arithmetic"
+    return unavailable(device) or trial_failure(_agree, device, disagreement)
 
 
 def _agree(device: torch.device) -> bool:
@@ -87,7 +87,7 @@ def _agree(device: torch.device) -> bool:
     start, slopes = ([torch.randn(size, generator=generator) for size in (5000, 3)] for _ in range(2))
     found = [
         _tried(adamw_step, start, slopes, device),
-        _tried(adamw_plainly, start, slopes, torch.device("cpu")),
+        _tried(adamw_step_reference, start, slopes, torch.device("cpu")),
     ]
     return all(
         torch.allclose(one, other, rtol=1e-4 if one.dtype == torch.float32 else 1e-2, atol=1e-5)

@@ -12,9 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# --- support ---
-# Where the compiled kernels can run.
-
 _OLDEST = (8, 0)
 """Compute capability from which on bf16 matrix units exist."""
 
@@ -41,10 +38,12 @@ def _unavailable(index: int) -> str | None:
     return None
 
 
-def distrust(agrees: Callable[[torch.device], bool], device: torch.device, otherwise: str) -> str | None:
-    """Why a kernel is not to be used on a device, found out by a trial; None when it gives what it should."""
+def trial_failure(
+    agrees: Callable[[torch.device], bool], device: torch.device, disagreement: str
+) -> str | None:
+    """Why a kernel fails a trial on a device; None when it passes."""
     try:
-        return None if agrees(device) else otherwise
+        return None if agrees(device) else disagreement
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel
     except Exception as error:  # noqa: BLE001 - whatever breaks here would break every use
@@ -57,19 +56,16 @@ def next_power_of_2(number: int) -> int:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """(free, all) bytes of a GPU. What torch holds without using it is free to whoever asks torch."""
+    """(free, all) bytes of a GPU; memory that torch has reserved and does not use counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + held, total
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Where kernels are launched meanwhile: Triton's go to the current GPU, whatever their tensors say."""
+    """Make `device` current: Triton launches on the current GPU, whatever its tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-
-# --- staging ---
-# Small arrays on their way between host and device: many in one copy, which nobody waits for.
 
 Array = npt.NDArray[Any]
 
@@ -92,15 +88,15 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _host_bytes(size: int, device: torch.device) -> Tensor:
-    """Memory that a GPU copies from and to on its own."""
+    """Pinned memory, for asynchronous copies."""
     return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-class Mirror:
+class StagingBuffers:
     """Named arrays of `size` elements at fixed addresses on the device, and `copies` of them on the host.
 
-    `device` has the tensors; `hosts[i]` has the arrays of copy i. A copy that is under way must not be touched:
-    with as many copies as there are steps at once, each step has its own.
+    `device` has the tensors; `hosts[i]` has the arrays of copy i. A copy that is in flight must not be touched:
+    with as many copies as there are steps in flight, each step has its own.
     """
 
     def __init__(
@@ -127,8 +123,8 @@ class Mirror:
         self._host_bytes[copy].copy_(self._device_bytes, non_blocking=True)
 
 
-def sent(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, through one copy."""
+def arrays_to_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, through one asynchronous copy from pinned memory."""
     offsets = _offsets([array.nbytes for array in arrays])
     host = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = host.numpy()

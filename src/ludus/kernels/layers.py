@@ -1,4 +1,7 @@
-"""The layers of a transformer block between its matrix products: norm, gate and rotary positions."""
+"""The operations of a transformer layer: float32 products, RMS norm, SwiGLU gate and rotary positions.
+
+Each runs as Triton kernels (`triton_layers`) where they are available, and in plain torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ludus.kernels.device import unavailable
-
-# --- linear ---
-# Products whose results are not rounded to the operands' format.
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -27,17 +27,13 @@ def linear_float32(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
     return x_TD.float() @ weight_VD.float().t()
 
 
-# --- norm ---
-# Root-mean-square norm (Zhang and Sennrich, 2019), rounded as transformers rounds it.
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / rms(x) over the last dimension."""
+    """weight * x / rms(x) over the last dimension (Zhang and Sennrich, 2019), rounded as transformers does."""
     if unavailable(x.device) is None:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         normed: Tensor = _Norm.apply(flat, weight, eps)
         return normed.view(x.shape)
-    return plain_rms_norm(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -46,10 +42,10 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight: Tensor, eps: float) 
         normed, total = _AddNorm.apply(x_TD.contiguous(), residual_TD.contiguous(), weight, eps)
         return normed, total
     total = x_TD + residual_TD
-    return plain_rms_norm(total, weight, eps), total
+    return rms_norm_reference(total, weight, eps), total
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * unit.to(x.dtype)
@@ -93,12 +89,8 @@ class _AddNorm(torch.autograd.Function):
         return dx, dx, dweight, None
 
 
-# --- gating ---
-# The gate of a SwiGLU block.
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where the last dimension holds gate and up one after the other."""
+    """SwiGLU's silu(gate) * up, where the last dimension holds gate and up one after the other."""
     if unavailable(gate_up.device) is None:
         flat = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
         product: Tensor = _Gate.apply(flat)
@@ -122,14 +114,10 @@ class _Gate(torch.autograd.Function):
         return triton_layers.silu_mul_backward(grads[0].contiguous(), *ctx.saved_tensors)
 
 
-# --- rotary ---
-# Rotary positions (Su et al., 2021) on joint query, key and value rows, halves against each other.
-
-
 def rotate(
     qkv_TC: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated query [T, Hq, D] and key [T, Hkv, D], and value, from rows [T, (Hq + 2 Hkv) D]."""
+    """Rotary positions (Su et al., 2021): query [T, Hq, D], key [T, Hkv, D], value of rows [T, all D]."""
     if unavailable(qkv_TC.device) is None:
         query, key, value = _Rotation.apply(
             qkv_TC.contiguous(), cos_TD.contiguous(), sin_TD.contiguous(), heads, kv_heads
@@ -138,7 +126,7 @@ def rotate(
     size = qkv_TC.shape[1] // (heads + 2 * kv_heads)
     states_THD = qkv_TC.view(len(qkv_TC), -1, size)
     query, key, value = torch.split(states_THD, [heads, kv_heads, kv_heads], dim=1)
-    return plainly_rotated(query, cos_TD, sin_TD), plainly_rotated(key, cos_TD, sin_TD), value
+    return rotate_reference(query, cos_TD, sin_TD), rotate_reference(key, cos_TD, sin_TD), value
 
 
 def rotate_and_store(
@@ -151,10 +139,9 @@ def rotate_and_store(
     values: Tensor,
     slots_T: Tensor,
 ) -> Tensor:
-    """The rotated query; key and value go into pages [pages, Hkv, page_size, D] in place.
+    """The rotated query; key and value go into the KV cache [blocks, Hkv, block_size, D] in place.
 
-    A slot is page * page_size + offset. Every row writes: one that should leave nothing behind is given a slot
-    that nobody reads.
+    A slot is block * block_size + offset. Every row writes: an idle one is given a slot that nobody reads.
     """
     if unavailable(qkv_TC.device) is None:
         from ludus.kernels import triton_layers
@@ -163,18 +150,18 @@ def rotate_and_store(
             qkv_TC.contiguous(), cos_TD.contiguous(), sin_TD.contiguous(), keys, values, slots_T, heads
         )
     query, key, value = rotate(qkv_TC, cos_TD, sin_TD, heads, kv_heads)
-    store(key, value, keys, values, slots_T)
+    store_kv(key, value, keys, values, slots_T)
     return query
 
 
-def store(key_THD: Tensor, value_THD: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor) -> None:
+def store_kv(key_THD: Tensor, value_THD: Tensor, keys: Tensor, values: Tensor, slots_T: Tensor) -> None:
     """Put rotated keys and values into their slots."""
-    page_T, offset_T = slots_T // keys.shape[2], slots_T % keys.shape[2]
-    keys[page_T, :, offset_T] = key_THD.to(keys.dtype)
-    values[page_T, :, offset_T] = value_THD.to(values.dtype)
+    block_T, offset_T = slots_T // keys.shape[2], slots_T % keys.shape[2]
+    keys[block_T, :, offset_T] = key_THD.to(keys.dtype)
+    values[block_T, :, offset_T] = value_THD.to(values.dtype)
 
 
-def plainly_rotated(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rotate_reference(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     first, second = states_THD.chunk(2, dim=-1)
     crossed = torch.cat((-second, first), dim=-1)
     return states_THD * cos_TD[:, None] + crossed * sin_TD[:, None]

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of rows of logits, with a gradient that is computed from the logits anew."""
+"""Log-probabilities and entropies of rows of logits, their gradient, and sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def summarise_logits(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Ten
         from ludus.kernels import triton_logprobs
 
         return triton_logprobs.summarise(logits_cV, temperature)[:2]
-    _, lse_c, entropies_c, _ = _summarise_plainly(logits_cV, temperature)
+    _, lse_c, entropies_c, _ = _summarise_reference(logits_cV, temperature)
     return lse_c, entropies_c
 
 
@@ -38,12 +38,12 @@ def summarise_and_keep(
         from ludus.kernels import triton_logprobs
 
         return triton_logprobs.summarise(logits_cV, temperature, kept_cV)
-    exponentials_cV, lse_c, entropies_c, shifts_cB = _summarise_plainly(logits_cV, temperature)
+    exponentials_cV, lse_c, entropies_c, shifts_cB = _summarise_reference(logits_cV, temperature)
     kept_cV.copy_(exponentials_cV)
     return lse_c, entropies_c, shifts_cB
 
 
-def _summarise_plainly(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _summarise_reference(logits_cV: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(exponentials below each row's highest, log of their sum, entropy, shift); a row is one block here."""
     scaled_cV = logits_cV.float() / temperature
     top_c = scaled_cV.amax(1)
@@ -122,20 +122,27 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient, None, None
 
 
-def sample(logits_RV: Tensor, temperatures_R: Tensor, shares_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens drawn from rows of logits, with their log-probabilities."""
+def sample(
+    logits_RV: Tensor, temperatures_R: Tensor, uniform_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, log-probabilities, whether finite) of R rows.
+
+    A row's uniform number (float64, in [0, 1)) is inverted through its cumulative distribution at its
+    temperature; at temperature 0 the likeliest token is taken and its log-probability is that at temperature 1.
+    A row whose logits hold a NaN or no finite maximum is not finite, and its token is meaningless.
+    """
     if unavailable(logits_RV.device) is None:
         from ludus.kernels import triton_logprobs
 
-        return triton_logprobs.sample(logits_RV, temperatures_R, shares_R)
+        return triton_logprobs.sample(logits_RV, temperatures_R, uniform_R)
     logits_RV = logits_RV.float()
     is_greedy_R = temperatures_R == 0
     divisor_R1 = torch.where(is_greedy_R, torch.ones_like(temperatures_R), temperatures_R)[:, None]
     scaled_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / divisor_R1
     logprobs_RV = scaled_RV.log_softmax(1)
-    reached_RV = logprobs_RV.exp().double().cumsum(1)
-    marks_R1 = shares_R.double()[:, None] * reached_RV[:, -1:]
-    drawn_R = torch.searchsorted(reached_RV, marks_R1, right=True)[:, 0]
-    tokens_R = torch.where(is_greedy_R, logits_RV.argmax(1), drawn_R).clamp(max=logits_RV.shape[1] - 1)
+    cumulative_RV = logprobs_RV.exp().double().cumsum(1)
+    targets_R1 = uniform_R.double()[:, None] * cumulative_RV[:, -1:]
+    sampled_R = torch.searchsorted(cumulative_RV, targets_R1, right=True)[:, 0]
+    tokens_R = torch.where(is_greedy_R, logits_RV.argmax(1), sampled_R).clamp(max=logits_RV.shape[1] - 1)
     values_R = logprobs_RV.gather(1, tokens_R[:, None])[:, 0]
     return tokens_R, values_R, torch.isfinite(values_R)

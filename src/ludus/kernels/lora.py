@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ludus.kernels.device import distrust, unavailable
+from ludus.kernels.device import trial_failure, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ def low_rank_add(
         from ludus.kernels import triton_lora
 
         return triton_lora.add(out_TN, x_TD, down_RD, up_MK, columns, scaling)
-    return plain_low_rank_add(out_TN, x_TD, down_RD, up_MK, columns, scaling)
+    return low_rank_add_reference(out_TN, x_TD, down_RD, up_MK, columns, scaling)
 
 
-def plain_low_rank_add(
+def low_rank_add_reference(
     out_TN: Tensor, x_TD: Tensor, down_RD: Tensor, up_MK: Tensor, columns: Columns, scaling: float
 ) -> Tensor:
-    """The same by plain operations."""
+    """The same in plain torch."""
     inner_TR = x_TD.float() @ down_RD.float().t()
     inner = inner_TR.split(up_MK.shape[1], dim=1)
     ups = up_MK.float().split([width for _, width in columns])
@@ -47,11 +47,11 @@ def plain_low_rank_add(
 
 
 @cache
-def low_rank_distrusted(device: torch.device) -> bool:
-    """Whether the kernels give something else than plain operations on this device, found out by trying."""
+def low_rank_unusable(device: torch.device) -> bool:
+    """Whether the kernels fail a trial against plain torch on this device."""
     if unavailable(device) is not None:
         return False  # plain operations it is
-    reason = distrust(_agree, device, "the kernels give other numbers than plain operations")
+    reason = trial_failure(_agree, device, "the kernels give other numbers than plain operations")
     if reason is not None:
         log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)
     return reason is not None
@@ -64,7 +64,7 @@ def _agree(device: torch.device) -> bool:
     out, x, down, up = (torch.randn(*size, generator=draw) for size in sizes)
     columns = ((0, 40), (50, 40))
     results = []
-    for add, place in ((low_rank_add, device), (plain_low_rank_add, torch.device("cpu"))):
+    for add, place in ((low_rank_add, device), (low_rank_add_reference, torch.device("cpu"))):
         sums = out.bfloat16().to(place, copy=True)
         add(sums, x.bfloat16().to(place), down.to(place), up.to(place), columns, 0.1)
         results.append(sums.float().cpu())

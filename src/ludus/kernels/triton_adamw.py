@@ -1,4 +1,4 @@
-"""AdamW over many tensors in one launch.
+"""Triton kernel of `adamw`: AdamW over many tensors in one launch.
 
 An optimizer's step reads and writes memory and does little else. Here each number makes the trip once: the
 gradient in whatever format it has, the master weight and its two moments in float32, and out again with them

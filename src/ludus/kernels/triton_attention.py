@@ -1,8 +1,9 @@
-"""Attention of one new token a row over its pages, split along the context.
+"""Triton kernels of `attention` over the blocks of a KV cache, called pages here: BLOCK is a tile in Triton.
 
-A program takes one row, one head of keys with all the query heads that share it, and one part of the
-context. Its scores are a matrix product (query heads are padded to a tile's height), its running maximum and
-sum make the softmax. Where a row is split, a second kernel puts the parts together.
+Decoding attends with one new token a row, split along the context. A program takes one row, one head of keys
+with all the query heads that share it, and one part of the context. Its scores are a matrix product (query
+heads are padded to a tile's height), its running maximum and sum make the softmax. Where a row is split, a
+second kernel puts the parts together.
 """
 
 from __future__ import annotations
@@ -154,13 +155,11 @@ def decode(
     return out
 
 
-# --- prefill ---
-# Causal attention of several new tokens a row over its pages, the new ones included.
-#
-# A program takes a tile of (new token, query head) pairs that share one head of keys, so that a short turn on
-# a long context reads the context once for all heads of a group. How many programs there are follows from the
-# number of tokens and rows alone, not from how the tokens are spread over the rows, so that one captured launch
-# serves any spread: each program looks up whose tile it has.
+# Prefill: causal attention of several new tokens a row over its pages, the new ones included. A program takes a
+# tile of (new token, query head) pairs that share one head of keys, so that a short turn on a long context
+# reads the context once for all heads of a group. The number of programs follows from the number of tokens and
+# rows alone, not from how the tokens are spread over the rows, so that one captured launch serves any spread:
+# each program looks up whose tile it has.
 
 _TILE_BYTES = 1 << 14
 """Of a tile of queries, keys or values at most: three of them fit into the smaller GPUs' shared memory."""

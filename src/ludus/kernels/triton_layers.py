@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, with the residual added on the way, forward and backward."""
+"""Triton kernels of `layers`: RMS norm with the residual add, SwiGLU gate and rotary positions."""
 
 from __future__ import annotations
 
@@ -127,8 +127,7 @@ def _warps(block: int) -> int:
     return max(1, min(16, block // 256))
 
 
-# --- gating ---
-# silu(gate) * up over rows that hold both halves.
+# SwiGLU: silu(gate) * up over rows that hold both halves.
 
 _BLOCK = 1024
 
@@ -192,10 +191,8 @@ def silu_mul_backward(grad: Tensor, both: Tensor, product: Tensor | None = None)
     return result
 
 
-# --- rotary ---
-# Rotary positions on joint query, key and value rows [T, (Hq + 2 Hkv) D].
-#
-# Halves are rotated against each other (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), as in Llama.
+# Rotary positions on stacked query, key and value rows [T, (Hq + 2 Hkv) D]. Halves are rotated against each
+# other, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), as in Llama.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of rows of logits, and the gradient of both."""
+"""Triton kernels of `logprobs`: log-probability and entropy of rows of logits, their gradient, and sampling."""
 
 from __future__ import annotations
 
@@ -131,13 +131,10 @@ def kept_gradient(
     return kept
 
 
-# --- sampling ---
-# From logits to tokens and their log-probabilities, in one pass over the vocabulary.
-#
-# The first kernel reads every logit once and leaves three numbers for each block of the vocabulary: its
-# maximum, the sum of its exponentials, and where the maximum is. The second puts them together, finds the
-# block in which the cumulated weights pass the row's share, and reads that block alone again. No random
-# number is made for any token: a row has one, given.
+# Sampling in one pass over the vocabulary. The first kernel reads every logit once and leaves three numbers for
+# each block of the vocabulary: its maximum, the sum of its exponentials, and where the maximum is. The second
+# combines them, finds the block in which the cumulative weights pass the row's uniform number, and reads that
+# block alone again.
 
 
 @triton.jit

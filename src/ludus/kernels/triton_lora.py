@@ -1,4 +1,4 @@
-"""Adapters beside a product, in two kernels for all that read the same input.
+"""Triton kernels of `lora`: two for all adapters that read the same input.
 
 The first makes x down^T. For few tokens it splits the sums into parts, so that more than a handful of programs
 have something to do; the second sums the parts as it reads them, and adds what they give to the product.

@@ -23,9 +23,16 @@ from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
 from ludus.core.random import key
-from ludus.engine import PackedContext, hidden_states, sampling_mode
-from ludus.engine.hf_model import decoder_of, recomputable_layers, recomputed_layers, set_recompute
-from ludus.kernels.device import free_memory, on_device
+from ludus.engine import (
+    PackedContext,
+    checkpointable_layers,
+    checkpointed_layers,
+    decoder_of,
+    hidden_states,
+    sampling_mode,
+    set_activation_checkpointing,
+)
+from ludus.kernels import free_memory, on_device
 from ludus.training.logprobs import action_logprobs, chunk_bytes, kept_bytes
 from ludus.training.optimizer import GradientAccumulator, MasterAdamW
 from ludus.training.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
@@ -358,22 +365,22 @@ class MemoryBudget:
             return limit
         plan = plan_micro_batches(limit, longest, room, self._costs)
         checkpointed = max(plan.checkpointed, self._least_checkpointed)
-        if checkpointed != recomputed_layers(self._model):
+        if checkpointed != checkpointed_layers(self._model):
             log.info("activation checkpointing in %d of %d layers", checkpointed, self._costs.layers)
-            set_recompute(self._model, checkpointed)
+            set_activation_checkpointing(self._model, checkpointed)
         return plan.tokens
 
     def checkpoint_all_layers(self) -> bool:
         """From now on checkpoint all layers; false if that is so already, or cannot be."""
         layers = _layers(self._model)
-        if layers == 0 or recomputed_layers(self._model) >= layers:
+        if layers == 0 or checkpointed_layers(self._model) >= layers:
             return False
         log.warning(
             "a single row does not fit into memory, so all layers are computed again in the backward pass "
             "(activation checkpointing) from now on, which takes about a third more time"
         )
         self._least_checkpointed = layers
-        set_recompute(self._model, layers)
+        set_activation_checkpointing(self._model, layers)
         return True
 
     def _room(self) -> int | None:
@@ -392,7 +399,7 @@ class MemoryBudget:
 
 def measure(model: nn.Module) -> ActivationCosts:
     """What a forward pass keeps for each token, in a layer on average."""
-    layers, checkpointed = _layers(model), recomputed_layers(model)
+    layers, checkpointed = _layers(model), checkpointed_layers(model)
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -403,7 +410,7 @@ def measure(model: nn.Module) -> ActivationCosts:
     device = next(model.parameters()).device
     context = PackedContext(_PROBE_LENGTHS, device)
     tokens = torch.zeros(sum(_PROBE_LENGTHS), dtype=torch.long, device=device)
-    set_recompute(model, 0)
+    set_activation_checkpointing(model, 0)
     try:
         with (
             torch.enable_grad(),
@@ -412,7 +419,7 @@ def measure(model: nn.Module) -> ActivationCosts:
         ):
             states = hidden_states(model, tokens, context.position_ids, context)
     finally:
-        set_recompute(model, checkpointed)
+        set_activation_checkpointing(model, checkpointed)
     for tensor in (
         *model.parameters(),
         *model.buffers(),
@@ -426,7 +433,7 @@ def measure(model: nn.Module) -> ActivationCosts:
 
 def _layers(model: nn.Module) -> int:
     """The layers that can be checkpointed; 0 for a model without a decoder of its own."""
-    return recomputable_layers(model) if getattr(model, "trunk", model) is not None else 0
+    return checkpointable_layers(model) if getattr(model, "trunk", model) is not None else 0
 
 
 def _head_bytes(model: nn.Module) -> int:

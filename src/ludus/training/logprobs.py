@@ -15,17 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine import PackedContext, head_logits, hidden_states, sampling_mode, vocabulary_size
-from ludus.engine.model_runner import plain_head
+from ludus.engine import (
+    PackedContext,
+    head_logits,
+    hidden_states,
+    plain_head,
+    sampling_mode,
+    vocabulary_size,
+)
 from ludus.kernels import (
+    free_memory,
     kept_gradient,
     linear_float32,
     logit_gradient,
+    on_device,
     summarise_and_keep,
     summarise_logits,
     token_logprobs,
 )
-from ludus.kernels.device import free_memory, on_device
 from ludus.training.packing import (
     MicroBatchSplitter,
     Pack,

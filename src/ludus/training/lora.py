@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.engine import decoder_of, hidden_states, sampling_mode
+from ludus.engine import decoder_of, hidden_states, sampling_mode, unwrapped
 from ludus.engine.attention import CONTEXT
-from ludus.engine.hf_model import unwrapped
 from ludus.training.recipe import LoraConfig
 
 if TYPE_CHECKING:

@@ -19,8 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludus.kernels import AdamwRule, AdamwTensors, adamw_step, adamw_unavailable
-from ludus.kernels.device import on_device, sent
+from ludus.kernels import (
+    AdamwRule,
+    AdamwTensors,
+    adamw_step,
+    adamw_unavailable,
+    arrays_to_device,
+    on_device,
+)
 from ludus.training.settings import OptimizerConfig
 
 log = logging.getLogger(__name__)
@@ -98,7 +104,7 @@ class MasterAdamW(torch.optim.AdamW):
                 steps=steps,
                 gradients=[gradient for _, gradient in pairs],
                 weights=[parameter.detach() for parameter, _ in pairs],
-                decays=sent([own], norm.device)[0],
+                decays=arrays_to_device([own], norm.device)[0],
             )
             adamw_step(tensors, rule)
 

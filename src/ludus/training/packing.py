@@ -21,7 +21,7 @@ from torch import Tensor
 from ludus.algos import AdvantageInputs
 from ludus.core.failures import LudusError
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
-from ludus.kernels.device import sent
+from ludus.kernels import arrays_to_device
 
 State = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 """What the model was told just before a turn: the tokens and the media of each segment."""
@@ -237,7 +237,7 @@ def _all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
     """The same for several, in one copy."""
     if device.type != "cuda" or any(tensor.device.type != "cpu" for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]
-    return sent([tensor.numpy() for tensor in tensors], device)
+    return arrays_to_device([tensor.numpy() for tensor in tensors], device)
 
 
 def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pydantic import Field, field_serializer, model_validator
 import ludus
 from ludus.core.config import Config, Place, apply_overrides, read_toml
 from ludus.core.failures import ConfigError, not_there
-from ludus.engine.config import EngineConfig
+from ludus.engine import EngineConfig
 from ludus.envs import PoolConfig
 from ludus.observe import RunFolder
 from ludus.rollouts.episode import Budgets

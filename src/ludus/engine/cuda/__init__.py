@@ -1,5 +1,4 @@
-"""Steps over buffers that stay where they are: captured graphs, steps under way, memory that is handed back.
+"""The GPU's model runner: CUDA graphs over static buffers, steps in flight, memory released while training.
 
-Nothing here but graphs and driver calls needs a GPU: the same steps run on CPU tensors, uncaptured, where the
-tests exercise them.
+Only graphs and driver calls need a GPU: the same steps run on CPU tensors, without capture, in the tests.
 """

@@ -1,10 +1,10 @@
-"""Steps as captured graphs, for a few sizes of each kind of step.
+"""CUDA graphs for a few sizes of each kind of step.
 
-A captured graph replays hundreds of kernels in one launch, over addresses that never change. Capturing takes
-as long as dozens of steps, so a size is captured when it has been needed for a while; until then a larger graph
+A captured graph replays hundreds of kernels in one launch, over addresses that never change. Capturing takes as
+long as dozens of steps, so a size is captured when it has been needed for a while; until then a larger graph
 runs with idle rows, or, where there is none, a few steps are launched kernel by kernel. All graphs share one
-memory pool, since they run one after the other. What cannot be captured is launched kernel by kernel for good:
-a kind of step whose kernels do not allow it, and until graphs are forgotten a size that there is no memory for.
+memory pool, since they run one after the other. A kind of step whose kernels cannot be captured is launched
+kernel by kernel for good; a size that there is no memory for, until the graphs are cleared.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _TRIES = 3
 """For so many steps it is launched kernel by kernel, if there is no such graph: a batch may be growing."""
 
 
-class Shape(NamedTuple):
-    """What a graph was captured for."""
+class GraphShape(NamedTuple):
+    """What a graph is captured for."""
 
     kind: str
-    """Of step: only graphs of the same kind can stand in for each other."""
+    """Kind of step: a graph can only stand in for one of its own kind."""
     tokens: int
     rows: int
     width: int
-    """Pages of the widest context."""
+    """Blocks of the widest context."""
 
 
-Run = Callable[[Shape], Tensor | None]
+Run = Callable[[GraphShape], Tensor | None]
 Captured = tuple[torch.cuda.CUDAGraph, Tensor | None]
 
 
-def wide_enough(width: int, page_size: int) -> int:
-    """One of a few widths, in pages, that has room for so many."""
+def wide_enough(width: int, block_size: int) -> int:
+    """The smallest captured width, in blocks, that has room for so many."""
     tokens = _FIRST_WIDTH
-    while tokens < width * page_size:
+    while tokens < width * block_size:
         tokens *= 4
-    return -(-tokens // page_size)
+    return -(-tokens // block_size)
 
 
 class StepGraphs:
-    """Chooses a shape for each step and runs it: replayed where graphs can be captured, else called."""
+    """Chooses a shape for each step and runs it: as a graph where it can be captured, else by a call."""
 
     def __init__(self, device: torch.device, stats: EngineStats) -> None:
         self._device, self._stats = device, stats
@@ -63,24 +63,24 @@ class StepGraphs:
         self._steps: dict[str, tuple[Run, Callable[[], None]]] = {}
         self._pool: Any = None
         self._stream: Any = None
-        self._graphs: dict[Shape, Captured] = {}
-        self._wanted: Counter[Shape] = Counter()
+        self._graphs: dict[GraphShape, Captured] = {}
+        self._wanted: Counter[GraphShape] = Counter()
         self._refused: set[str] = set()
-        self._too_large: set[Shape] = set()
+        self._too_large: set[GraphShape] = set()
 
-    def serve(self, kind: str, run: Run, rest: Callable[[], None]) -> None:
-        """Take on a kind of step.
+    def register(self, kind: str, run: Run, make_idle: Callable[[], None]) -> None:
+        """Register a kind of step.
 
-        `run` computes the step of a shape over static buffers, and gives what is to be read outside of the
-        graph; `rest` makes all rows of these buffers idle, so that a trial run changes nothing.
+        `run` computes the step of a shape over static buffers, and returns what is read outside of the graph;
+        `make_idle` makes all rows of these buffers idle, so that a trial run changes nothing.
         """
-        self._steps[kind] = (run, rest)
+        self._steps[kind] = (run, make_idle)
 
     def has_refused(self, kind: str) -> bool:
-        """Whether steps of a kind have turned out to be unfit for a capture."""
+        """Whether steps of a kind cannot be captured."""
         return kind in self._refused
 
-    def choose(self, wanted: Shape) -> Shape:
+    def choose(self, wanted: GraphShape) -> GraphShape:
         """The shape that a step should run with; captured if it can be.
 
         To be called before the step's inputs are sent: capturing uses the same buffers.
@@ -94,7 +94,7 @@ class StepGraphs:
             return wanted
         return larger or wanted
 
-    def run(self, shape: Shape) -> Tensor | None:
+    def run(self, shape: GraphShape) -> Tensor | None:
         """The step, over the inputs that have been sent."""
         captured = self._graphs.get(shape)
         if captured is None:
@@ -105,18 +105,18 @@ class StepGraphs:
         return result
 
     def clear(self) -> None:
-        """Forget all graphs: an address they know has changed."""
+        """Drop all graphs: an address that they use has changed."""
         self._forget(lambda shape: True)
         self._wanted.clear()
         self._too_large.clear()
         self._pool = None
 
-    def _forget(self, is_meant: Callable[[Shape], bool]) -> None:
+    def _forget(self, matches: Callable[[GraphShape], bool]) -> None:
         if self._graphs:
             torch.cuda.synchronize(self._device)  # one of them may be running
-        self._graphs = {shape: kept for shape, kept in self._graphs.items() if not is_meant(shape)}
+        self._graphs = {shape: kept for shape, kept in self._graphs.items() if not matches(shape)}
 
-    def _larger(self, wanted: Shape) -> Shape | None:
+    def _larger(self, wanted: GraphShape) -> GraphShape | None:
         """The smallest captured shape that can do the work of `wanted`."""
         fitting = [
             shape
@@ -128,12 +128,12 @@ class StepGraphs:
         ]
         return min(fitting) if fitting else None
 
-    def _capture(self, shape: Shape) -> bool:
-        """Try to; whether there is a graph now."""
+    def _capture(self, shape: GraphShape) -> bool:
+        """Capture a shape if possible; whether there is a graph now."""
         started = time.perf_counter()
-        run, rest = self._steps[shape.kind]
+        run, make_idle = self._steps[shape.kind]
         torch.cuda.synchronize(self._device)  # nothing is on its way through the buffers
-        rest()
+        make_idle()
         trouble = ""
         try:
             run(shape)  # kernels are compiled and chosen here, outside of the capture
@@ -170,7 +170,7 @@ class StepGraphs:
             trouble,
         )
 
-    def _captured(self, shape: Shape) -> Captured:
+    def _captured(self, shape: GraphShape) -> Captured:
         """Not by `torch.cuda.graph`, which empties torch's memory cache before every capture."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -195,9 +195,9 @@ class StepGraphs:
         return graph, result
 
     def _abandon(self) -> None:
-        """After a failed capture, which torch does not tidy up.
+        """Clean up after a failed capture, which torch does not.
 
-        It would go on to believe that one is under way: every use of the device's random numbers would fail
+        It would believe that a capture is still going on: every use of the device's random numbers would fail
         for good, and memory that was shared between streams would never be used again. The pool may still be
         marked as one that is being captured into, so that the next capture begins another.
         """

@@ -1,7 +1,7 @@
-"""GPU memory whose address stays while the memory itself comes and goes.
+"""The KV cache of the CUDA runner: one allocation whose address stays while its memory comes and goes.
 
-A captured graph knows addresses. So the cache reserves a range of addresses once, through the driver's virtual
-memory functions, and maps physical memory into it for as long as it needs any. Handed back, the memory is the
+A captured graph knows addresses. So the cache reserves a range of addresses once, through the CUDA driver's
+virtual memory functions, and maps physical memory into it while it needs any. During a pause the memory is the
 trainer's; mapped again, the graphs are valid as they were.
 """
 
@@ -23,20 +23,20 @@ _PIECE = 1 << 30
 _OUT_OF_MEMORY = 2
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """Bytes on a device, at an address that never changes."""
 
     def take(self, size: int) -> Tensor:
         """`size` bytes (uint8) of any content; `torch.OutOfMemoryError` if there are not so many."""
 
     def give_back(self) -> None:
-        """Let others have the bytes, where that is possible; what was taken must not be touched."""
+        """Release the bytes, where that is possible; what was taken must not be touched."""
 
     def close(self) -> None:
-        """Let go of the bytes and of their address, for good."""
+        """Release the bytes and their address, for good."""
 
 
-class KeptMemory:
+class FixedMemory:
     """An ordinary allocation: it is never given back, so that its address stays."""
 
     def __init__(self, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class ReservedMemory:
         self._try()
 
     def _try(self) -> None:
-        """Whatever does not work is found out here, before anybody relies on it."""
+        """Map and unmap once, so that what does not work fails here."""
         if self.take(1).data_ptr() != self.address:
             raise DriverError("a tensor over mapped memory", 0)
         self.give_back()
@@ -219,8 +219,8 @@ def _release(index: int, address: int, size: int, pieces: list[tuple[int, int]])
         _log.debug("the KV cache's addresses were not freed: %s", error)
 
 
-def memory_for(size: int, device: torch.device) -> Memory:
-    """Memory of at most `size` bytes that can be handed back where the driver allows it."""
+def memory_for(size: int, device: torch.device) -> DeviceMemory:
+    """DeviceMemory of at most `size` bytes that can be handed back where the driver allows it."""
     if device.type == "cuda":
         try:
             return ReservedMemory(size, device)
@@ -230,18 +230,14 @@ def memory_for(size: int, device: torch.device) -> Memory:
                 "functions cannot be used: %s); lower engine.memory if the trainer needs more",
                 error,
             )
-    return KeptMemory(device)
+    return FixedMemory(device)
 
 
-# --- pages ---
-# The pages of all layers in one allocation, whose address never changes.
+_FEWEST_BLOCKS = 16
 
 
-_FEWEST_PAGES = 16
-
-
-class PageShape(NamedTuple):
-    """What every layer keeps of a token."""
+class KVShape(NamedTuple):
+    """Shape of every layer's keys and values."""
 
     layers: int
     kv_heads: int
@@ -249,66 +245,66 @@ class PageShape(NamedTuple):
     dtype: torch.dtype
 
 
-class FixedStore:
-    """Keys and values [pages + 1, Hkv, page_size, D] of every layer, allocated as a whole.
+class StaticKVCache:
+    """Keys and values [blocks + 1, Hkv, block_size, D] of every layer, allocated as a whole.
 
-    The page after the last one is nobody's: rows of a step that are idle write there.
+    The block after the last one is spare: idle rows of a step write there.
     """
 
     def __init__(
         self,
-        shape: PageShape,
-        pages: int,
-        page_size: int,
+        shape: KVShape,
+        blocks: int,
+        block_size: int,
         device: torch.device,
-        memory: Memory | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
-        self.page_size = page_size
-        self.count = pages
+        self.block_size = block_size
+        self.count = blocks
         self._shape = shape
         self._device = device
-        self._memory = memory or memory_for(self._bytes(pages), device)
+        self._memory = memory or memory_for(self._bytes(blocks), device)
         self._all: Tensor | None = None
 
     @property
-    def is_there(self) -> bool:
+    def is_allocated(self) -> bool:
         return self._all is not None
 
     @property
     def spare_slot(self) -> int:
         """Where an idle row's keys and values go."""
-        return self.count * self.page_size
+        return self.count * self.block_size
 
-    def regain(self) -> int:
-        """Memory for as many pages as there were, or for half as many, and so on."""
+    def acquire(self) -> int:
+        """DeviceMemory for as many blocks as there were, or for half as many, and so on."""
         while True:
             try:
                 taken = self._memory.take(self._bytes(self.count))
                 break
             except torch.OutOfMemoryError:
-                if self.count // 2 < _FEWEST_PAGES:
+                if self.count // 2 < _FEWEST_BLOCKS:
                     raise
                 self.count //= 2
                 _log.warning(
                     "there is no memory for the KV cache of %d tokens: trying half of it; a lower "
                     "engine.memory (or engine.cache_tokens) avoids this",
-                    2 * self.count * self.page_size,
+                    2 * self.count * self.block_size,
                 )
         shape = self._shape
         # A NaN that others left here would spoil the first who reads beyond its own tokens.
         self._all = (
             taken.zero_()
             .view(shape.dtype)
-            .view(2 * shape.layers, self.count + 1, shape.kv_heads, self.page_size, shape.head_size)
+            .view(2 * shape.layers, self.count + 1, shape.kv_heads, self.block_size, shape.head_size)
         )
         return self.count
 
-    def hand_back(self) -> None:
+    def release(self) -> None:
         self._all = None
         self._memory.give_back()
 
     def halve(self) -> bool:
-        if self.count // 2 < _FEWEST_PAGES:
+        if self.count // 2 < _FEWEST_BLOCKS:
             return False
         self._all = None
         self._memory.close()
@@ -316,12 +312,12 @@ class FixedStore:
         self._memory = memory_for(self._bytes(self.count), self._device)
         return True
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [pages + 1, Hkv, page_size, D]."""
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, each [blocks + 1, Hkv, block_size, D]."""
         everything = self._everything()
         return everything[2 * layer], everything[2 * layer + 1]
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         everything = self._everything()
         everything[:, target].copy_(everything[:, source])
 
@@ -335,9 +331,9 @@ class FixedStore:
 
     def _everything(self) -> Tensor:
         if self._all is None:
-            raise RuntimeError("the KV cache's memory has been handed back")
+            raise RuntimeError("the KV cache's memory has been released")
         return self._all
 
-    def _bytes(self, pages: int) -> int:
+    def _bytes(self, blocks: int) -> int:
         layers, heads, size, dtype = self._shape
-        return 2 * layers * (pages + 1) * heads * self.page_size * size * dtype.itemsize
+        return 2 * layers * (blocks + 1) * heads * self.block_size * size * dtype.itemsize

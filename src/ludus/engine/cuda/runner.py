@@ -1,10 +1,10 @@
-"""Steps that are launched now and received later.
+"""The CUDA model runner: steps that are launched now and collected later, over static buffers and CUDA graphs.
 
-A step has two parts on one stream: first its prompts and new turns in one forward pass, then its decoding rows
-in another, both as captured graphs unless they are long. In this order a request that shares the prompt of
-another one in the same step reads what that one has just written. Nothing here waits for the device, except
-where a request draws from a truncated distribution: its tokens are drawn by plain torch operations, and the
-step is received at once.
+A step has two parts on one stream: first its prefill, then its decoding rows, both as CUDA graphs unless they
+are long. In this order a request that shares the prompt of another one in the same step reads what that one has
+just written. Nothing here waits for the device, except where a request samples from a truncated distribution:
+its tokens are sampled by plain torch operations, and the step is collected at once. `make_runner` chooses
+between this runner and the one of plain torch, after a trial of the paged kernels on the model.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.attention import Rule
+from ludus.engine.attention import AttentionParams
 from ludus.engine.config import EngineStats
-from ludus.engine.cuda.decode import DecodeStep, RowDraws, RowState
+from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
 from ludus.engine.cuda.graphs import StepGraphs
-from ludus.engine.cuda.kv_cache import FixedStore, KeptMemory, PageShape
-from ludus.engine.cuda.prefill import PrefillStep, TurnParts
+from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
+from ludus.engine.cuda.prefill import PrefillStep, StepParts
 from ludus.engine.hf_model import context_limit, device_of, sampling_mode
 from ludus.engine.loading import agree_up_to_rounding, computed_in_float32, probe_tokens
 from ludus.engine.model_runner import (
-    Results,
-    Runner,
-    StepRunner,
+    ModelRunner,
+    StepResults,
+    TorchModelRunner,
     head_logits,
     hidden_states,
     sample_chunks,
     stock_hidden_states,
 )
 from ludus.engine.packed_attention import PackedContext
-from ludus.engine.paged_attention import DecodeContext, KvStore, PageMemory, PrefillContext
+from ludus.engine.paged_attention import DecodeContext, KVCache, PrefillContext, TorchKVCache
 from ludus.engine.scheduler import Chunk
 from ludus.kernels import sample, unavailable
 from ludus.kernels.device import on_device
@@ -45,13 +45,13 @@ from ludus.kernels.device import on_device
 Ints = npt.NDArray[np.int64]
 
 
-class StaticRunner:
-    """Runs chunks through the model over static buffers, with its KV in `store`."""
+class CudaModelRunner:
+    """Runs chunks through the model over static buffers."""
 
     def __init__(
         self,
         model: nn.Module,
-        store: FixedStore,
+        kv_cache: StaticKVCache,
         *,
         rows: int,
         width: int,
@@ -59,28 +59,28 @@ class StaticRunner:
         lookahead: int,
     ) -> None:
         self.lookahead = lookahead
-        self._model, self._store, self._stats = model, store, stats
+        self._model, self._kv_cache, self._stats = model, kv_cache, stats
         self._device = device_of(model)
         self._rows = rows
         self._copies = lookahead + 1
         self._copy = 0
         state = RowState(rows, width, self._device)
-        self._draws = RowDraws(rows)
+        self._row_sampling = RowSampling(rows)
         self._graphs = StepGraphs(self._device, stats)
-        self._decode = DecodeStep(model, store, state, self._copies, self._graphs)
-        parts = TurnParts(model, store, state, self._decode, self._graphs)
-        self._prefill = PrefillStep(parts, self._draws, self._copies)
+        self._decode = DecodeStep(model, kv_cache, state, self._copies, self._graphs)
+        parts = StepParts(model, kv_cache, state, self._decode, self._graphs)
+        self._prefill = PrefillStep(parts, self._row_sampling, self._copies)
         self._known: object = None
 
-    def launch(self, chunks: Sequence[Chunk], tables: Ints, pages: int) -> InFlight:
-        """Begin a step. It may be launched once the step `lookahead + 1` before it has been received."""
+    def launch(self, chunks: Sequence[Chunk], block_tables: Ints, blocks: int) -> InFlightStep:
+        """Launch a step, once the step `lookahead + 1` before it has been collected."""
         copy, self._copy = self._copy, (self._copy + 1) % self._copies
         decoding = [chunk for chunk in chunks if chunk.is_decode]
         others = [chunk for chunk in chunks if not chunk.is_decode]
         with on_device(self._device):
-            clock = Clock(self._device)
-            scores = self._prefill.launch(copy, others, tables) if others else []
-            is_urgent = self._launch_decode(copy, decoding, tables) if decoding else False
+            clock = StepTimer(self._device)
+            scores = self._prefill.launch(copy, others, block_tables) if others else []
+            is_urgent = self._launch_decode(copy, decoding, block_tables) if decoding else False
             first = [chunk for chunk in others if chunk.samples]
             is_urgent = is_urgent or any(chunk.request.sampling.is_truncated for chunk in first)
             self._decode.results.fetch(copy)
@@ -88,11 +88,11 @@ class StaticRunner:
             clock.stop()
         places = slice(0, len(decoding)), slice(self._rows, self._rows + len(first))
         host = self._decode.results.hosts[copy]
-        return InFlight(chunks, is_urgent, decoding + first, places, host, kept, clock, self._stats)
+        return InFlightStep(chunks, is_urgent, decoding + first, places, host, kept, clock, self._stats)
 
     def refresh(self) -> None:
-        """Graphs know where weights and pages lie, and which adapters are on."""
-        known = (self._store.count, fingerprint(self._model))
+        """Drop the graphs if weights, blocks or active adapters have changed."""
+        known = (self._kv_cache.count, fingerprint(self._model))
         if known != self._known:
             self._graphs.clear()
             self._known = known
@@ -101,22 +101,22 @@ class StaticRunner:
     def close(self) -> None:
         self._graphs.clear()
 
-    def _launch_decode(self, copy: int, chunks: list[Chunk], tables: Ints) -> bool:
-        """Begin the decoding part; whether its tokens have been drawn here and now."""
+    def _launch_decode(self, copy: int, chunks: list[Chunk], block_tables: Ints) -> bool:
+        """Launch the decoding part; whether its tokens were sampled on the host already."""
         count = len(chunks)
         rows = np.fromiter([chunk.request.row for chunk in chunks], np.int64, count)
         positions = np.fromiter([chunk.start for chunk in chunks], np.int64, count)
-        pages = tables[rows, positions // self._store.page_size]
-        is_truncated = self._draws.has_truncated(rows)
-        draws = self._draws.at(rows, positions + 1)
-        logits = self._decode.launch(copy, rows, positions, pages, draws, is_truncated)
+        blocks = block_tables[rows, positions // self._kv_cache.block_size]
+        is_truncated = self._row_sampling.has_truncated(rows)
+        sampling_inputs = self._row_sampling.at(rows, positions + 1)
+        logits = self._decode.launch(copy, rows, positions, blocks, sampling_inputs, is_truncated)
         if logits is not None:
-            self._decode.keep_known(0, rows, sample_chunks(logits, chunks))
+            self._decode.store_host(0, rows, sample_chunks(logits, chunks))
         return is_truncated
 
 
-class InFlight:
-    """A step on its way."""
+class InFlightStep:
+    """A launched step and where its results will be."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class InFlight:
         places: tuple[slice, slice],
         host: dict[str, npt.NDArray[Any]],
         scores: list[tuple[Chunk, Tensor]],
-        clock: Clock,
+        clock: StepTimer,
         stats: EngineStats,
     ) -> None:
         self.chunks = chunks
@@ -134,18 +134,18 @@ class InFlight:
         self._sampled, self._places, self._host = sampled, places, host
         self._scores, self._clock, self._stats = scores, clock, stats
 
-    def result(self) -> Results:
+    def result(self) -> StepResults:
         self._stats.gpu_seconds += self._clock.wait()
         columns = [
             [value for place in self._places for value in self._host[name][place].tolist()]
-            for name in ("tokens", "logprobs", "sound")
+            for name in ("tokens", "logprobs", "finite")
         ]
         scores = [(chunk, values.tolist()) for chunk, values in self._scores]
-        return Results(self._sampled, columns[0], columns[1], columns[2], scores)
+        return StepResults(self._sampled, columns[0], columns[1], columns[2], scores)
 
 
-class Clock:
-    """From a step's first operation on the device to its last; nothing to wait for on a CPU."""
+class StepTimer:
+    """Seconds from a step's first operation on the device to its last; 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[Any] = []
@@ -168,7 +168,7 @@ class Clock:
 
 
 def fingerprint(model: nn.Module) -> object:
-    """Whatever a captured graph relies on: where parameters and buffers lie, and the state of adapters."""
+    """What a captured graph relies on: addresses of parameters and buffers, and the state of adapters."""
     addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     adapters = [
         (
@@ -190,52 +190,51 @@ def _to_host(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-# --- choice ---
-# Which runner serves a model: static steps where kernels and graphs can run, gathered pages elsewhere.
-
 _log = logging.getLogger(__name__)
 
 _WIDEST = 8192
-"""Pages of a row's table at the start; it grows when a context does."""
+"""Initial width of the block tables; they grow with the contexts."""
 _PROBE_LENGTHS = (6, 2, 8, 7, 4, 5, 3, 8)
 """Contexts that the paged kernels are tried on, each a prompt and one decoded token."""
 
 
-def runner_for(
+def make_runner(
     model: nn.Module,
-    pages: int,
-    page_size: int,
+    blocks: int,
+    block_size: int,
     rows: int,
     stats: EngineStats,
     is_static: bool | None = None,
     lookahead: int | None = None,
-) -> tuple[StepRunner, PageMemory]:
-    """The runner and the memory of its pages; `is_static` and `lookahead` are the device's by default."""
+) -> tuple[ModelRunner, KVCache]:
+    """The runner and its KV cache; `is_static` and `lookahead` default to what suits the device."""
     device = device_of(model)
     on_gpu = device.type == "cuda"
     if on_gpu if is_static is None else is_static:
-        shape = usable_shape(model, page_size)
-        if isinstance(shape, PageShape):
-            store = FixedStore(shape, pages, page_size, device)
-            tokens = min(context_limit(model) or pages * page_size, pages * page_size)
-            width = min(-(-tokens // page_size), _WIDEST)
+        shape = usable_kv_shape(model, block_size)
+        if isinstance(shape, KVShape):
+            kv_cache = StaticKVCache(shape, blocks, block_size, device)
+            tokens = min(context_limit(model) or blocks * block_size, blocks * block_size)
+            width = min(-(-tokens // block_size), _WIDEST)
             ahead = int(on_gpu) if lookahead is None else lookahead
-            runner = StaticRunner(model, store, rows=rows, width=width, stats=stats, lookahead=ahead)
-            return runner, store
-        _say(shape)
-    plain = KvStore(pages, page_size)
-    return Runner(model, plain), plain
+            runner = CudaModelRunner(
+                model, kv_cache, rows=rows, width=width, stats=stats, lookahead=ahead
+            )
+            return runner, kv_cache
+        _warn_slow(shape)
+    plain = TorchKVCache(blocks, block_size)
+    return TorchModelRunner(model, plain), plain
 
 
-def usable_shape(model: nn.Module, page_size: int) -> PageShape | str:
-    """What every layer keeps of a token, once static steps have been tried; or why they will not do."""
+def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
+    """The KV shape of the model, after a trial of the kernels; or why they cannot be used."""
     device = device_of(model)
     if device.type == "cuda" and (reason := unavailable(device)) is not None:
         return reason
     try:
         with on_device(device):
-            shape = page_shape(model)
-            if isinstance(shape, PageShape) and not _agrees(model, shape, page_size):
+            shape = kv_shape(model)
+            if isinstance(shape, KVShape) and not _agrees(model, shape, block_size):
                 return "the paged kernels give other hidden states than packed sequences for this model"
     except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
         return f"{type(error).__name__}: {error}"
@@ -243,20 +242,22 @@ def usable_shape(model: nn.Module, page_size: int) -> PageShape | str:
 
 
 @cache
-def _say(reason: str) -> None:
+def _warn_slow(reason: str) -> None:
     _log.warning(
         "sampling without the GPU's kernels and graphs, which is several times slower: %s", reason
     )
 
 
 class _ShapeProbe:
-    """An attention context that notes what each layer would keep, and gives nothing back."""
+    """An attention context that records the shape of each layer's keys, and returns zeros."""
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[int, int, torch.dtype]] = {}
         self.has_other_values = False
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
+    ) -> Tensor:
         self.found[layer] = (key.shape[1], key.shape[3], key.dtype)
         self.has_other_values |= key.shape != value.shape
         return torch.zeros(
@@ -264,37 +265,37 @@ class _ShapeProbe:
         )
 
 
-def page_shape(model: nn.Module) -> PageShape | str:
-    """What every layer keeps of a token, or why there is no such thing."""
+def kv_shape(model: nn.Module) -> KVShape | str:
+    """The KV shape of all layers, or why they have no common one."""
     probe = _ShapeProbe()
     tokens = probe_tokens(model, 1)
     with torch.no_grad(), sampling_mode(model):
         hidden_states(model, tokens, torch.zeros_like(tokens), probe)
     kinds = set(probe.found.values())
     if len(kinds) != 1 or probe.has_other_values or set(probe.found) != set(range(len(probe.found))):
-        return "the model's layers keep keys and values of different shapes"
+        return "the model's layers have keys and values of different shapes"
     heads, size, dtype = kinds.pop()
-    return PageShape(len(probe.found), heads, size, dtype)
+    return KVShape(len(probe.found), heads, size, dtype)
 
 
-def _agrees(model: nn.Module, shape: PageShape, page_size: int) -> bool:
-    """Whether prompts and a decoded token of each give the same through pages as packed side by side."""
+def _agrees(model: nn.Module, shape: KVShape, block_size: int) -> bool:
+    """Whether prefill and one decoded token through blocks agree with packed attention."""
     device = device_of(model)
-    rows, width = len(_PROBE_LENGTHS), -(-max(_PROBE_LENGTHS) // page_size)
-    store = FixedStore(shape, rows * width, page_size, device, KeptMemory(device))
-    store.regain()
-    tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
+    rows, width = len(_PROBE_LENGTHS), -(-max(_PROBE_LENGTHS) // block_size)
+    kv_cache = StaticKVCache(shape, rows * width, block_size, device, FixedMemory(device))
+    kv_cache.acquire()
+    block_tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
     packed = PackedContext(_PROBE_LENGTHS, device)
     tokens, positions = probe_tokens(model, packed.tokens), packed.position_ids[0]
     lengths = torch.tensor(_PROBE_LENGTHS, device=device)
     row_of = torch.repeat_interleave(torch.arange(rows, device=device), lengths)
-    slots = row_of * (width * page_size) + positions
+    slots = row_of * (width * block_size) + positions
     is_last = positions == lengths[row_of] - 1
     prompts = (lengths - 1).int()
     starts = torch.cat([torch.zeros_like(prompts[:1]), prompts.cumsum(0).int()])
     with torch.no_grad(), sampling_mode(model):
-        prefill = PrefillContext(store, slots[~is_last], tables, starts, prompts)
-        decode = DecodeContext(store, slots[is_last], tables, lengths.int())
+        prefill = PrefillContext(kv_cache, slots[~is_last], block_tables, starts, prompts)
+        decode = DecodeContext(kv_cache, slots[is_last], block_tables, lengths.int())
         given = torch.empty_like(stock := hidden_states(model, tokens, positions, packed))
         given[~is_last] = hidden_states(model, tokens[~is_last], positions[~is_last], prefill)
         given[is_last] = hidden_states(model, tokens[is_last], positions[is_last], decode)

@@ -1,4 +1,13 @@
-"""How a model behind a server is named: http://127.0.0.1:8000/v1#NAME."""
+"""`RemoteEngine`: an engine over an OpenAI-compatible server. It evaluates a model; it cannot train one.
+
+What comes back is text, which is encoded again: it need not be the tokens that were sampled, and their
+log-probabilities under the weights that would be trained are not known. So these are NaN in every completion,
+and `pause` and `update_weights`, which a trainer needs, are refused.
+
+Who waits for whom: each `generate` awaits its own HTTP request, with all its attempts within one deadline. At
+most `connections` requests are in flight at once, the rest wait for one of them, within their deadline; the
+number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in the background.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +38,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.openai_api import (
     MOST_STOPS,
     Answer,
-    BadAnswer,
+    BadResponse,
     TranscriptTokenizer,
     WriteCalls,
     cut,
@@ -44,14 +53,14 @@ _SCHEMES = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and which of its models; None is the only one it has."""
+    """A server's base URL and one of its models (None: the only one it has): http://127.0.0.1:8000/v1#NAME."""
 
     url: str
     model: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From the base address, which ends in /v1 as a rule, with the model's name after a #."""
+        """From the base address, which ends in /v1 as a params, with the model's name after a #."""
         try:
             parts = urlsplit(text)
             host, _ = parts.hostname, parts.port
@@ -78,26 +87,23 @@ def is_address(text: str) -> bool:
     return text.lower().startswith(_SCHEMES)
 
 
-# --- transport ---
-# HTTP to a model server: one attempt at a time, bounded in size, and what a broken one means.
-
 _CONNECT_SECONDS = 10.0
 _MOST_BYTES = 32 * 1024 * 1024
 _LONGEST_RETRY_AFTER = 60.0
 
 
-class Broken(Exception):
-    """No usable answer: no connection, one that broke, or bytes that are not what was promised."""
+class ConnectionFailed(Exception):
+    """No usable response: no connection, a broken one, or a body that is not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A status, and a JSON object where there was one."""
+class ServerReply:
+    """An HTTP status and its JSON object, if any."""
 
     status: int
     body: Json
     retry_after: float = 0.0
-    """How many seconds the server asked to wait."""
+    """Seconds that the server asked to wait."""
 
     @property
     def problem(self) -> str:
@@ -109,7 +115,7 @@ class Reply:
         return f"status {self.status}{': ' if said else ''}{said:.300}"
 
 
-class Transport:
+class HttpClient:
     """One pool of connections. It is made in the event loop that uses it first, and closed by `close`."""
 
     def __init__(self, key: str, connections: int) -> None:
@@ -119,8 +125,8 @@ class Transport:
         self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
-    async def send(self, method: str, url: str, body: Json | None = None) -> Reply:
-        """One attempt. There is no deadline here: who calls has one over all attempts."""
+    async def send(self, method: str, url: str, body: Json | None = None) -> ServerReply:
+        """One attempt. The caller has a deadline over all attempts."""
         http = load_aiohttp()
         session = self._opened()
         try:
@@ -128,9 +134,9 @@ class Transport:
             async with session.request(method, url, json=body, allow_redirects=False) as response:
                 return await _read(response)
         except TimeoutError as error:  # the connection's own; a deadline outside is a cancellation here
-            raise Broken(f"no connection within {_CONNECT_SECONDS:g} seconds") from error
+            raise ConnectionFailed(f"no connection within {_CONNECT_SECONDS:g} seconds") from error
         except (http.ClientError, ConnectionError, ValueError) as error:
-            raise Broken(f"{type(error).__name__}: {error!s:.300}") from error
+            raise ConnectionFailed(f"{type(error).__name__}: {error!s:.300}") from error
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -150,28 +156,28 @@ class Transport:
         return self._session
 
 
-async def _read(response: aiohttp.ClientResponse) -> Reply:
+async def _read(response: aiohttp.ClientResponse) -> ServerReply:
     data = bytearray()
     async for piece in response.content.iter_any():
         data += piece
         if len(data) > _MOST_BYTES:
-            raise Broken(f"an answer of more than {_MOST_BYTES:,} bytes")
+            raise ConnectionFailed(f"an answer of more than {_MOST_BYTES:,} bytes")
     wait = _retry_after(response.headers.get("Retry-After", ""))
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         if response.status == 200:
-            raise Broken(f"an answer that is not JSON: {error!s:.200}") from error
+            raise ConnectionFailed(f"an answer that is not JSON: {error!s:.200}") from error
         body = {"error": bytes(data[:300]).decode("utf-8", errors="replace")}
     if not isinstance(body, dict):
         if response.status == 200:
-            raise Broken(f"an answer that is no JSON object but {type(body).__name__}")
+            raise ConnectionFailed(f"an answer that is no JSON object but {type(body).__name__}")
         body = {}
-    return Reply(response.status, body, wait)
+    return ServerReply(response.status, body, wait)
 
 
 def _retry_after(text: str) -> float:
-    """In seconds; a date, which servers may also send, is taken as no wish."""
+    """In seconds; a date, which servers may also send, is ignored."""
     with contextlib.suppress(ValueError):
         return min(max(0.0, float(text)), _LONGEST_RETRY_AFTER)
     return 0.0
@@ -186,25 +192,14 @@ def load_aiohttp() -> Any:
     raise MissingExtraError("aiohttp", "serve", "a model behind an address")
 
 
-# --- engine ---
-# An engine over an OpenAI-compatible server. It measures a model; it cannot train one.
-#
-# What comes back is text, which is encoded again: it need not be the tokens that were sampled, and nobody
-# knows their log-probabilities under the weights that would be trained. So these are not numbers (NaN) in
-# every completion, and `pause` and `update_weights`, which a trainer cannot do without, are refused.
-#
-# Who waits for whom: each `generate` awaits its own HTTP request, with all its attempts within one deadline.
-# At most `connections` requests are on their way at once, the rest wait for one of them, within their
-# deadline; the number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in the background.
-
 log = logging.getLogger(__name__)
 
 KEY = "LUDUS_API_KEY"
 """The environment variable with the server's key."""
 NOT_KNOWN = math.nan
-"""The log-probability of a token that nobody sampled here; a loss that meets it is not a number either."""
+"""The log-probability of a token that was not sampled here; it makes a loss NaN."""
 
-_TRIED_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_RETRIED_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _LONGEST_PAUSE = 30.0
 _CHECK_SECONDS = 30.0
 
@@ -250,7 +245,7 @@ class RemoteEngine:
         self.options = options or RemoteOptions()
         self._tokenizer = tokenizer
         self._write_calls = write_calls
-        self._transport = Transport(
+        self._transport = HttpClient(
             (key if key is not None else os.environ.get(KEY, "")).strip(), self.options.connections
         )
         self._running: dict[str | None, set[asyncio.Task[Answer]]] = {}
@@ -268,14 +263,14 @@ class RemoteEngine:
         try:
             async with asyncio.timeout(_CHECK_SECONDS):
                 reply = await self._transport.send("GET", url)
-        except (Broken, TimeoutError) as error:
+        except (ConnectionFailed, TimeoutError) as error:
             problem = str(error) or f"no answer within {_CHECK_SECONDS:g} seconds"
             raise ConfigError(f"there is no model server at {self.address.url}: {problem}") from error
         if reply.status in (401, 403):
             raise ConfigError(self._refusal(reply))
         try:
             names = model_names(reply.body) if reply.status == 200 else []
-        except BadAnswer:
+        except BadResponse:
             names = []
         if self.address.model is None:
             if len(names) != 1:
@@ -301,26 +296,26 @@ class RemoteEngine:
             raise EngineError("the engine is closed", retriable=False)
         if media:
             raise EngineError("this engine sends text only, not media", retriable=False)
-        asking = asyncio.ensure_future(self._answer(list(tokens), sampling))
-        self._running.setdefault(session, set()).add(asking)
+        task = asyncio.ensure_future(self._answer(list(tokens), sampling))
+        self._running.setdefault(session, set()).add(task)
         try:
-            await asyncio.wait([asking])
+            await asyncio.wait([task])
         finally:
-            self._forget(session, asking)
-            if not asking.done():  # the caller was cancelled: nobody waits for this any more
-                asking.cancel()
-                await asyncio.wait([asking])
-        if asking.cancelled():
+            self._forget(session, task)
+            if not task.done():  # the caller was cancelled: nobody waits for this any more
+                task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
             if self._is_closed:
                 raise EngineError("the engine is closed", retriable=False)
             return Completion([], [], FinishReason.ABORTED)
-        answer = asking.result()
+        answer = task.result()
         ids = self._encode(answer.text)
         return Completion(ids, [NOT_KNOWN] * len(ids), answer.finish, stop=answer.stop)
 
-    def _forget(self, session: str | None, asking: asyncio.Task[Answer]) -> None:
+    def _forget(self, session: str | None, task: asyncio.Task[Answer]) -> None:
         running = self._running[session]
-        running.discard(asking)
+        running.discard(task)
         if not running:
             del self._running[session]
 
@@ -360,18 +355,18 @@ class RemoteEngine:
         body["model"] = self.address.model
         body |= self.options.request
         body = {name: value for name, value in body.items() if value is not None}
-        answer = await self._insist(path, body, sampling)
+        answer = await self._send_with_retries(path, body, sampling)
         self._compare(len(tokens), answer.prompt_tokens)
         return answer
 
-    async def _insist(self, path: str, body: Json, sampling: Sampling) -> Answer:
-        """The answer to a request, sent again while that may help and there is time."""
+    async def _send_with_retries(self, path: str, body: Json, sampling: Sampling) -> Answer:
+        """The answer to a request, with retries while that may help and there is time."""
         url, options = f"{self.address.url}/{path}", self.options
         problem = "no answer"
         try:
             async with asyncio.timeout(options.seconds) as deadline:
                 for attempt in range(options.retries + 1):
-                    reply: Reply | None = None
+                    reply: ServerReply | None = None
                     try:
                         reply = await self._transport.send("POST", url, body)
                         if reply.status == 200:
@@ -382,9 +377,9 @@ class RemoteEngine:
                                 write=self._write_calls,
                             )
                         problem = reply.problem
-                    except (Broken, BadAnswer) as error:
+                    except (ConnectionFailed, BadResponse) as error:
                         problem = str(error)
-                    if reply is not None and reply.status not in (200, *_TRIED_AGAIN):
+                    if reply is not None and reply.status not in (200, *_RETRIED_STATUS):
                         raise EngineError(self._refusal(reply), retriable=False)
                     if attempt < options.retries:
                         await asyncio.sleep(self._pause(attempt, reply))
@@ -397,11 +392,11 @@ class RemoteEngine:
         message = f"{url} gave no usable answer in {options.retries + 1} attempts: {problem}"
         raise EngineError(message, retriable=False)
 
-    def _pause(self, attempt: int, reply: Reply | None) -> float:
+    def _pause(self, attempt: int, reply: ServerReply | None) -> float:
         longest = min(_LONGEST_PAUSE, self.options.first_pause * 2**attempt)
         return (reply.retry_after if reply else 0.0) + random.uniform(longest / 2, longest)
 
-    def _refusal(self, reply: Reply) -> str:
+    def _refusal(self, reply: ServerReply) -> str:
         where = f"{self.address.url} refuses ({reply.problem})"
         if reply.status in (401, 403):
             return f"{where}: put the server's key into the environment as {KEY}"
@@ -435,8 +430,8 @@ class RemoteEngine:
         """Nothing is kept here."""
 
     async def abort(self, session: str) -> None:
-        for asking in self._running.get(session, ()):
-            asking.cancel()
+        for task in self._running.get(session, ()):
+            task.cancel()
 
     async def pause(self) -> None:
         raise self._untrainable()
@@ -456,6 +451,6 @@ class RemoteEngine:
 
     async def close(self) -> None:
         self._is_closed = True
-        for asking in [asking for running in self._running.values() for asking in running]:
-            asking.cancel()
+        for task in [task for running in self._running.values() for task in running]:
+            task.cancel()
         await self._transport.close()

@@ -1,7 +1,13 @@
 """What is sent to an OpenAI-compatible server, and how its answers are read. Pure.
 
-A server's answer is somebody else's: every field is checked before it is used, and what does not fit is
-a `BadAnswer` that says what was wrong.
+A server's answer is not trusted: every field is checked before it is used, and what does not fit is a
+`BadResponse` that says what was wrong.
+
+`TranscriptTokenizer`: an engine is given tokens, but `/chat/completions` takes messages, and the server has a
+tokenizer and a chat template of its own. So the transcript is kept in tokens that only serve to be turned back
+into messages: special ones mark where messages start and end, all others stand for up to three bytes of text
+each, which is about as many tokens as a real tokenizer counts, rather more. Content cannot forge a mark,
+because marks are ids.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ _SPARE_CHARS = 4096
 _BROKEN_OFF = ("abort", "error")
 
 
-class BadAnswer(Exception):
+class BadResponse(Exception):
     """The server answered, and the answer is not what the interface promises."""
 
 
@@ -75,17 +81,17 @@ def read_answer(
     """The first choice of a completion; native tool calls become text of the run's format."""
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise BadAnswer("the answer has no choices")
+        raise BadResponse("the answer has no choices")
     choice: Json = choices[0]
     reason = choice.get("finish_reason")
     if reason in _BROKEN_OFF:
-        raise BadAnswer(f"the server broke off: finish_reason is {reason!r}")
+        raise BadResponse(f"the server broke off: finish_reason is {reason!r}")
     text, is_native = _chat_text(choice, write) if chat else (choice.get("text"), False)
     if not isinstance(text, str):
-        raise BadAnswer(f"the answer's text is {type(text).__name__}, not text")
+        raise BadResponse(f"the answer's text is {type(text).__name__}, not text")
     most = sampling.max_tokens * _CHARS_PER_TOKEN + _SPARE_CHARS
     if len(text) > most:
-        raise BadAnswer(f"{len(text)} characters came for {sampling.max_tokens} tokens")
+        raise BadResponse(f"{len(text)} characters came for {sampling.max_tokens} tokens")
     told = [key for key in ("stop_reason", "matched_stop") if key in choice]
     stop = next((choice[key] for key in told if isinstance(choice[key], str)), None)
     return Answer(
@@ -101,13 +107,15 @@ def _chat_text(choice: Json, write: WriteCalls) -> tuple[Any, bool]:
     """What was said, and whether native tool calls are part of it."""
     message = choice.get("message")
     if not isinstance(message, dict):
-        raise BadAnswer("the answer has no message")
+        raise BadResponse("the answer has no message")
     content, calls = message.get("content"), message.get("tool_calls")
     said = "" if content is None else content  # a model that only thought, or only called a tool
     if not calls:
         return said, False
     if not isinstance(calls, list) or not isinstance(said, str):
-        raise BadAnswer(f"the answer's tool_calls are {type(calls).__name__}, not a list beside a text")
+        raise BadResponse(
+            f"the answer's tool_calls are {type(calls).__name__}, not a list beside a text"
+        )
     try:
         parsed = Message.parse({"role": "assistant", "content": said, "tool_calls": calls})
     except ValueError:  # the model's fault: a call that cannot be read, which the format will say
@@ -149,17 +157,9 @@ def model_names(body: Json) -> list[str]:
     """The models that a server says it has."""
     listed = body.get("data")
     if not isinstance(listed, list):
-        raise BadAnswer("the list of models has no 'data'")
+        raise BadResponse("the list of models has no 'data'")
     return [m["id"] for m in listed if isinstance(m, dict) and isinstance(m.get("id"), str)]
 
-
-# --- transcripts ---
-# Conversations as tokens that can be turned back into messages, for models whose tokens nobody knows.
-#
-# An engine is given tokens. A server of `/chat/completions` wants messages, and has a tokenizer and a chat
-# template of its own. So the transcript is kept in tokens that only serve to be undone: special ones mark
-# where messages start and end, all others stand for up to three bytes of text each, which is about as
-# many tokens as a real tokenizer counts, rather more. Content cannot forge a mark, because marks are ids.
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 _BYTES_PER_TOKEN = 3
@@ -223,7 +223,7 @@ class TranscriptTokenizer(ByteTokenizer):
     def messages(self, tokens: Sequence[int]) -> list[Json]:
         """The conversation that these tokens are the transcript of, as a chat server takes it.
 
-        Results of tools become messages of the user, in the way of Hermes: the server has not seen the
+        StepResults of tools become messages of the user, in the way of Hermes: the server has not seen the
         calls that they answer. Messages of one role in a row are joined, because many templates insist.
         """
         found: list[Json] = []

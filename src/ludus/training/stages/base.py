@@ -13,8 +13,7 @@ from torch import nn
 from ludus.core.failures import ConfigError, LudusError, most_frequent
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
-from ludus.engine import vocabulary_size
-from ludus.engine.hf_model import context_limit
+from ludus.engine import context_limit, vocabulary_size
 from ludus.training.packing import rows_of
 from ludus.training.recipe import Recipe
 from ludus.training.run_context import RunContext

@@ -40,7 +40,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolSpec
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
-from ludus.engine.hf_model import context_limit
+from ludus.engine import context_limit
 from ludus.observe import rollout_metrics
 from ludus.rollouts.renderer import Renderer
 from ludus.training.checkpoint import load_learner, load_reference, save_learner

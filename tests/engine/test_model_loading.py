@@ -16,7 +16,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.generation import Sampling
 from ludus.engine import EmbeddedEngine, use_ludus_attention
 from ludus.engine.cuda import runner as cuda_runner
-from ludus.engine.cuda.kv_cache import PageShape
+from ludus.engine.cuda.kv_cache import KVShape
 from ludus.engine.model_runner import why_not_fused
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig
@@ -60,7 +60,7 @@ def test_stock_attentions_differ_more_in_bfloat16_than_a_fixed_tolerance() -> No
 def test_sharp_attention_is_taken_in_every_format(dtype: torch.dtype, seed: int) -> None:
     model = sharp_qwen2(dtype, seed)
     use_ludus_attention(model)
-    assert isinstance(cuda_runner.usable_shape(model, page_size=16), PageShape)
+    assert isinstance(cuda_runner.usable_kv_shape(model, block_size=16), KVShape)
 
 
 def test_the_probe_leaves_the_weights_as_they_were() -> None:
@@ -121,15 +121,15 @@ def test_wrong_paged_kernels_are_found_in_bfloat16(
     model = sharp_qwen2()
     use_ludus_attention(model)
     monkeypatch.setattr(place, _zeros if is_blind else _without_the_oldest(real))
-    assert "other hidden states" in str(cuda_runner.usable_shape(model, page_size=16))
+    assert "other hidden states" in str(cuda_runner.usable_kv_shape(model, block_size=16))
 
 
 async def test_the_slower_runner_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda_runner._say.cache_clear()
+    cuda_runner._warn_slow.cache_clear()
     monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", _zeros)
-    monkeypatch.setattr("ludus.engine.engine_core.runner_for", _static(cuda_runner.runner_for))
+    monkeypatch.setattr("ludus.engine.engine_core.make_runner", _static(cuda_runner.make_runner))
     with caplog.at_level(logging.WARNING):
         engine = EmbeddedEngine(sharp_qwen2())
         await engine.generate([1, 2, 3], Sampling(max_tokens=2, temperature=0))
@@ -138,8 +138,8 @@ async def test_the_slower_runner_is_announced(
 
 
 def _static(build: Callable[..., Any]) -> Callable[..., Any]:
-    def always(model: nn.Module, pages: int, page_size: int, rows: int, stats: Any, *_: Any) -> Any:
-        return build(model, pages, page_size, rows, stats, True, 0)
+    def always(model: nn.Module, blocks: int, block_size: int, rows: int, stats: Any, *_: Any) -> Any:
+        return build(model, blocks, block_size, rows, stats, True, 0)
 
     return always
 
@@ -148,7 +148,7 @@ def _stays_on_the_fast_path(model: nn.Module, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         use_ludus_attention(model)
         assert why_not_fused(model) is None
-        assert isinstance(cuda_runner.usable_shape(model, page_size=16), PageShape)
+        assert isinstance(cuda_runner.usable_kv_shape(model, block_size=16), KVShape)
     assert not caplog.text
 
 

@@ -17,8 +17,8 @@ from ludus.engine import (
     hidden_states,
     use_ludus_attention,
 )
-from ludus.engine.fused_linear import is_joined
-from ludus.engine.fused_model import blueprint_of, fused_hidden_states
+from ludus.engine.fused_linear import is_stacked
+from ludus.engine.fused_model import decoder_parts, fused_hidden_states
 
 peft: Any = pytest.importorskip("peft")
 
@@ -94,16 +94,14 @@ def both(model: Any, recomputed: int = 0) -> tuple[list[torch.Tensor], list[dict
     tokens = torch.randint(0, 60, (11,), generator=torch.Generator().manual_seed(1))
     context = PackedContext([7, 4])
     slope = torch.randn(11, 32, generator=torch.Generator().manual_seed(2))
-    blueprint = blueprint_of(decoder_of(model))
-    assert blueprint is not None
+    parts = decoder_parts(decoder_of(model))
+    assert parts is not None
     states, gradients = [], []
     for is_fused in (False, True):
         model.zero_grad()
         given = (tokens, context.position_ids, context)
         out = (
-            fused_hidden_states(blueprint, *given, recomputed)
-            if is_fused
-            else hidden_states(model, *given)
+            fused_hidden_states(parts, *given, recomputed) if is_fused else hidden_states(model, *given)
         )
         if out.requires_grad:
             out.backward(slope.to(out.dtype))
@@ -152,20 +150,18 @@ def test_other_adapters_compute_in_their_own_way(settings: dict[str, Any], calle
 
 def test_dropout_is_left_to_the_layer(called: list[str]) -> None:
     model = adapted(lora_dropout=0.5).train()
-    blueprint, context = blueprint_of(decoder_of(model)), PackedContext([9])
-    assert blueprint is not None
+    parts, context = decoder_parts(decoder_of(model)), PackedContext([9])
+    assert parts is not None
     tokens = torch.arange(9)
-    one, other = (
-        fused_hidden_states(blueprint, tokens, context.position_ids, context) for _ in range(2)
-    )
+    one, other = (fused_hidden_states(parts, tokens, context.position_ids, context) for _ in range(2))
     assert len(called) == 28
     assert not torch.allclose(one, other, atol=1e-3)
 
 
-def test_where_the_kernels_are_distrusted_layers_compute_their_own(
+def test_where_the_kernels_fail_their_trial_layers_compute_their_own(
     called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_linear, "low_rank_distrusted", lambda device: True)
+    monkeypatch.setattr(fused_linear, "low_rank_unusable", lambda device: True)
     model = adapted()
     assert_same(model)
     assert len(called) == 2 * 14
@@ -177,7 +173,7 @@ def test_adapters_that_are_off_or_merged_or_two(called: list[str]) -> None:
         assert_same(model)
     assert len(called) == 14, "the bases alone are one product"
     attention = decoder_of(model).layers[0].self_attn
-    assert is_joined([getattr(attention, name).base_layer for name in ("q_proj", "k_proj", "v_proj")])
+    assert is_stacked([getattr(attention, name).base_layer for name in ("q_proj", "k_proj", "v_proj")])
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model.add_adapter("second", config)
     model.set_adapter("second")
@@ -215,7 +211,7 @@ def test_joined_factors_stay_the_optimizer_s_own() -> None:
     both(model)
     attention = decoder_of(model).layers[0].self_attn
     downs = [getattr(attention, name).lora_A["default"] for name in ("q_proj", "k_proj", "v_proj")]
-    assert is_joined(downs)
+    assert is_stacked(downs)
     addresses = [p.data_ptr() for p in model.parameters()]
     before = downs[1].weight.detach().clone()
     optimizer.step()
@@ -225,9 +221,9 @@ def test_joined_factors_stay_the_optimizer_s_own() -> None:
 
 
 def fused(model: Any, count: int = 9) -> torch.Tensor:
-    blueprint, context = blueprint_of(decoder_of(model)), PackedContext([count])
-    assert blueprint is not None
-    return fused_hidden_states(blueprint, torch.arange(count), context.position_ids, context)
+    parts, context = decoder_parts(decoder_of(model)), PackedContext([count])
+    assert parts is not None
+    return fused_hidden_states(parts, torch.arange(count), context.position_ids, context)
 
 
 def test_bases_and_factors_of_different_kinds() -> None:
@@ -238,7 +234,7 @@ def test_bases_and_factors_of_different_kinds() -> None:
         factor.to(torch.bfloat16)
     states, _ = both(model)
     torch.testing.assert_close(states[1], states[0], rtol=0.02, atol=0.02)
-    assert not is_joined([attention.q_proj.base_layer, attention.k_proj.base_layer])
+    assert not is_stacked([attention.q_proj.base_layer, attention.k_proj.base_layer])
 
 
 def test_factors_that_are_joined_otherwise_before_the_backward_pass() -> None:

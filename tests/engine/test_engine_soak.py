@@ -11,9 +11,7 @@ from engine_models import VOCABULARY, make, plain_logprobs
 from transformers import PreTrainedModel
 
 from ludus.core.generation import Completion, Sampling
-from ludus.engine import use_ludus_attention
-from ludus.engine.engine_core import Worker
-from ludus.engine.scheduler import Request
+from ludus.engine import EngineCore, Request, use_ludus_attention
 
 SESSIONS = [f"s{i}" for i in range(5)]
 
@@ -36,10 +34,10 @@ class History:
         self.random = random.Random(seed)
         self.model = make("mistral" if seed % 2 else "llama")
         use_ludus_attention(self.model)
-        self.worker = Worker(
+        self.worker = EngineCore(
             self.model,
-            pages=self.random.randint(14, 30),
-            page_size=4,
+            blocks=self.random.randint(14, 30),
+            block_size=4,
             max_running=4,
             tokens_per_step=9,
             is_static=is_static,
@@ -98,7 +96,7 @@ class History:
             self.worker.update_weights()
         elif self.worker.has_work:
             self.worker.step()
-        self.worker.scheduler.books.ledger.check()
+        self.worker.scheduler.block_manager.pool.check()
 
     def end(self) -> None:
         while self.worker.has_work:
@@ -106,8 +104,8 @@ class History:
         assert not self.busy
         for session in SESSIONS:
             self.worker.scheduler.release(session)
-        ledger = self.worker.scheduler.books.ledger
-        assert ledger.available == ledger.pages
+        pool = self.worker.scheduler.block_manager.pool
+        assert pool.available == pool.blocks
 
 
 PLAIN, STATIC, AHEAD = KINDS = (False, 0), (True, 0), (True, 1)

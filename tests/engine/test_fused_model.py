@@ -22,8 +22,8 @@ from transformers import (
 
 from ludus import kernels
 from ludus.engine import PackedContext, decoder_of, fused_model, hidden_states, use_ludus_attention
-from ludus.engine.fused_linear import is_joined, joint_linear
-from ludus.engine.fused_model import blueprint_of, fused_hidden_states, unrecognised
+from ludus.engine.fused_linear import is_stacked, stacked_linear
+from ludus.engine.fused_model import decoder_parts, fused_hidden_states, unsupported
 from ludus.engine.paged_attention import DecodeContext, PrefillContext
 
 SIZES = {
@@ -81,10 +81,10 @@ def test_it_gives_the_hidden_states_and_gradients_of_the_module(name, operations
     expected = hidden_states(model, tokens, context.position_ids, context)
     expected.backward(slope)
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    for recomputed in (0, 2):
+    for checkpointed in (0, 2):
         model.zero_grad()
-        blueprint = blueprint_of(decoder_of(model))
-        given = fused_hidden_states(blueprint, tokens, context.position_ids, context, recomputed)
+        parts = decoder_parts(decoder_of(model))
+        given = fused_hidden_states(parts, tokens, context.position_ids, context, checkpointed)
         assert torch.allclose(given, expected, atol=1e-5)
         given.backward(slope)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -94,21 +94,21 @@ def test_it_gives_the_hidden_states_and_gradients_of_the_module(name, operations
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_reads_and_writes_pages(name):
+def test_it_reads_and_writes_blocks(name):
     """A prompt in two chunks, then single tokens, give what the whole sequence gives at once."""
     model = make(name)
-    blueprint = blueprint_of(decoder_of(model))
+    parts = decoder_parts(decoder_of(model))
     tokens = torch.randint(0, 60, (14,))
     whole = PackedContext([14])
-    page, size = 4, decoder_of(model).layers[0].self_attn.head_dim
-    pages = [tuple(torch.full((6, 2, page, size), 9.0) for _ in "kv") for _ in blueprint.layers]
+    block, size = 4, decoder_of(model).layers[0].self_attn.head_dim
+    blocks = [tuple(torch.full((6, 2, block, size), 9.0) for _ in "kv") for _ in parts.layers]
 
     class Store:
-        def pages(self, layer):
-            return pages[layer]
+        def blocks(self, layer):
+            return blocks[layer]
 
     tables = torch.tensor([[4, 1, 5, 2]], dtype=torch.int32)
-    slots = torch.tensor([int(tables[0, i // page]) * page + i % page for i in range(14)])
+    slots = torch.tensor([int(tables[0, i // block]) * block + i % block for i in range(14)])
     with torch.no_grad():
         expected = hidden_states(model, tokens, whole.position_ids, whole)
         given = []
@@ -120,9 +120,9 @@ def test_it_reads_and_writes_pages(name):
             else:
                 context = DecodeContext(Store(), slots[start:stop], tables, length)
             positions = torch.arange(start, stop)
-            given.append(fused_hidden_states(blueprint, tokens[start:stop], positions, context))
+            given.append(fused_hidden_states(parts, tokens[start:stop], positions, context))
     assert torch.allclose(torch.cat(given), expected, atol=1e-5)
-    assert all((keys[3] == 9.0).all() and (keys[0] == 9.0).all() for keys, _ in pages)
+    assert all((keys[3] == 9.0).all() and (keys[0] == 9.0).all() for keys, _ in blocks)
 
 
 def test_joined_parameters_stay_parameters_of_their_own():
@@ -131,11 +131,11 @@ def test_joined_parameters_stay_parameters_of_their_own():
     x = torch.randn(5, 8)
 
     def joint(x):
-        return joint_linear(layers, x)
+        return stacked_linear(layers, x)
 
-    assert not is_joined(layers)
+    assert not is_stacked(layers)
     assert torch.allclose(joint(x), torch.cat([layer(x) for layer in alone], dim=1), atol=1e-6)
-    assert is_joined(layers)
+    assert is_stacked(layers)
     addresses = [p.data_ptr() for layer in layers for p in layer.parameters()]
     optimizers = [
         torch.optim.SGD([p for layer in group for p in layer.parameters()], lr=0.1)
@@ -152,9 +152,9 @@ def test_joined_parameters_stay_parameters_of_their_own():
     assert [p.data_ptr() for layer in layers for p in layer.parameters()] == addresses
     assert (joint(x)[:, 6:8] == 1).all()
     layers[0].double().float()  # new storage: found out, and joined again
-    assert not is_joined(layers)
+    assert not is_stacked(layers)
     assert torch.allclose(joint(x)[:, :6], layers[0](x), atol=1e-6)
-    assert is_joined(layers)
+    assert is_stacked(layers)
 
 
 def test_frozen_weights_get_no_gradient_and_stop_none(operations):
@@ -167,8 +167,8 @@ def test_frozen_weights_get_no_gradient_and_stop_none(operations):
     hidden_states(model, tokens, context.position_ids, context).backward(slope)
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    blueprint = blueprint_of(decoder_of(model))
-    fused_hidden_states(blueprint, tokens, context.position_ids, context).backward(slope)
+    parts = decoder_parts(decoder_of(model))
+    fused_hidden_states(parts, tokens, context.position_ids, context).backward(slope)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == wanted.keys()
     assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in found)
@@ -178,7 +178,7 @@ def test_frozen_parameters_get_no_gradient():
     layers = [nn.Linear(4, 3, bias=False), nn.Linear(4, 2, bias=False)]
     layers[0].requires_grad_(False)
     x = torch.randn(3, 4, requires_grad=True)
-    joint_linear(layers, x).sum().backward()
+    stacked_linear(layers, x).sum().backward()
     assert layers[0].weight.grad is None
     assert torch.allclose(layers[1].weight.grad, x.sum(0).expand(2, 4))
     assert torch.allclose(x.grad, torch.cat([layer.weight for layer in layers]).sum(0).expand(3, 4))
@@ -191,14 +191,14 @@ def test_other_layers_are_called_as_they_are():
 
     layers = [Odd(4, 3), nn.Linear(4, 2)]
     x = torch.randn(3, 4)
-    assert torch.equal(joint_linear(layers, x), torch.cat([layer(x) for layer in layers], dim=1))
-    assert not is_joined(layers)
+    assert torch.equal(stacked_linear(layers, x), torch.cat([layer(x) for layer in layers], dim=1))
+    assert not is_stacked(layers)
 
 
 def test_what_is_not_of_the_family_is_named():
     model = GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8))
-    assert blueprint_of(decoder_of(model)) is None
-    assert "gemma" in unrecognised(decoder_of(model))
+    assert decoder_parts(decoder_of(model)) is None
+    assert "gemma" in unsupported(decoder_of(model))
 
 
 def test_an_adapter_that_comes_later_is_seen():
@@ -206,13 +206,13 @@ def test_an_adapter_that_comes_later_is_seen():
     peft = pytest.importorskip("peft")
     model = make("llama")
     tokens, context = torch.randint(0, 60, (9,)), PackedContext([9])
-    blueprint = blueprint_of(decoder_of(model))
+    parts = decoder_parts(decoder_of(model))
     with torch.no_grad():
-        before = fused_hidden_states(blueprint, tokens, context.position_ids, context)
+        before = fused_hidden_states(parts, tokens, context.position_ids, context)
         adapted = peft.get_peft_model(
             model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
         ).eval()
-        after = fused_hidden_states(blueprint, tokens, context.position_ids, context)
+        after = fused_hidden_states(parts, tokens, context.position_ids, context)
         expected = hidden_states(adapted, tokens, context.position_ids, context)
     assert not torch.allclose(before, after, atol=1e-3)
     assert torch.allclose(after, expected, atol=1e-5)

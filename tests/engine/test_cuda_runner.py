@@ -16,35 +16,33 @@ from torch import Tensor
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Sampling
-from ludus.engine import use_ludus_attention
-from ludus.engine.config import EngineStats
+from ludus.engine import EngineCore, EngineStats, Request, use_ludus_attention
 from ludus.engine.cuda import prefill
 from ludus.engine.cuda import runner as cuda_runner
 from ludus.engine.cuda.decode import rows_for
-from ludus.engine.cuda.graphs import Shape, StepGraphs, wide_enough
-from ludus.engine.cuda.kv_cache import FixedStore, KeptMemory, PageShape
-from ludus.engine.cuda.runner import StaticRunner, fingerprint
-from ludus.engine.engine_core import Worker
-from ludus.engine.model_runner import Runner
-from ludus.engine.scheduler import Chunk, Request
-from ludus.kernels.device import Mirror, sent
+from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
+from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
+from ludus.engine.cuda.runner import CudaModelRunner, fingerprint
+from ludus.engine.model_runner import TorchModelRunner
+from ludus.engine.scheduler import Chunk
+from ludus.kernels.device import StagingBuffers, arrays_to_device
 
 CPU = torch.device("cpu")
 
 
-def _worker(model: Any, pages: int = 64, **settings: Any) -> Worker:
+def _worker(model: Any, blocks: int = 64, **settings: Any) -> EngineCore:
     use_ludus_attention(model)
     defaults = {
-        "page_size": 4,
+        "block_size": 4,
         "max_running": 3,
         "tokens_per_step": 16,
         "is_static": True,
         "lookahead": 1,
     }
-    return Worker(model, pages=pages, **{**defaults, **settings})
+    return EngineCore(model, blocks=blocks, **{**defaults, **settings})
 
 
-def _greedy(worker: Worker, contexts: list[list[int]], new: int) -> list[Any]:
+def _greedy(worker: EngineCore, contexts: list[list[int]], new: int) -> list[Any]:
     outcomes: list[list[Any]] = [[] for _ in contexts]
     for context, outcome in zip(contexts, outcomes, strict=True):
         worker.submit(
@@ -65,18 +63,18 @@ def _greedy(worker: Worker, contexts: list[list[int]], new: int) -> list[Any]:
 def test_static_steps_serve_every_kind_of_attention(family: str) -> None:
     model = make(family)
     worker = _worker(model)
-    assert isinstance(worker._runner, StaticRunner)
+    assert isinstance(worker._runner, CudaModelRunner)
     contexts = prompts([1, 9, 17])
     answers = _greedy(worker, contexts, 8)
     assert [a.tokens for a in answers] == [stock_greedy(model, c, 8) for c in contexts]
 
 
-def _graphs() -> tuple[StepGraphs, list[Shape]]:
+def _graphs() -> tuple[StepGraphs, list[GraphShape]]:
     """Graphs of a device that captures, and what they were asked to capture."""
     graphs = StepGraphs(CPU, EngineStats())
-    captured: list[Shape] = []
+    captured: list[GraphShape] = []
 
-    def capture(shape: Shape) -> bool:
+    def capture(shape: GraphShape) -> bool:
         captured.append(shape)
         graphs._graphs[shape] = (None, None)  # type: ignore[assignment]
         return True
@@ -88,7 +86,7 @@ def _graphs() -> tuple[StepGraphs, list[Shape]]:
 
 def test_a_size_is_captured_once_it_has_been_needed_for_a_while() -> None:
     graphs, captured = _graphs()
-    wanted, smaller = Shape("decode", 192, 192, 64), Shape("decode", 8, 8, 64)
+    wanted, smaller = GraphShape("decode", 192, 192, 64), GraphShape("decode", 8, 8, 64)
     assert [graphs.choose(wanted) for _ in range(3)] == [wanted] * 3
     assert captured == []
     assert graphs.choose(wanted) == wanted
@@ -116,11 +114,11 @@ class Replayed:
 def test_what_cannot_be_captured_is_called_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ran: list[Shape] = []
+    ran: list[GraphShape] = []
     stats, graph = EngineStats(), Replayed()
     graphs = StepGraphs(CPU, stats)
-    graphs.serve("decode", ran.append, lambda: None)
-    some, fewer = Shape("decode", 4, 4, 64), Shape("decode", 1, 1, 64)
+    graphs.register("decode", ran.append, lambda: None)
+    some, fewer = GraphShape("decode", 4, 4, 64), GraphShape("decode", 1, 1, 64)
     graphs._captures = True
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(graphs, "_captured", lambda shape: (graph, None))
@@ -142,11 +140,11 @@ def test_one_kind_of_step_that_cannot_be_captured_leaves_the_others_alone(
 ) -> None:
     graphs = StepGraphs(CPU, EngineStats())
     graphs._captures = True
-    decode, turns = Shape("decode", 4, 4, 64), Shape("turns", 64, 4, 64)
+    decode, turns = GraphShape("decode", 4, 4, 64), GraphShape("turns", 64, 4, 64)
     for kind in ("decode", "turns"):
-        graphs.serve(kind, lambda shape: None, lambda: None)
+        graphs.register(kind, lambda shape: None, lambda: None)
 
-    def captured(shape: Shape) -> Any:
+    def captured(shape: GraphShape) -> Any:
         if shape.kind == "turns":
             raise RuntimeError("it looks at what it has computed")
         return Replayed(), None
@@ -167,17 +165,17 @@ def test_what_there_was_no_memory_to_capture_is_not_tried_again_at_every_step(
 ) -> None:
     graphs = StepGraphs(CPU, EngineStats())
     graphs._captures = True
-    graphs.serve("decode", lambda shape: None, lambda: None)
-    tried: list[Shape] = []
+    graphs.register("decode", lambda shape: None, lambda: None)
+    tried: list[GraphShape] = []
 
-    def captured(shape: Shape) -> Any:
+    def captured(shape: GraphShape) -> Any:
         tried.append(shape)
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(graphs, "_captured", captured)
-    shape = Shape("decode", 4, 4, 64)
+    shape = GraphShape("decode", 4, 4, 64)
     for _ in range(50):
         assert graphs.choose(shape) == shape
     assert tried == [shape]
@@ -189,9 +187,9 @@ def test_what_there_was_no_memory_to_capture_is_not_tried_again_at_every_step(
 
 
 @given(st.integers(1, 300), st.integers(300, 600), st.integers(1, 5000), st.integers(1, 64))
-def test_a_shape_has_room_for_its_step(rows: int, most: int, width: int, page_size: int) -> None:
+def test_a_shape_has_room_for_its_step(rows: int, most: int, width: int, block_size: int) -> None:
     assert rows <= rows_for(rows, most) <= most
-    assert width <= wide_enough(width, page_size) <= max(4 * width, 1024)
+    assert width <= wide_enough(width, block_size) <= max(4 * width, 1024)
 
 
 def test_arrays_arrive_as_they_were_sent() -> None:
@@ -199,11 +197,11 @@ def test_arrays_arrive_as_they_were_sent() -> None:
         np.arange(5, dtype=np.int64), np.array([0.1, 0.2]), np.arange(6, dtype=np.int32).reshape(2, 3),
         np.array([1.5], dtype=np.float32), np.zeros(0, dtype=np.int64),
     ]  # fmt: skip
-    for array, tensor in zip(arrays, sent(arrays, CPU), strict=True):
+    for array, tensor in zip(arrays, arrays_to_device(arrays, CPU), strict=True):
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.numpy().dtype == array.dtype
-    mirror = Mirror({"a": np.int64, "b": np.float32, "c": np.bool_}, 3, CPU, copies=2)
+    mirror = StagingBuffers({"a": np.int64, "b": np.float32, "c": np.bool_}, 3, CPU, copies=2)
     mirror.hosts[1]["a"][:] = [7, 8, 9]
     mirror.hosts[1]["b"][:] = [0.5, 1.5, 2.5]
     mirror.send(1)
@@ -214,8 +212,8 @@ def test_arrays_arrive_as_they_were_sent() -> None:
     assert mirror.hosts[0]["c"].tolist() == [True, False, True]
 
 
-class Scarce(KeptMemory):
-    """Memory of which there is only so much."""
+class Scarce(FixedMemory):
+    """DeviceMemory of which there is only so much."""
 
     def __init__(self, most: int) -> None:
         super().__init__(CPU)
@@ -232,33 +230,33 @@ class Scarce(KeptMemory):
 
 
 def test_a_cache_that_finds_no_memory_is_smaller_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    shape = PageShape(2, 2, 8, torch.float32)
-    page = 2 * 2 * 2 * 8 * 4 * 4
-    store = FixedStore(shape, 100, 4, CPU, Scarce(60 * page))
+    shape = KVShape(2, 2, 8, torch.float32)
+    block = 2 * 2 * 2 * 8 * 4 * 4
+    kv_cache = StaticKVCache(shape, 100, 4, CPU, Scarce(60 * block))
     with caplog.at_level(logging.WARNING):
-        assert store.regain() == 50
+        assert kv_cache.acquire() == 50
     assert "engine.memory" in caplog.text
-    keys, values = store.pages(1)
+    keys, values = kv_cache.blocks(1)
     assert keys.shape == values.shape == (51, 2, 4, 8)
     assert not keys.isnan().any()
     keys[7] = 1.0
-    store.copy_page(7, 9)
-    assert store.pages(1)[0][9].eq(1).all()
-    assert not store.pages(0)[0][9].any()
+    kv_cache.copy_block(7, 9)
+    assert kv_cache.blocks(1)[0][9].eq(1).all()
+    assert not kv_cache.blocks(0)[0][9].any()
     with pytest.raises(torch.OutOfMemoryError):
-        FixedStore(shape, 100, 4, CPU, Scarce(page)).regain()
+        StaticKVCache(shape, 100, 4, CPU, Scarce(block)).acquire()
 
 
 def test_memory_that_was_handed_back_comes_back_and_nothing_is_remembered() -> None:
     model = make()
     worker = _worker(model)
     memory = Scarce(1 << 30)
-    worker._store._memory = memory  # type: ignore[attr-defined]
+    worker._kv_cache._memory = memory  # type: ignore[attr-defined]
     contexts = prompts([13, 7])
     expected = [stock_greedy(model, context, 6) for context in contexts]
     assert [a.tokens for a in _greedy(worker, contexts, 6)] == expected
-    worker.hand_back()
-    assert (memory.given_back, worker._store.is_there) == (1, False)
+    worker.release_memory()
+    assert (memory.given_back, worker._kv_cache.is_allocated) == (1, False)
     answers = _greedy(worker, contexts, 6)
     assert [a.tokens for a in answers] == expected
     assert [a.cached_tokens for a in answers] == [0, 0]
@@ -269,19 +267,19 @@ def test_memory_that_was_handed_back_comes_back_and_nothing_is_remembered() -> N
 def test_whoever_does_not_fit_into_less_memory_is_told() -> None:
     model = make()
     worker = _worker(model)
-    page = 2 * 2 * 2 * 8 * 4 * 4
-    worker._store._memory = Scarce(33 * page)  # type: ignore[attr-defined]
+    block = 2 * 2 * 2 * 8 * 4 * 4
+    worker._kv_cache._memory = Scarce(33 * block)  # type: ignore[attr-defined]
     large, small = _greedy(worker, prompts([200, 9]), 6)
     assert isinstance(large, EngineError)
     assert "do not fit" in str(large)
     assert small.tokens == stock_greedy(model, prompts([200, 9])[1], 6)
     assert worker.room == 32 * 4
-    worker.hand_back()
-    worker._store._memory = Scarce(0)  # type: ignore[attr-defined]
+    worker.release_memory()
+    worker._kv_cache._memory = Scarce(0)  # type: ignore[attr-defined]
     (failed,) = _greedy(worker, [[1, 2, 3]], 6)
     assert isinstance(failed, EngineError)
     assert failed.retriable
-    worker._store._memory = Scarce(1 << 30)  # type: ignore[attr-defined]
+    worker._kv_cache._memory = Scarce(1 << 30)  # type: ignore[attr-defined]
     assert _greedy(worker, [[1, 2, 3]], 6)[0].tokens == stock_greedy(model, [1, 2, 3], 6)
 
 
@@ -292,17 +290,17 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make()
-    states = prefill.TurnParts.hidden_states
+    states = prefill.StepParts.hidden_states
     counts: list[int] = []
 
-    def scarce(parts: prefill.TurnParts, inputs: dict[str, Tensor], tables: Tensor) -> Any:
+    def scarce(parts: prefill.StepParts, inputs: dict[str, Tensor], block_tables: Tensor) -> Any:
         tokens = len(inputs["ids_T"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
         counts.append(tokens)
-        return states(parts, inputs, tables)
+        return states(parts, inputs, block_tables)
 
-    monkeypatch.setattr(prefill.TurnParts, "hidden_states", scarce)
+    monkeypatch.setattr(prefill.StepParts, "hidden_states", scarce)
     monkeypatch.setattr(prefill, "SIZES", sizes)
     monkeypatch.setattr(prefill, "_FEWEST_TOKENS", 4)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -313,8 +311,8 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     assert [a.tokens for a in answers] == [stock_greedy(model, c, 5) for c in contexts]
     assert max(counts) <= 20
     assert "engine.tokens_per_step" in caplog.text
-    assert worker.room == 64 * 4  # no page was given up for it
-    assert caplog.text.count("a padded pass") == (len(sizes) > 1)
+    assert worker.room == 64 * 4  # no block was given up for it
+    assert caplog.text.count("a padded prefill") == (len(sizes) > 1)
     scores: list[Any] = []
     tokens = prompts([50])[0]
     worker.submit(Request(tokens, 50, 50, Sampling(), scores.append, is_score=True))
@@ -332,7 +330,7 @@ def test_short_passes_over_static_buffers_give_what_long_ones_give(
 ) -> None:
     """Turns of several sessions come and go while others decode, some of them with the same beginning."""
     monkeypatch.setattr(prefill, "SIZES", sizes)
-    ran: list[Shape] = []
+    ran: list[GraphShape] = []
     run = StepGraphs.run
     monkeypatch.setattr(StepGraphs, "run", lambda self, shape: (ran.append(shape), run(self, shape))[1])
     model = make()
@@ -374,10 +372,10 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    cuda_runner._say.cache_clear()
+    cuda_runner._warn_slow.cache_clear()
     monkeypatch.setattr(cuda_runner, "sample", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
-    assert isinstance(worker._runner, Runner)
+    assert isinstance(worker._runner, TorchModelRunner)
     assert "odd vocabulary" in caplog.text
     _worker(model, lookahead=None)
     assert caplog.text.count("odd vocabulary") == 1
@@ -387,14 +385,14 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 def test_kernels_that_compute_something_else_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda_runner._say.cache_clear()
+    cuda_runner._warn_slow.cache_clear()
 
     def zeros(*arguments: Any, **_: Any) -> Tensor:
         return torch.zeros_like(arguments[0])
 
     monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", zeros)
     worker = _worker(make(), lookahead=None)
-    assert isinstance(worker._runner, Runner)
+    assert isinstance(worker._runner, TorchModelRunner)
     assert "other hidden states" in caplog.text
 
 
@@ -403,7 +401,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert cuda_runner.page_shape(model) == PageShape(layers, 2, 8, torch.float32)
+    assert cuda_runner.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:
@@ -416,7 +414,7 @@ def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:
     graphs.clear = lambda: cleared.append(None)
     torch.optim.AdamW(model.parameters()).step()
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    worker.hand_back()
+    worker.release_memory()
     worker.update_weights()
     assert (fingerprint(model), cleared) == (before, [])
     model.model.layers[0].mlp.down_proj.weight.data = torch.randn(32, 48)
@@ -441,9 +439,9 @@ def test_a_step_without_memory_goes_on_with_half_the_cache(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    worker = _worker(model, pages=128)
+    worker = _worker(model, blocks=128)
     contexts = prompts([20, 30, 11])
-    launch, calls = StaticRunner.launch, 0
+    launch, calls = CudaModelRunner.launch, 0
 
     def scarce(self: Any, *arguments: Any) -> Any:
         nonlocal calls
@@ -452,7 +450,7 @@ def test_a_step_without_memory_goes_on_with_half_the_cache(
             raise torch.OutOfMemoryError("no room for logits")
         return launch(self, *arguments)
 
-    monkeypatch.setattr(StaticRunner, "launch", scarce)
+    monkeypatch.setattr(CudaModelRunner, "launch", scarce)
     answers = _greedy(worker, contexts, 9)
     assert [a.tokens for a in answers] == [stock_greedy(model, c, 9) for c in contexts]
     assert worker.room == 4 * 16

@@ -10,28 +10,26 @@ import torch
 from engine_models import make, prompts, stock_greedy
 
 from ludus.core.generation import Sampling
-from ludus.engine import use_ludus_attention
+from ludus.engine import EngineCore, Request, use_ludus_attention
 from ludus.engine.cuda import graphs as graphs_module
 from ludus.engine.cuda import prefill
 from ludus.engine.cuda.decode import RowState
-from ludus.engine.cuda.graphs import Shape, StepGraphs
-from ludus.engine.cuda.runner import StaticRunner
-from ludus.engine.engine_core import Worker
-from ludus.engine.scheduler import Request
-from ludus.kernels.device import Mirror
+from ludus.engine.cuda.graphs import GraphShape, StepGraphs
+from ludus.engine.cuda.runner import CudaModelRunner
+from ludus.kernels.device import StagingBuffers
 
 SIZES = [prefill.SIZES, ((8, 2), (32, 3)), ((4, 1), (16, 2), (64, 64)), ((16, 1),)]
 
 
 class Graph:
-    """Stands in for a captured graph: the same step, as long as the tables are where they were."""
+    """Stands in for a captured graph: the same step, as long as the block_tables are where they were."""
 
-    def __init__(self, graphs: StepGraphs, shape: Shape, state: RowState) -> None:
+    def __init__(self, graphs: StepGraphs, shape: GraphShape, state: RowState) -> None:
         self._graphs, self._shape, self._state = graphs, shape, state
-        self._tables, self.result = state.tables, graphs._steps[shape.kind][0](shape)
+        self._tables, self.result = state.block_tables, graphs._steps[shape.kind][0](shape)
 
     def replay(self) -> None:
-        assert self._state.tables is self._tables, "a graph was kept whose tables have moved"
+        assert self._state.block_tables is self._tables, "a graph was kept whose block_tables have moved"
         result = self._graphs._steps[self._shape.kind][0](self._shape)
         if result is not None:  # where the first run has left it
             assert self.result is not None
@@ -42,29 +40,29 @@ class Flights:
     """Host buffers that are being copied to the device, and must not change before their step is received."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._under_way: list[tuple[Mirror, int, torch.Tensor]] = []
-        send = Mirror.send
+        self._in_flight: list[tuple[StagingBuffers, int, torch.Tensor]] = []
+        send = StagingBuffers.send
 
-        def sent(mirror: Mirror, copy: int) -> None:
-            self._under_way.append((mirror, copy, mirror._host_bytes[copy].clone()))
+        def sent(mirror: StagingBuffers, copy: int) -> None:
+            self._in_flight.append((mirror, copy, mirror._host_bytes[copy].clone()))
             send(mirror, copy)
 
-        monkeypatch.setattr(Mirror, "send", sent)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self._under_way.clear())
+        monkeypatch.setattr(StagingBuffers, "send", sent)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self._in_flight.clear())
 
-    def watch(self, runner: StaticRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(self, runner: CudaModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
         launch = runner.launch
 
         def launched(*given: Any) -> Any:
-            before = {id(flight) for flight in self._under_way}
+            before = {id(flight) for flight in self._in_flight}
             step = launch(*given)
-            own = {id(flight) for flight in self._under_way} - before
+            own = {id(flight) for flight in self._in_flight} - before
             result = step.result
 
             def received() -> Any:
-                for mirror, copy, content in self._under_way:
+                for mirror, copy, content in self._in_flight:
                     assert torch.equal(mirror._host_bytes[copy], content), "overwritten on its way"
-                self._under_way = [flight for flight in self._under_way if id(flight) not in own]
+                self._in_flight = [flight for flight in self._in_flight if id(flight) not in own]
                 return result()
 
             monkeypatch.setattr(step, "result", received)
@@ -73,8 +71,8 @@ class Flights:
         monkeypatch.setattr(runner, "launch", launched)
 
 
-def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Worker]:
-    """A worker that captures early, with odd sizes, narrow tables and little room."""
+def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, EngineCore]:
+    """A worker that captures early, with odd sizes, narrow block_tables and little room."""
     monkeypatch.setattr(prefill, "SIZES", source.choice(SIZES))
     monkeypatch.setattr(graphs_module, "_TRIES", source.choice([0, 1]))
     monkeypatch.setattr(graphs_module, "_PATIENCE", source.choice([0, 2]))
@@ -83,24 +81,24 @@ def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> 
     model = make(source.choice(["llama", "qwen2-window", "gemma2"]))
     use_ludus_attention(model)
     rows = source.choice([1, 2, 5, 70])
-    worker = Worker(
+    worker = EngineCore(
         model,
-        pages=source.choice([64, 400]),
-        page_size=source.choice([1, 4, 16]),
+        blocks=source.choice([64, 400]),
+        block_size=source.choice([1, 4, 16]),
         max_running=rows,
         tokens_per_step=source.choice([rows + 7, 100]),
         is_static=True,
         lookahead=source.choice([0, 1, 2]),
     )
     runner = worker._runner
-    assert isinstance(runner, StaticRunner)
+    assert isinstance(runner, CudaModelRunner)
     state = runner._prefill._parts.state
     if source.random() < 0.5:
-        state.tables = state.tables[:, :2].clone()  # too narrow for most
+        state.block_tables = state.block_tables[:, :2].clone()  # too narrow for most
     graphs = runner._graphs
     graphs._captures = True
 
-    def captured(shape: Shape) -> Any:
+    def captured(shape: GraphShape) -> Any:
         graph = Graph(graphs, shape, state)
         return graph, graph.result
 
@@ -110,7 +108,7 @@ def _captured_worker(source: random.Random, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _played(
-    worker: Worker, contexts: list[list[int]], new: list[int], source: random.Random
+    worker: EngineCore, contexts: list[list[int]], new: list[int], source: random.Random
 ) -> list[Any]:
     """Greedy answers of requests that come in a few at a time; one in ten draws in its own way."""
     replies: list[list[Any]] = [[] for _ in contexts]

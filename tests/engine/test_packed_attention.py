@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
-from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.engine.attention import Rule
+from ludus.engine import AttentionParams, PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.engine.packed_attention import split_by_length
 
 LENGTHS = [3, 17, 1, 29, 17, 8, 40, 5]
@@ -95,7 +94,7 @@ def test_only_views_lie_between_a_layer_and_its_attention(lengths: list[int]) ->
     """Selecting with an index instead would fill and copy a tensor for each of them in the backward pass."""
     context = PackedContext(lengths)
     states = [torch.randn(1, heads, sum(lengths), 4, requires_grad=True) for heads in (4, 2, 2)]
-    output = context.attend(0, states[0], states[1], states[2], Rule(0.5))
+    output = context.attend(0, states[0], states[1], states[2], AttentionParams(0.5))
     names: set[str] = set()
     waiting = [output.grad_fn]
     while waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ludus.engine.engine import Turnstile
+from ludus.engine import AdmissionQueue
 
 
 async def _settled() -> None:
@@ -13,7 +13,7 @@ async def _settled() -> None:
 
 
 async def test_first_come_first_served() -> None:
-    door = Turnstile(2)
+    door = AdmissionQueue(2)
     order: list[int] = []
 
     async def visit(number: int) -> None:
@@ -33,13 +33,13 @@ async def test_first_come_first_served() -> None:
     assert door.free == 2
 
 
-async def test_cancelled_and_expelled_visitors_leave_no_gap() -> None:
-    door = Turnstile(1)
+async def test_cancelled_and_expelled_waiters_leave_no_gap() -> None:
+    door = AdmissionQueue(1)
     assert await door.enter()
     cancelled, expelled, third = (asyncio.create_task(door.enter(tag)) for tag in ("a", "b", "c"))
     await _settled()
     cancelled.cancel()
-    door.expel("b")
+    door.cancel("b")
     await _settled()
     assert await expelled is False
     door.leave()
@@ -50,29 +50,29 @@ async def test_cancelled_and_expelled_visitors_leave_no_gap() -> None:
 
 async def test_one_who_is_let_in_and_turned_away_at_once_gives_the_place_back() -> None:
     for last_word in ("cancel", "expel"):
-        door = Turnstile(1)
+        door = AdmissionQueue(1)
         assert await door.enter()
-        visitor = asyncio.create_task(door.enter("s"))
+        waiter = asyncio.create_task(door.enter("s"))
         await _settled()
-        door.leave()  # the visitor has the place and does not know it yet
+        door.leave()  # the waiter has the place and does not know it yet
         if last_word == "cancel":
-            visitor.cancel()
+            waiter.cancel()
         else:
-            door.expel("s")
-        result = (await asyncio.gather(visitor, return_exceptions=True))[0]
+            door.cancel("s")
+        result = (await asyncio.gather(waiter, return_exceptions=True))[0]
         assert result is False or isinstance(result, asyncio.CancelledError)
         await _settled()
         assert door.free == 1
 
 
 def test_those_whose_loop_has_ended_are_passed_over() -> None:
-    door = Turnstile(1)
+    door = AdmissionQueue(1)
 
-    async def stay_in_line() -> None:
+    async def stay_in_queue() -> None:
         assert await door.enter()
         asyncio.create_task(door.enter())  # noqa: RUF006
         await _settled()
 
-    asyncio.run(stay_in_line())
+    asyncio.run(stay_in_queue())
     door.leave()
     assert door.free == 1
