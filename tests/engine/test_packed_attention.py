@@ -79,9 +79,9 @@ def test_packed_positions_without_a_context_are_refused() -> None:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=80))
-def test_blocks_cover_all_sequences_with_little_padding(lengths: list[int]) -> None:
+def test_padded_groups_cover_all_sequences_with_little_padding(lengths: list[int]) -> None:
     ordered = np.array(sorted(lengths, reverse=True))
-    ranges = split_by_length(ordered, padding=0.15, block_tokens=2000)
+    ranges = split_by_length(ordered, padding=0.15, group_tokens=2000)
     assert [i for first, stop in ranges for i in range(first, stop)] == list(range(len(lengths)))
     for first, stop in ranges:
         area = (stop - first) * int(ordered[first])

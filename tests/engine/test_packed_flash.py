@@ -82,7 +82,7 @@ def test_a_kernel_that_is_wrong_is_refused_in_one_line(
     with caplog.at_level(logging.WARNING):
         assert first_correct((wrong, wrong), CPU, torch.float32, 4, 2, 16) is None
     (record,) = caplog.records
-    assert "padded blocks" in record.getMessage()
+    assert "padded groups" in record.getMessage()
 
 
 def test_torchs_own_kernel_is_refused_where_it_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
