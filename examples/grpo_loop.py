@@ -187,7 +187,7 @@ async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
     """Train, print, and return the success on held-out tickets."""
     # a tokenizer is fitted to what the expert's episodes look like; a pretrained model brings its own
     by_bytes = ByteTokenizer()
-    shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN, SEED)
+    shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN[::8], SEED)
     segments = [s for group in shown for t in group.trajectories for s in t.sequences[0].segments]
     texts = [by_bytes.decode(segment.tokens) for segment in segments]
     model, tokenizer = load_model(ModelConfig(scratch=ScratchConfig(layers=2, width=128)), SEED, texts)
