@@ -145,13 +145,13 @@ def grpo_loss(model: nn.Module, groups: Sequence[ludus.Group]) -> Tensor:
         action_T=action_T,
     )
     advantages_T = grpo(inputs).advantages_T  # (r - mean) / std within the group, on each action token
-    sampled_A = torch.tensor([p for t in trajectories for p in t.logprobs])[
-        action_T
-    ]  # as the engine saw them
+    sampled_T = torch.tensor(
+        [p for t in trajectories for p in t.logprobs]
+    )  # as the engine reported them
     loss_A, _ = clipped_surrogate(
         LossInputs(
             logprobs_A=action_logprobs(model, trajectories),
-            old_A=sampled_A,
+            old_A=sampled_T[action_T],
             advantages_A=advantages_T[action_T],
             sequence_A=trajectory_T[action_T],
         )
@@ -190,7 +190,9 @@ async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
     shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN[::8], SEED)
     segments = [s for group in shown for t in group.trajectories for s in t.sequences[0].segments]
     texts = [by_bytes.decode(segment.tokens) for segment in segments]
-    model, tokenizer = load_model(ModelConfig(scratch=ScratchConfig(layers=2, width=128)), SEED, texts)
+    model, tokenizer = load_model(
+        ModelConfig(scratch=ScratchConfig(layers=2, width=128), device="cpu"), SEED, texts
+    )
     engine = EmbeddedEngine(model, tokenizer)  # samples this very module: weights are never copied
     policy, teacher = rollout(engine, tokenizer), rollout(engine, tokenizer, Demonstrator(expert))
 

@@ -352,13 +352,13 @@ def test_a_curriculum_that_cannot_be_run_is_no_ok(project: Path) -> None:
 
 OWN = """
 import torch
-from ludus.algos import Estimate
+from ludus.algos import Advantages
 
 def advantages(credit):
     return helper(credit)
 
 def helper(credit):
-    return Estimate(torch.ones(3) @ torch.ones(4))
+    return Advantages(torch.ones(3) @ torch.ones(4))
 
 def loss(sampled):
     return {}["nothing"]

@@ -51,7 +51,7 @@ def test_a_bf16_step_is_near_the_float32_step_of_a_cpu(
     expected = exact.step(packs(rows), imitation)
     model = small_model(torch.bfloat16, **SHAPE).to(CUDA)
     learner = learner_of(model)
-    monkeypatch.setattr(learner, "forget_gradients", lambda: None)
+    monkeypatch.setattr(learner, "clear_gradients", lambda: None)
     metrics = learner.step(packs(rows, budget), imitation)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.01)
     assert metrics["gradient_norm"] == pytest.approx(expected["gradient_norm"], rel=0.05)

@@ -6,6 +6,8 @@ ones it runs. `registry` has the tables of names.
 
 from __future__ import annotations
 
+from typing import Never
+
 from ludus.algos.advantages import (
     AdvantageInputs,
     Advantages,
@@ -141,3 +143,16 @@ __all__ = [
     "value_loss",
     "with_regularization",
 ]
+
+_RENAMED = {
+    "Credit": "AdvantageInputs",
+    "Estimate": "Advantages",
+    "Sampled": "LossInputs",
+    "credit_from": "inputs_from",
+}
+
+
+def __getattr__(name: str) -> Never:
+    if name in _RENAMED:
+        raise ImportError(f"ludus.algos.{name} is now ludus.algos.{_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
