@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.core.config_problems import OTHER_WORDS
+from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
 
 FROZEN = Path(__file__).with_name("surface.txt")
@@ -122,7 +122,7 @@ def test_the_schema_takes_recipes_and_refuses_mistakes(recipe: Path) -> None:
         assert not made.is_valid(raw | wrong), wrong
 
 
-@pytest.mark.parametrize("key", ["beta", "trainer.stage.dpo.beta", *sorted(OTHER_WORDS)])
+@pytest.mark.parametrize("key", ["beta", "trainer.stage.dpo.beta", *sorted(OTHER_FRAMEWORKS_KEYS)])
 def test_every_hint_of_the_settings_is_a_setting(key: str) -> None:
     """TRL's and verl's words too: what a hint names is shown when it is asked for."""
     from ludus.cli.settings import described
@@ -217,10 +217,10 @@ import sys, ludus
 loaded = lambda: print("LOADED", *set({HEAVY!r}) & set(sys.modules))
 ludus.tool, ludus.reward, ludus.Env, ludus.Agent, ludus.Recipe, ludus.Task, dir(ludus)
 loaded()
-from ludus.cli.main import explained
+from ludus.cli.main import run_command
 from ludus.cli.main import app
 for command in sys.argv[1:]:
-    explained(lambda **options: app(command.split(), **options))
+    run_command(lambda **options: app(command.split(), **options))
     loaded()
 """
 

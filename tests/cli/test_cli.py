@@ -12,7 +12,7 @@ import pytest
 from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
-from ludus.cli.main import app, explained
+from ludus.cli.main import app, run_command
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder
 
@@ -262,7 +262,7 @@ def test_mistakes_are_explained(
     for name in ("data/x", "a-run/recipe.json", "a-model/config.json"):
         (project / name).parent.mkdir()
         (project / name).write_text("{}")
-    code = explained(lambda **options: app(list(arguments), **options))
+    code = run_command(lambda **options: app(list(arguments), **options))
     said = capsys.readouterr().err
     assert code == 2
     assert message.replace("HERE", str(project)) in " ".join(said.split()) and "Traceback" not in said
@@ -283,7 +283,7 @@ def test_rollouts_that_all_failed_are_a_failure(
         "--out",
         "e.parquet",
     ]
-    code = explained(lambda **options: app(arguments, **options))
+    code = run_command(lambda **options: app(arguments, **options))
     said = " ".join(capsys.readouterr().err.split())
     assert code == 2
     assert "all episodes failed through no fault of the model's" in said and "no judge" in said
@@ -378,7 +378,7 @@ def test_mistakes_in_code_of_ones_own_are_told_in_a_line(
     (project / "own.py").write_text(OWN)
     name = "own.py:advantages" if setting == "algorithm" else "own.py:loss"
     arguments = ["train", "recipe.toml", "rewards=['task.py:later']", f"rl.{setting}={name}"]
-    code = explained(lambda **options: app(arguments, **options))
+    code = run_command(lambda **options: app(arguments, **options))
     said = capsys.readouterr().err
     assert code == 2 and "Traceback" not in said
     (line,) = [text for text in said.splitlines() if text.startswith("error: ")]
@@ -390,7 +390,7 @@ def test_mistakes_in_code_of_ones_own_are_told_in_a_line(
 def test_a_checkpoint_is_told_from_a_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ludus("train", "recipe.toml", "rl.steps=1")
     checkpoint = "runs/adding-001/checkpoints/step-000001"
-    assert explained(lambda **options: app(["eval", checkpoint], **options)) == 2
+    assert run_command(lambda **options: app(["eval", checkpoint], **options)) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"the checkpoint as the model: runs/adding-001 -m {checkpoint}" in said
 
@@ -518,7 +518,7 @@ def test_code_that_cannot_be_loaded_is_told_with_its_line(
 ) -> None:
     (project / "broken.py").write_text(text)
     words = ["train", "recipe.toml", f"tasks.train=broken.py:{reference}"]
-    code = explained(lambda **options: app(words, **options))
+    code = run_command(lambda **options: app(words, **options))
     said = capsys.readouterr().err
     assert code == 2
     assert message in " ".join(said.split()) and "tasks.train: " in said and "Traceback" not in said

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.check import _judged
+from ludus.cli.check import judge_tool_calls
 from ludus.cli.main import app
 from ludus.core.failures import Fault
 from ludus.core.messages import ToolResult
@@ -298,6 +298,6 @@ def test_numbers_beyond_reason_are_refused(setting: str) -> None:
 
 def test_a_tool_that_never_returns_is_warned_of() -> None:
     timed_out = ToolResult("took too long", fault=Fault.TOOL_TIMEOUT)
-    [(kind, text)] = _judged("buy", [(timed_out, None)] * 3)
+    [(kind, text)] = judge_tool_calls("buy", [(timed_out, None)] * 3)
     assert kind == "warning"
     assert "does it ever return" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludus.cli.main import app, explained
+from ludus.cli.main import app, run_command
 from ludus.observe import read_trajectories
 
 MODULE = '''
@@ -154,6 +154,6 @@ def test_rollouts_of_all_sets_and_of_one(project: Path) -> None:
 def test_mistakes_are_explained(
     project: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = explained(lambda **options: app(list(arguments), **options))
+    code = run_command(lambda **options: app(list(arguments), **options))
     said = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in said and "Traceback" not in said

@@ -131,10 +131,10 @@ def test_overrides_that_lead_nowhere_are_refused(override: str, message: str) ->
 
 
 def test_the_words_of_others_lead_to_keys_that_there_are() -> None:
-    from ludus.core.config_problems import OTHER_WORDS, reaches
+    from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS, has_key
     from ludus.training import Recipe
 
-    assert [word for word, ours in OTHER_WORDS.items() if not reaches([Recipe], ours)] == []
+    assert [word for word, ours in OTHER_FRAMEWORKS_KEYS.items() if not has_key([Recipe], ours)] == []
 
 
 def test_a_word_of_theirs_is_no_hint_where_it_leads_nowhere() -> None:

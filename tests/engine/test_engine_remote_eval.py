@@ -12,7 +12,7 @@ import pytest
 from openai_server import OpenAIServer, chat, error, serving, text
 from typer.testing import CliRunner
 
-from ludus.cli.main import app, explained
+from ludus.cli.main import app, run_command
 from ludus.core.generation import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import read_trajectories
@@ -227,7 +227,7 @@ def test_a_model_is_the_same_here_and_there(project: Path) -> None:
 
 def failing(server: OpenAIServer | None, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     words = [word.replace("URL", server.url if server else "") for word in arguments]
-    code = explained(lambda **options: app(["eval", "recipe.toml", *words], **options))
+    code = run_command(lambda **options: app(["eval", "recipe.toml", *words], **options))
     assert code == 2
     return " ".join(capsys.readouterr().err.split())
 
@@ -264,5 +264,5 @@ def test_a_server_that_always_fails_is_an_error_and_no_table(
 
 
 def test_rollout_says_what_an_address_is_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = explained(lambda **options: app(["rollout", "recipe.toml", "-m", "http://x/v1"], **options))
+    code = run_command(lambda **options: app(["rollout", "recipe.toml", "-m", "http://x/v1"], **options))
     assert code == 2 and "evaluated only" in " ".join(capsys.readouterr().err.split())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observe_strategies import texts, values
 
-from ludus.observe.encoding import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe import Opaque, dump_value, escape, load_value, unescape
 
 
 @given(texts)

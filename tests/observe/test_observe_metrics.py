@@ -8,6 +8,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, TokenSequence
 from ludus.observe import (
     CATALOGUE,
+    SPLITS,
     catalogue_markdown,
     combine,
     definition_of,
@@ -16,7 +17,6 @@ from ludus.observe import (
     rollout_metrics,
     undefined,
 )
-from ludus.observe.metrics import SPLITS
 
 
 def group(*episodes):

@@ -15,11 +15,12 @@ from ludus.observe import (
     episode_text,
     plot_curve,
     printable,
+    series,
     setup_logging,
+    smoothed,
     table_markdown,
     table_rich,
 )
-from ludus.observe.report import series, smoothed
 
 NUMBERS = {
     "reward": 0.5,

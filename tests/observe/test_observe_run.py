@@ -11,8 +11,7 @@ from observe_strategies import episode
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.observe import RunFolder, RunWriter, TensorBoardSink, find_runs
-from ludus.observe.files import FolderLock
+from ludus.observe import FolderLock, RunFolder, RunWriter, TensorBoardSink, find_runs
 
 
 def write_steps(run, steps):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.observe.statistics import (
+from ludus.observe import (
     Estimate,
     all_at_k,
     average_at_k,

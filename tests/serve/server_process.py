@@ -21,8 +21,8 @@ from ludus.core.task import Task
 
 TOOLS = Path(__file__).parent / "served_tools.py"
 _PROGRAM = (
-    "import sys; from ludus.cli.main import explained; from ludus.cli.serve import serve_app; "
-    "sys.exit(explained(serve_app))"
+    "import sys; from ludus.cli.main import run_command; from ludus.cli.serve import serve_app; "
+    "sys.exit(run_command(serve_app))"
 )
 
 

@@ -22,7 +22,7 @@ from ludus.core.concurrency import shared_threads
 from ludus.core.failures import Boundary, ConfigError, Failure, Fault, InfraError, ToolFault
 from ludus.core.messages import ToolContext, ToolResult
 from ludus.core.task import Task
-from ludus.core.user_code import forget_shown
+from ludus.core.user_code import reset_error_counts
 from ludus.tools import Tool, tool
 from ludus.tools.tool import Limiter
 
@@ -425,7 +425,7 @@ PRICES = {"tea": 2}
 
 @pytest.fixture
 def shown(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    forget_shown()
+    reset_error_counts()
     return caplog
 
 

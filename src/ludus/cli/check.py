@@ -15,7 +15,7 @@ from ludus.core.failures import ConfigError, Failure, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
-from ludus.core.user_code import first_accidents, forget_shown, waiting_places
+from ludus.core.user_code import first_call_errors, pending_locations, reset_error_counts
 from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
@@ -110,7 +110,7 @@ async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]
     done, _ = await asyncio.wait([task], timeout=seconds)
     if done:
         return task.result()
-    places = waiting_places()
+    places = pending_locations()
     task.cancel()
     await asyncio.wait([task], timeout=GRACE)
     where = f": it waits at {', '.join(places)}" if places else ""
@@ -185,7 +185,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     from ludus.training.models import fit_tokenizer
     from ludus.training.run_context import build_rollout, tool_specs
 
-    forget_shown()
+    reset_error_counts()
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
     budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS})
@@ -199,7 +199,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
                 playing = replace(rollout, agent=trial, budgets=budgets, scorer=Scorer(()), retries=0)
                 trajectory = await playing.play(parts.tasks[0], attempt=variant, seed=recipe.seed)
                 played.append((trial.result, trajectory.failure))
-            findings += _judged(spec.name, played)
+            findings += judge_tool_calls(spec.name, played)
     finally:
         await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
         await shut(rollout.tools)
@@ -218,7 +218,7 @@ class OneCall(Agent):
         [(_, self.result)] = await episode.call([self.call])
 
 
-def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]]) -> Findings:
+def judge_tool_calls(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]]) -> Findings:
     """What calls of one tool with different arguments tell about it."""
     failures = [failure for _, failure in played if failure is not None]
     if failures:
@@ -226,7 +226,7 @@ def _judged(tool: str, played: Sequence[tuple[ToolResult | None, Failure | None]
     results = [result for result, _ in played if result is not None]
     if any(result.fault is None for result in results):
         return []
-    accidents = first_accidents(tool)
+    accidents = first_call_errors(tool)
     if len(accidents) == len(results) and len(set(accidents)) == 1:
         fix = "mend it; or, if it refuses arguments in this way, let it raise ToolFault, which says so"
         return [("error", f"the tool {tool!r} raises {accidents[0]}, whatever it is given: {fix}")]

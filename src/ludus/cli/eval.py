@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.core.config import apply_overrides
-from ludus.core.failures import ConfigError, LudusError, lost_warning, most_frequent
+from ludus.core.failures import ConfigError, LudusError, failed_episodes_warning, most_frequent_failure
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine.remote import RemoteOptions, is_address
 from ludus.observe import (
+    Cell,
     RunFolder,
     episode_text,
     find_runs,
@@ -28,7 +29,6 @@ from ludus.observe import (
     table_rich,
     write_groups,
 )
-from ludus.observe.report import Cell
 from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, find_model
 from ludus.training.evaluation.report import (
     comparison_table,
@@ -55,7 +55,7 @@ from ludus.training.report import best_of
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlayOptions:
     """What both commands take; None leaves it to the recipe."""
 
     tasks: int | None
@@ -84,7 +84,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class StudyOptions:
+class EvalOptions:
     """What `ludus eval` takes beside what both commands take."""
 
     models: Sequence[str]
@@ -117,7 +117,7 @@ class StudyOptions:
         )
 
 
-SHOWN = {
+SHOWN_METRICS = {
     "success": "success",
     "reward": "reward",
     "turns": "turns",
@@ -131,7 +131,7 @@ SHOWN = {
 
 
 def run_evaluation(
-    source: Path, overrides: list[str], study_options: StudyOptions, options: Options
+    source: Path, overrides: list[str], study_options: EvalOptions, options: PlayOptions
 ) -> None:
     """Measure on the held-out tasks of all sets, write the results into a folder, and show them."""
     recipe, parts = load(source, overrides, None)
@@ -144,7 +144,7 @@ def run_evaluation(
     attempts = options.attempts or recipe.evaluation.attempts
     measured = [one for one in sets if one.name in {part.name for part in held_out}]
     settings = settings_of(measured, [part.tasks for part in held_out], attempts, sampling, options.seed)
-    turns = numbers_of(study_options.turns, "--turns")
+    turns = parse_numbers(study_options.turns, "--turns")
     how = _statistics(study_options, held_out, attempts)
     own = str(source) if source.is_dir() else None
     if study_options.checkpoint is not None:
@@ -178,7 +178,7 @@ def run_evaluation(
         console.print(Text(str(path)), soft_wrap=True)
 
 
-async def _players(recipe: Recipe, own: str | None, options: StudyOptions) -> list[EvalModel]:
+async def _players(recipe: Recipe, own: str | None, options: EvalOptions) -> list[EvalModel]:
     """The models in order, `own` when none is named; the one they are compared with is the last."""
     names: list[str | None] = [*options.models] or [own]
     if options.against is not None:
@@ -193,9 +193,9 @@ def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFold
     return ResultsFolder.numbered(recipe.name, settings)
 
 
-def _statistics(options: StudyOptions, held_out: Sequence[EvalTasks], attempts: int) -> SummaryOptions:
+def _statistics(options: EvalOptions, held_out: Sequence[EvalTasks], attempts: int) -> SummaryOptions:
     """How to look at what will be measured; several task sets are told apart where nothing else is."""
-    ks = numbers_of(options.pass_at, "--pass-at")
+    ks = parse_numbers(options.pass_at, "--pass-at")
     if ks and ks[-1] > attempts:
         raise ConfigError(f"pass@{ks[-1]} needs --attempts {ks[-1]} or more, not {attempts}")
     several = [TASK_SET] if len(held_out) > 1 else []
@@ -216,7 +216,7 @@ def _warn_of_scratch(recipe: Recipe) -> None:
         Console(stderr=True).print(Text(text, style="yellow"), soft_wrap=True)
 
 
-def numbers_of(text: str | None, option: str) -> tuple[int, ...]:
+def parse_numbers(text: str | None, option: str) -> tuple[int, ...]:
     """The numbers of `2,4,8`, in order."""
     if text is None:
         return ()
@@ -229,7 +229,7 @@ def numbers_of(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _show(console: Console, study: Study, options: Options) -> None:
+def _show(console: Console, study: Study, options: PlayOptions) -> None:
     trajectories = [t for m in study.measured for t in m.evaluation.trajectories]
     _show_episodes(console, trajectories[: options.show])
     kept = sum(measured.kept for measured in study.measured)
@@ -257,7 +257,7 @@ def run_rollout(
     model: str | None,
     checkpoint: str | None,
     task_sets: Sequence[str],
-    options: Options,
+    options: PlayOptions,
 ) -> None:
     """Play training tasks, of all sets or of those that are named."""
     if checkpoint is not None:
@@ -334,7 +334,9 @@ def _refuse_checkpoint(source: Path) -> None:
         )
 
 
-def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], options: Options) -> None:
+def _play(
+    recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], options: PlayOptions
+) -> None:
     from ludus.training.api import play  # torch and transformers come with it
 
     console = Console()
@@ -350,11 +352,11 @@ def _play(recipe: Recipe, parts: Parts, tasks: Mapping[str, Sequence[Task]], opt
         write_groups(options.out, result.groups, split="rollout")
         console.print(Text(f"episodes: {options.out}"))
     failures = [t.failure for t in result.trajectories if t.failure is not None]
-    if text := lost_warning(failures, len(result.trajectories), "played"):
+    if text := failed_episodes_warning(failures, len(result.trajectories), "played"):
         console.print(Text(f"warning: {printable(text)}", style="yellow"), soft_wrap=True)
     if failures and len(failures) == len(result.trajectories):
         raise LudusError(
-            f"all episodes failed through no fault of the model's. {most_frequent(failures)}"
+            f"all episodes failed through no fault of the model's. {most_frequent_failure(failures)}"
         )
 
 
@@ -374,7 +376,7 @@ def _metrics_table(result: Evaluation) -> tuple[tuple[str, ...], list[list[Cell]
         found = {"all": result.metrics} | {name: rollout_metrics(own) for name, own in sets.items()}
     rows: list[list[Cell]] = [
         [label, *(round(one[name], 3) if name in one else None for one in found.values())]
-        for name, label in SHOWN.items()
+        for name, label in SHOWN_METRICS.items()
         if name in result.metrics
     ]
     return ("metric", *found), rows

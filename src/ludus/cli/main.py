@@ -35,7 +35,7 @@ app.add_typer(serve_app, name="serve")
 
 # Which package the command line's errors come from differs between versions of typer (some bring their own
 # copy of click), so the class is found as an ancestor of one that typer exports.
-UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 RecipeArgument = Annotated[
     Path | None,
@@ -156,12 +156,12 @@ def evaluate(
     out: Out = None,
 ) -> None:
     """Measure models on held-out tasks: `ludus eval runs/safe-001`, or `ludus eval recipe.toml -m MODEL`."""
-    from ludus.cli.eval import Options, StudyOptions, run_evaluation
+    from ludus.cli.eval import EvalOptions, PlayOptions, run_evaluation
 
-    options = Options(
+    options = PlayOptions(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
-    study = StudyOptions(
+    study = EvalOptions(
         model or [], against, turns, pass_at, by, results, tokenizer, prompt, tools, request, checkpoint
     )
     run_evaluation(recipe, overrides or [], study, options)
@@ -192,9 +192,9 @@ def rollout(
     out: Out = None,
 ) -> None:
     """Play episodes on training tasks and look at them: `ludus rollout runs/safe-001 --tasks 3`."""
-    from ludus.cli.eval import Options, run_rollout
+    from ludus.cli.eval import PlayOptions, run_rollout
 
-    options = Options(
+    options = PlayOptions(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
     run_rollout(recipe, overrides or [], model, checkpoint, task_sets or [], options)
@@ -255,9 +255,9 @@ def show(
     limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
 ) -> None:
     """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
-    from ludus.cli.show import Wanted, show_episodes
+    from ludus.cli.show import EpisodeFilter, show_episodes
 
-    wanted = Wanted(step, split, task, attempt, failed)
+    wanted = EpisodeFilter(step, split, task, attempt, failed)
     show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
 
 
@@ -330,30 +330,30 @@ def _finish(findings: list[tuple[str, str]], what: str) -> None:
         raise typer.Exit(1)
 
 
-def explained(command: Callable[..., Any]) -> int:
-    """Run a command; what Ludus raises on purpose is explained in a message instead of a traceback."""
+def run_command(command: Callable[..., Any]) -> int:
+    """Run a command; errors that Ludus raises on purpose become a message instead of a traceback."""
     try:
         result = command(standalone_mode=False)
     except LudusError as error:
         if "LUDUS_TRACEBACK" in os.environ:
             raise
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return 2
     except OSError as error:
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return 2
-    except UsageProblem as error:
+    except ClickError as error:
         error.show()
         return int(error.exit_code)
     except typer.Exit as ending:
         return int(ending.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        _say("stopped")
+        _print_error("stopped")
         return 130
     return result if isinstance(result, int) else 0
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
@@ -364,7 +364,7 @@ def run() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # references such as file.py:function are looked for where the user stands
     sys.path.insert(0, str(Path.cwd()))
-    sys.exit(explained(app))
+    sys.exit(run_command(app))
 
 
 if __name__ == "__main__":

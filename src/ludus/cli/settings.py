@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ludus.core.config_problems import OTHER_WORDS
+from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
 from ludus.training.recipe import Recipe, find_recipe
 
@@ -144,7 +144,7 @@ def _alike(key: str, wanted: list[str]) -> list[str]:
     every = [f"{place}.{name}".lstrip(".") for place, t in places for name in t.model.model_fields]
     *within, last = wanted or [key]
     same = [one for one in every if one.split(".")[-1] == last]
-    ours = [OTHER_WORDS[last.lower()]] if last.lower() in OTHER_WORDS else []
+    ours = [OTHER_FRAMEWORKS_KEYS[last.lower()]] if last.lower() in OTHER_FRAMEWORKS_KEYS else []
     # in a table that there is, its own key of that name comes before what others call so
     own = sorted([one for one in same if within and one.startswith(f"{within[0]}.")], key=len)
     near = own or [*ours, *same] or get_close_matches(key, every, n=3)

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
-from ludus.observe import RunFolder, episode_text, printable
-from ludus.observe.run_folder import TrajectoryFile
-from ludus.observe.trajectory_store import select_trajectories
+from ludus.observe import RunFolder, TrajectoryFile, episode_text, printable, select_trajectories
 
 if TYPE_CHECKING:
     from ludus.core.tokenizer import Tokenizer
@@ -24,7 +22,7 @@ _ALL = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EpisodeFilter:
     """Which episodes to show; None and False leave a thing open."""
 
     step: int | None = None
@@ -41,7 +39,7 @@ class Wanted:
         )
 
 
-def show_episodes(source: Path, wanted: Wanted, *, limit: int, prompt: bool, full: bool) -> None:
+def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bool, full: bool) -> None:
     """Print the episodes that are wanted, those of the newest step first; 0 sets no limit."""
     files = _files(source, wanted)
     tokenizer = _tokenizer(source) if prompt else None
@@ -83,7 +81,7 @@ def _print(text: str) -> None:
     print(text.encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def _files(source: Path, wanted: Wanted) -> list[TrajectoryFile]:
+def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
     """The files of episodes to look at, the newest first."""
     if source.is_file():
         return [TrajectoryFile(0, "file", source)]
@@ -97,13 +95,15 @@ def _files(source: Path, wanted: Wanted) -> list[TrajectoryFile]:
     ]
 
 
-def _found(files: list[TrajectoryFile], wanted: Wanted) -> Iterator[tuple[TrajectoryFile, Trajectory]]:
+def _found(
+    files: list[TrajectoryFile], wanted: EpisodeFilter
+) -> Iterator[tuple[TrajectoryFile, Trajectory]]:
     for file in files:
         for trajectory in select_trajectories(file.path, wanted.fits):
             yield file, trajectory
 
 
-def _hint(source: Path, files: list[TrajectoryFile], wanted: Wanted) -> str:
+def _hint(source: Path, files: list[TrajectoryFile], wanted: EpisodeFilter) -> str:
     if source.is_file():
         return ""
     recorded = sorted({file.step for file in RunFolder(source).trajectory_files()})

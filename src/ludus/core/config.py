@@ -9,12 +9,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
-from ludus.core.config_problems import explained, refuse_lookalikes
+from ludus.core.config_errors import problem_lines, refuse_coercion
 from ludus.core.failures import ConfigError, not_there
 from ludus.core.messages import Json
 
 
-def _at_home(place: str) -> str:
+def _expand_home(place: str) -> str:
     if not place.startswith("~"):
         return place
     try:
@@ -25,7 +25,7 @@ def _at_home(place: str) -> str:
         ) from None
 
 
-Place = Annotated[str, AfterValidator(_at_home)]
+Place = Annotated[str, AfterValidator(_expand_home)]
 """A file or folder, or something by a name; what begins with ~ is in a home."""
 
 
@@ -44,7 +44,7 @@ class Config(BaseModel):
     @classmethod
     def _kinds_are_meant(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping):
-            refuse_lookalikes(cls, raw)
+            refuse_coercion(cls, raw)
         return raw
 
     @classmethod
@@ -53,7 +53,7 @@ class Config(BaseModel):
         try:
             return cls.model_validate(dict(raw))
         except ValidationError as error:
-            lines = explained(cls, error.errors())
+            lines = problem_lines(cls, error.errors())
             raise ConfigError("\n".join([f"{source} has {len(lines)} problem(s):", *lines])) from None
 
     @classmethod

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ludus.core.user_code import located
+from ludus.core.user_code import error_with_location
 
 
 class Fault(StrEnum):
@@ -57,7 +57,7 @@ class Failure:
     def of(cls, error: BaseException, boundary: Boundary, attempts: int = 1) -> Failure:
         """The record of `error`; an `InfraError` keeps the boundary it already names."""
         if not isinstance(error, InfraError):
-            return cls(boundary, type(error).__name__, located(error), attempts)
+            return cls(boundary, type(error).__name__, error_with_location(error), attempts)
         cause: BaseException = error
         while isinstance(cause, InfraError) and cause.kind is None and cause.__cause__ is not None:
             cause = cause.__cause__
@@ -66,7 +66,7 @@ class Failure:
         return cls(error.boundary, kind, str(error) or kind, max(attempts, error.attempts))
 
 
-def most_frequent(failures: Iterable[Failure]) -> str:
+def most_frequent_failure(failures: Iterable[Failure]) -> str:
     """What to say of many failures: the one that happened most often, and how often."""
     counted = Counter((failure.boundary, failure.message) for failure in failures)
     (boundary, message), count = counted.most_common(1)[0]
@@ -77,13 +77,13 @@ NOTABLE_SHARE = 0.05
 """From this share of lost episodes on, people are warned."""
 
 
-def lost_warning(failures: Sequence[Failure], played: int, which: str) -> str | None:
+def failed_episodes_warning(failures: Sequence[Failure], played: int, which: str) -> str | None:
     """A warning that so many of `which` episodes were lost, and why; None where few were."""
     if not failures or len(failures) < NOTABLE_SHARE * played:
         return None
     return (
         f"{len(failures)} of {played} {which} episodes ({len(failures) / played:.0%}) failed through no fault "
-        f"of the model's and were not scored. {most_frequent(failures)}"
+        f"of the model's and were not scored. {most_frequent_failure(failures)}"
     )
 
 

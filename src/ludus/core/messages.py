@@ -218,16 +218,16 @@ class ToolContext:
     """Whether the episode is this one call, so that nothing it leaves behind will be needed."""
 
 
-yielding_slot: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar(
-    "yielding_slot", default=None
+slot_release: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar(
+    "slot_release", default=None
 )
 """Set by what runs calls, such as a server: leaves the call's slot to others for the length of a block."""
 
 
 @contextmanager
-def waiting_for_others() -> Iterator[None]:
+def released_slot() -> Iterator[None]:
     """Around a wait for something that other calls hold, and may need a slot of their own to give back."""
-    yielding = yielding_slot.get()
+    yielding = slot_release.get()
     if yielding is None:
         yield
     else:

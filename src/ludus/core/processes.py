@@ -208,7 +208,7 @@ class _Worker:
         try:
             process_worker.send(self._connection, data)
         except OSError as error:
-            raise WorkerError(self._obituary()) from error
+            raise WorkerError(self._death_message()) from error
 
     def receive(self, timeout: float | None) -> Any:
         """The next message, or None when the deadline passes before its first byte is there."""
@@ -217,11 +217,11 @@ class _Worker:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
             if not self.is_alive and not self._readable(0.0):
-                raise WorkerError(self._obituary())
+                raise WorkerError(self._death_message())
         try:
             data = process_worker.receive(self._connection)
         except (EOFError, OSError) as error:
-            raise WorkerError(self._obituary()) from error
+            raise WorkerError(self._death_message()) from error
         try:
             return pickle.loads(data)
         except Exception as error:  # noqa: BLE001 - whatever user classes raise while unpickling
@@ -250,7 +250,7 @@ class _Worker:
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(wait * 1000))
 
-    def _obituary(self) -> str:
+    def _death_message(self) -> str:
         patience = time.monotonic() + 1.0
         while self.is_alive and time.monotonic() < patience:
             time.sleep(0.005)

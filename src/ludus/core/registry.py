@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ludus.core.failures import ConfigError, LudusError, not_there
-from ludus.core.user_code import located
+from ludus.core.user_code import error_with_location
 
 
 class Registry(Mapping[str, str]):
@@ -135,4 +135,4 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _broken(where: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{where} cannot be imported: {located(error)}")
+    return ConfigError(f"{where} cannot be imported: {error_with_location(error)}")

@@ -67,8 +67,8 @@ class UserError:
     def of(cls, error: BaseException) -> UserError:
         return cls(
             type(error).__name__,
-            said(error),
-            place_of(error),
+            error_text(error),
+            error_location(error),
             traceback_text(error),
             is_accident(error),
             is_bug(error),
@@ -79,7 +79,7 @@ class UserError:
         return self.text if self.place is None else f"{self.text} ({self.place})"
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error in one bounded line: its kind and its message."""
     try:
         text = str(error)
@@ -89,13 +89,13 @@ def said(error: BaseException) -> str:
     return (f"{name}: {text}" if text else name)[:_MOST_CHARS]
 
 
-def located(error: BaseException) -> str:
+def error_with_location(error: BaseException) -> str:
     """The same with file and line: "KeyError: 'missing' (shop.py:41 in reset)"."""
-    place = place_of(error)
-    return said(error) if place is None else f"{said(error)} ({place})"
+    place = error_location(error)
+    return error_text(error) if place is None else f"{error_text(error)} ({place})"
 
 
-def place_of(error: BaseException) -> str | None:
+def error_location(error: BaseException) -> str | None:
     """The innermost frame of user code; of a library, where there is none; else None."""
     frames = [
         (f, line)
@@ -166,7 +166,7 @@ def _is_of_code(error: BaseException) -> bool:
             return True
         return holder is not None and _is_of_user(type(holder))
     if isinstance(error, TypeError):
-        return _SIGNATURE.search(said(error)) is not None
+        return _SIGNATURE.search(error_text(error)) is not None
     return isinstance(error, _ALWAYS)
 
 
@@ -182,7 +182,7 @@ def _about(error: BaseException) -> str:
     if isinstance(error, NameError):
         return ""  # a name in the code, whatever it was given
     named = error.name if isinstance(error, AttributeError | ImportError) else None
-    return named or said(error)
+    return named or error_text(error)
 
 
 def mentions(text: str, values: Iterable[Any]) -> bool:
@@ -234,7 +234,7 @@ _fruitless: dict[str, list[str]] = {}
 _returned: set[str] = set()
 
 
-def show_once(log: logging.Logger, what: str, error: BaseException | UserError) -> None:
+def log_once(log: logging.Logger, what: str, error: BaseException | UserError) -> None:
     """Warn of an error of user code, with its traceback the first time that it comes from its place.
 
     `what` says what failed, such as "the reward 'success'".
@@ -252,7 +252,7 @@ def show_once(log: logging.Logger, what: str, error: BaseException | UserError) 
         log.warning("%s raised %s, %d times so far", what, found, count)
 
 
-def note_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
+def count_tool_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
     """Keep count of a tool's calls; one that raises by accident in all of its first calls is warned of."""
     with _lock:
         if error is None:
@@ -274,13 +274,13 @@ def note_call(log: logging.Logger, tool: str, error: UserError | None) -> None:
         )
 
 
-def first_accidents(tool: str) -> list[str]:
+def first_call_errors(tool: str) -> list[str]:
     """What a tool has raised by accident in its first calls, if it has never returned."""
     with _lock:
         return list(_fruitless.get(tool, ()))
 
 
-def forget_shown() -> None:
+def reset_error_counts() -> None:
     """Show everything anew, as a new run does."""
     with _lock:
         _counts.clear()
@@ -288,7 +288,7 @@ def forget_shown() -> None:
         _returned.clear()
 
 
-def waiting_places() -> list[str]:
+def pending_locations() -> list[str]:
     """Where in user code the coroutines of this event loop are waiting: file:line in function."""
     import asyncio  # not above: this file is read by processes that do without
 

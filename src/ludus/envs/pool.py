@@ -31,7 +31,7 @@ from pydantic import Field
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
-from ludus.core.user_code import located, show_once
+from ludus.core.user_code import error_with_location, log_once
 from ludus.envs.env import Env, Observation, call_env, reset_env
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class InstanceFactory:
             except Exception as error:
                 self.failures += 1
                 if not isinstance(error, LudusError):
-                    show_once(_log, f"making the environment {self._name!r}", error)
+                    log_once(_log, f"making the environment {self._name!r}", error)
                 if attempt > self._retries:
                     raise
         instance = Instance(env, time.monotonic())
@@ -135,7 +135,7 @@ class InstanceFactory:
         try:
             good = bool(await call_env(check, timeout=self._close_timeout))
         except Exception as error:  # noqa: BLE001 - whatever it raised, it is not healthy
-            show_once(_log, f"the health check of the environment {self._name!r}", error)
+            log_once(_log, f"the health check of the environment {self._name!r}", error)
             good = False
         self.failures += not good
         return good
@@ -148,7 +148,7 @@ class InstanceFactory:
                 await call_env(close, timeout=self._close_timeout)
         except Exception as error:  # noqa: BLE001 - an environment that cannot close must not stop us
             self.failures += 1
-            show_once(_log, f"closing the environment {self._name!r}", error)
+            log_once(_log, f"closing the environment {self._name!r}", error)
         finally:
             self._living.discard(instance)
             self.closed += 1
@@ -316,9 +316,11 @@ class EnvPool:
                     raise
                 self._instances.failures += 1
                 if not isinstance(error, InfraError):
-                    show_once(_log, f"resetting the environment {self.name!r}", error)
+                    log_once(_log, f"resetting the environment {self.name!r}", error)
                 if attempt > self._reset_retries:
-                    message = f"the environment {self.name!r} could not be reset: {located(error)}"
+                    message = (
+                        f"the environment {self.name!r} could not be reset: {error_with_location(error)}"
+                    )
                     raise InfraError(Boundary.ENV, message, attempts=attempt) from error
                 continue
             if self._is_closed:
@@ -389,7 +391,7 @@ class EnvPool:
             instance = await self._instances.make()
         except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
             self._places -= 1
-            message = f"an environment {self.name!r} could not be made: {located(error)}"
+            message = f"an environment {self.name!r} could not be made: {error_with_location(error)}"
             failure = InfraError(Boundary.ENV, message, attempts=self._reset_retries + 1)
             failure.__cause__ = error
             self._fail_first(error if isinstance(error, ConfigError) else failure)

@@ -1,11 +1,26 @@
 """What a run leaves behind, and what a person sees of it: metrics, episodes, checkpoints, reports."""
 
-from ludus.observe.checkpoints import Checkpoint, damage
-from ludus.observe.console import Progress, printable, setup_logging
-from ludus.observe.encoding import Opaque
-from ludus.observe.files import atomic_directory, atomic_file, atomic_write
+from ludus.observe.checkpoints import (
+    Checkpoint,
+    checkpoint_problems,
+    list_checkpoints,
+    new_checkpoint,
+    prune_checkpoints,
+    remove_checkpoints_after,
+)
+from ludus.observe.console import SHOWN_METRICS, Progress, printable, setup_logging
+from ludus.observe.encoding import Opaque, dump_value, escape, load_value, unescape
+from ludus.observe.files import (
+    FolderLock,
+    atomic_directory,
+    atomic_file,
+    atomic_write,
+    clean_leftovers,
+    remove_directory,
+)
 from ludus.observe.metrics import (
     CATALOGUE,
+    SPLITS,
     Metric,
     catalogue_markdown,
     combine,
@@ -15,24 +30,54 @@ from ludus.observe.metrics import (
     rollout_metrics,
     undefined,
 )
-from ludus.observe.report import episode_text, plot_curve, table_markdown, table_rich
+from ludus.observe.report import (
+    LOSSES,
+    Cell,
+    episode_text,
+    markdown_text,
+    plot_curve,
+    series,
+    smoothed,
+    table_markdown,
+    table_rich,
+)
 from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
 from ludus.observe.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
+from ludus.observe.statistics import (
+    Estimate,
+    PairedTest,
+    all_at_k,
+    average_at_k,
+    flip_test,
+    mean_interval,
+    paired_test,
+    pass_at_k,
+    sign_test,
+)
 from ludus.observe.trajectory_store import (
     StoreError,
     holds_trajectories,
+    read_failures,
     read_groups,
     read_trajectories,
+    select_trajectories,
     write_groups,
     write_trajectories,
 )
 
 __all__ = [
     "CATALOGUE",
+    "LOSSES",
+    "SHOWN_METRICS",
+    "SPLITS",
+    "Cell",
     "Checkpoint",
+    "Estimate",
+    "FolderLock",
     "JsonLinesSink",
     "Metric",
     "Opaque",
+    "PairedTest",
     "Progress",
     "RunFolder",
     "RunWriter",
@@ -41,28 +86,50 @@ __all__ = [
     "TensorBoardSink",
     "TrajectoryFile",
     "WandbSink",
+    "all_at_k",
     "atomic_directory",
     "atomic_file",
     "atomic_write",
+    "average_at_k",
     "catalogue_markdown",
+    "checkpoint_problems",
+    "clean_leftovers",
     "combine",
-    "damage",
     "definition_of",
+    "dump_value",
     "episode_text",
+    "escape",
     "find_runs",
+    "flip_test",
     "has_signal",
     "holds_trajectories",
+    "list_checkpoints",
+    "load_value",
+    "markdown_text",
+    "mean_interval",
+    "new_checkpoint",
+    "paired_test",
+    "pass_at_k",
     "plot_curve",
     "prefixed",
     "printable",
+    "prune_checkpoints",
+    "read_failures",
     "read_groups",
     "read_metrics",
     "read_trajectories",
+    "remove_checkpoints_after",
+    "remove_directory",
     "rollout_metrics",
+    "select_trajectories",
+    "series",
     "setup_logging",
+    "sign_test",
+    "smoothed",
     "table_markdown",
     "table_rich",
     "undefined",
+    "unescape",
     "write_groups",
     "write_trajectories",
 ]

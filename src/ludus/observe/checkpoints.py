@@ -44,7 +44,7 @@ def new_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     if step < 0:
         raise ValueError(f"a step is 0 or more, not {step}")
     target = folder / f"step-{step:06d}"
-    if target.is_dir() and (problems := damage(target)):
+    if target.is_dir() and (problems := checkpoint_problems(target)):
         _log.warning("the damaged checkpoint %s is replaced: %s", target, problems[0])
         remove_directory(target)
     with atomic_directory(target) as temporary:
@@ -57,7 +57,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """The checkpoints in `folder`, the oldest first. Damaged ones are left out, with a warning."""
     good: list[Checkpoint] = []
     for checkpoint in _named(folder):
-        if problems := damage(checkpoint.path):
+        if problems := checkpoint_problems(checkpoint.path):
             _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])
         else:
             good.append(checkpoint)
@@ -82,7 +82,7 @@ def remove_checkpoints_after(folder: Path, step: int) -> list[Checkpoint]:
     return removed
 
 
-def damage(checkpoint: Path, *, thorough: bool = False) -> list[str]:
+def checkpoint_problems(checkpoint: Path, *, thorough: bool = False) -> list[str]:
     """What is wrong with a checkpoint: files missing or of another size; `thorough`: or content."""
     try:
         files: dict[str, Json] = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]

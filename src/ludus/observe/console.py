@@ -85,7 +85,7 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-SHOWN: Mapping[str, str] = {
+SHOWN_METRICS: Mapping[str, str] = {
     "reward": "reward",
     "success": "success",
     "turns": "turns",
@@ -110,7 +110,7 @@ class Progress:
         total: int,
         title: str,
         *,
-        shown: Mapping[str, str] = SHOWN,
+        shown: Mapping[str, str] = SHOWN_METRICS,
         console: Console | None = None,
         first: int = 0,
         every: int | None = None,
@@ -160,7 +160,7 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True, highlight=False)
 
 
-def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN) -> str:
+def numbers_text(metrics: Mapping[str, float], shown: Mapping[str, str] = SHOWN_METRICS) -> str:
     """The shown numbers in one line, shares in per cent; those that are missing are left out."""
     parts = [
         f"{label} {_formatted(name, metrics[name])}"

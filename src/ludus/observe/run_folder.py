@@ -28,7 +28,7 @@ from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.checkpoints import (
     Checkpoint,
-    damage,
+    checkpoint_problems,
     list_checkpoints,
     new_checkpoint,
     prune_checkpoints,
@@ -148,7 +148,7 @@ class RunFolder:
     def latest_checkpoint(self, *, thorough: bool = False) -> Checkpoint | None:
         """The newest that is whole, by the sizes of its files; `thorough`: and by what is in them."""
         for checkpoint in reversed(self.checkpoints()):
-            problems = damage(checkpoint.path, thorough=True) if thorough else []
+            problems = checkpoint_problems(checkpoint.path, thorough=True) if thorough else []
             if not problems:
                 return checkpoint
             _log.warning("the checkpoint %s is left out: %s", checkpoint.path, problems[0])

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_type_hints
 
-from ludus.core.config_problems import misfit
+from ludus.core.config_errors import type_mismatch
 from ludus.core.failures import ConfigError
 from ludus.core.registry import Registry
 from ludus.core.trajectory import GroupReward, Reward
@@ -92,7 +92,7 @@ def _check_kinds(found: Any, name: str, options: Mapping[str, Any]) -> None:
     if isinstance(found, UserFunction):
         hints |= {key: get_type_hints(UserFunction.__init__)[key] for key in SETTINGS}
     for key, value in options.items():
-        if key in hints and (wanted := misfit(hints[key], value)):
+        if key in hints and (wanted := type_mismatch(hints[key], value)):
             raise ConfigError(f"{name!r}: {key} {wanted} (given: {value!r:.80})")
 
 

@@ -31,7 +31,7 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
-from ludus.core.user_code import defined_at, located, show_once
+from ludus.core.user_code import defined_at, error_with_location, log_once
 
 T = TypeVar("T")
 Parts = dict[str, float]
@@ -228,8 +228,8 @@ def _failure(
         place = defined_at(function) if function is not None else None
         what = f"{error} ({place})" if place else str(error)
     else:
-        what = located(error)
-        show_once(_log, f"the reward {name!r}", error)
+        what = error_with_location(error)
+        log_once(_log, f"the reward {name!r}", error)
     retriable = isinstance(error, ConnectionError | TimeoutError)
     return InfraError(
         Boundary.REWARD, f"the reward {name!r} failed: {what}", attempts=attempts, retriable=retriable

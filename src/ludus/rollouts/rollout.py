@@ -26,7 +26,7 @@ from ludus.core.messages import Message, ToolContext, ToolResult, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.core.user_code import located, show_once
+from ludus.core.user_code import error_with_location, log_once
 from ludus.envs import Env, EnvPool, Lease, call_env, step_env
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
@@ -55,7 +55,9 @@ async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:
     except (ConfigError, InfraError, MissingExtraError):
         raise
     except Exception as error:
-        message = f"the environment {name!r} could not say what its tools are: {located(error)}"
+        message = (
+            f"the environment {name!r} could not say what its tools are: {error_with_location(error)}"
+        )
         raise InfraError(Boundary.ENV, message) from error
     takes_text = getattr(type(env), "step", Env.step) is not Env.step
     names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]
@@ -149,7 +151,7 @@ class Rollout:
             except (ConfigError, MissingExtraError):
                 raise
             except Exception as error:  # noqa: BLE001 - what an agent or an expert raises ends its episode alone
-                show_once(log, "the agent", error)
+                log_once(log, "the agent", error)
                 _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
                 break
             finally:
@@ -274,7 +276,7 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
     try:
         await tools.close(context)
     except Exception as error:  # noqa: BLE001 - said so, and no more
-        show_once(log, "closing the tools of an episode", error)
+        log_once(log, "closing the tools of an episode", error)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

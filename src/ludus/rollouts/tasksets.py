@@ -10,7 +10,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, LudusError, MissingExtraError, not_there
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
-from ludus.core.user_code import located
+from ludus.core.user_code import error_with_location
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
@@ -47,7 +47,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
         except LudusError:
             raise
         except Exception as error:
-            raise ConfigError(f"{source} raised {located(error)}") from error
+            raise ConfigError(f"{source} raised {error_with_location(error)}") from error
         if not isinstance(found, Iterable) or isinstance(found, Mapping):
             raise ConfigError(f"{source} gives {type(found).__name__}, not a list")
         rows = _counted(source, found)

@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from ludus.core.messages import waiting_for_others
+from ludus.core.messages import released_slot
 from ludus.sandbox.body import Body
 from ludus.sandbox.closing import ClosedAtExit
 from ludus.sandbox.config import Limits, SandboxConfig
@@ -203,7 +203,7 @@ class Sandbox(ClosedAtExit):
         while self._idle and self._alive.locked():
             await self._idle.pop(0).session.close()
         if self._alive.locked():
-            with waiting_for_others():
+            with released_slot():
                 await self._alive.acquire()
         else:
             await self._alive.acquire()

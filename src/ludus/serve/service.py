@@ -12,7 +12,7 @@ import asyncio
 import secrets
 
 from ludus.core.failures import InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, yielding_slot
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, slot_release
 from ludus.core.task import Task
 from ludus.serve.admission import Admission, Share, Ticket
 from ludus.serve.journal import Entry, Journal, Outcome
@@ -151,7 +151,7 @@ class ToolService:
         except Problem as problem:
             return problem, False
         try:
-            yielding_slot.set(ticket.yielded)
+            slot_release.set(ticket.yielded)
             async with asyncio.timeout_at(deadline) as limit:
                 return await self._run(session, call), True
         except TimeoutError:

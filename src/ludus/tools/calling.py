@@ -40,7 +40,7 @@ from ludus.core.concurrency import DeadlineExceeded, FunctionExited, WorkerError
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
 from ludus.core.processes import NotPicklable, shared_processes
-from ludus.core.user_code import UserError, mentions, note_call, show_once
+from ludus.core.user_code import UserError, count_tool_call, log_once, mentions
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         own = _unwrapped(raised)
         return _raised(invocation, UserError.of(own), _message(own))
     if result.fault is None:
-        note_call(_log, invocation.tool, None)
+        count_tool_call(_log, invocation.tool, None)
     if result.reward is not None and not math.isfinite(result.reward):
         message = f"tool {invocation.tool!r} gave the reward {result.reward}, which is no finite number"
         raise InfraError(Boundary.TOOL, message, retriable=False)
@@ -130,11 +130,11 @@ def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResul
     is_open = invocation.is_loose and error.kind == "TypeError"
     is_bug = error.is_bug and not is_open and not mentions(error.about, given)
     if invocation.on_error == "failure" or (invocation.on_error == "auto" and is_bug):
-        show_once(_log, f"the tool {invocation.tool!r}", error)
+        log_once(_log, f"the tool {invocation.tool!r}", error)
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
     if invocation.on_error == "auto" and error.is_accident and not mentions(error.text, given):
-        show_once(_log, f"the tool {invocation.tool!r}", error)
-        note_call(_log, invocation.tool, error)
+        log_once(_log, f"the tool {invocation.tool!r}", error)
+        count_tool_call(_log, invocation.tool, error)
     return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)
 
 

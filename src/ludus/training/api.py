@@ -23,9 +23,10 @@ from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
-from ludus.core.user_code import forget_shown
+from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import (
+    SHOWN_METRICS,
     Checkpoint,
     JsonLinesSink,
     Progress,
@@ -35,7 +36,6 @@ from ludus.observe import (
     WandbSink,
     setup_logging,
 )
-from ludus.observe.console import SHOWN
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import RunProgress, UnsavedError, load_progress
 from ludus.training.conversations import Conversation
@@ -326,7 +326,7 @@ async def train_async(
     `objects` says what of the parts no recipe names, for whoever finds the folder later. `show` is where its
     progress is shown; `again`, how a run that was stopped is gone on with.
     """
-    forget_shown()  # each run shows the tracebacks of user code once
+    reset_error_counts()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
         check_parts(recipe, parts)
     if run is None:
@@ -443,10 +443,10 @@ _OWN = {
     "loss": "loss",
     "held_out_loss": "held-out loss",
 }
-_SHOWN = {**SHOWN} | {
+_SHOWN = {**SHOWN_METRICS} | {
     f"{stage}/{name}": label
     for stage in ("sft", "dpo", "rejection", "distill")
-    for name, label in {**SHOWN, **_OWN}.items()
+    for name, label in {**SHOWN_METRICS, **_OWN}.items()
 }
 """What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from pydantic import Field, StrictFloat, StrictInt, ValidationError, model_validator
 
 from ludus.core.config import Config
-from ludus.core.config_problems import explained
+from ludus.core.config_errors import problem_lines
 from ludus.core.failures import ConfigError
-from ludus.observe.metrics import SPLITS, definition_of
+from ludus.observe import SPLITS, definition_of
 from ludus.rollouts.episode import Budgets
 
 BUDGETS = "budgets."
@@ -100,7 +100,7 @@ class CurriculumConfig(Config):
             try:
                 Budgets.model_validate({name: value})
             except ValidationError as error:
-                (line,) = explained(Budgets, error.errors())
+                (line,) = problem_lines(Budgets, error.errors())
                 raise ValueError(f"{BUDGETS}{line.strip()}") from None
         if self.adaptive is not None and not self.adaptive.by.is_integer():
             raise ValueError(

@@ -25,8 +25,7 @@ import torch
 from safetensors import SafetensorError
 
 from ludus.core.failures import ConfigError, MissingExtraError, not_there
-from ludus.observe import atomic_directory
-from ludus.observe.files import remove_directory
+from ludus.observe import atomic_directory, remove_directory
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ludus.core.failures import lost_warning
+from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
-from ludus.observe import Checkpoint, RunWriter, prefixed
-from ludus.observe.files import remove_directory
+from ludus.observe import Checkpoint, RunWriter, prefixed, remove_directory
 from ludus.training.checkpoint import (
     RunProgress,
     check_sync,
@@ -215,7 +214,7 @@ class Trainer:
     def _warn_of_failures(self, groups: Sequence[Group], which: str) -> None:
         """Say that episodes are lost, once for each place where they are."""
         failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
-        text = lost_warning(failures, sum(len(group.trajectories) for group in groups), which)
+        text = failed_episodes_warning(failures, sum(len(group.trajectories) for group in groups), which)
         key = f"{which} {sorted({failure.boundary for failure in failures})}"
         if text is not None and key not in self._warned:
             self._warned.add(key)

@@ -8,17 +8,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent
+from ludus.core.failures import NOTABLE_SHARE, Failure, most_frequent_failure
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
+    LOSSES,
+    Cell,
     RunFolder,
     atomic_write,
     episode_text,
+    markdown_text,
     plot_curve,
+    read_failures,
     table_markdown,
 )
-from ludus.observe.report import LOSSES, Cell, markdown_text
-from ludus.observe.trajectory_store import read_failures
 from ludus.training.recipe import Recipe, learns, steps_of
 from ludus.training.settings import (
     EvaluationStageConfig,
@@ -197,7 +199,7 @@ def _warnings(run: RunFolder) -> list[str]:
         played, failed = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
         if failed and failed >= NOTABLE_SHARE * played:
             causes = list(_failures(run, split))
-            why = f" {most_frequent(causes)}" if causes else ""
+            why = f" {most_frequent_failure(causes)}" if causes else ""
             found.append(
                 f"{failed} of {played} {which} episodes ({failed / played:.0%}) failed through no fault of the "
                 f"model's and were not scored: what was measured is over the others.{why}"

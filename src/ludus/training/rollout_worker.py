@@ -28,8 +28,7 @@ from ludus.core.failures import ConfigError, Fault
 from ludus.core.generation import FinishReason
 from ludus.core.random import key
 from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajectory, is_success
-from ludus.observe import rollout_metrics
-from ludus.observe.metrics import has_signal
+from ludus.observe import has_signal, rollout_metrics
 from ludus.rollouts.episode import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS

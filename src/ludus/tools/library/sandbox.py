@@ -21,7 +21,7 @@ from pydantic import Field
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec, waiting_for_others
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec, released_slot
 from ludus.core.task import Task
 from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionEnded, shared_sandbox
 from ludus.tools.calling import Encode
@@ -66,7 +66,7 @@ class SessionLease:
 async def _turn_of(held: _Held) -> AsyncIterator[None]:
     """Our turn in a session; whoever waits for it leaves its slot to others."""
     if held.turn.locked():
-        with waiting_for_others():
+        with released_slot():
             await held.turn.acquire()
     else:
         await held.turn.acquire()

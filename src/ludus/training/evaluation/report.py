@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import lost_warning
+from ludus.core.failures import failed_episodes_warning
 from ludus.core.messages import Json
-from ludus.observe import atomic_file, atomic_write, printable, table_markdown
-from ludus.observe.report import Cell, markdown_text
-from ludus.observe.statistics import Estimate
+from ludus.observe import (
+    Cell,
+    Estimate,
+    atomic_file,
+    atomic_write,
+    markdown_text,
+    printable,
+    table_markdown,
+)
 from ludus.training.evaluation.evaluate import TASK_SET
 from ludus.training.evaluation.study import ModelResult, Study
 from ludus.training.evaluation.summary import ALL, Summary
@@ -58,7 +64,7 @@ def lost_warnings(study: Study) -> list[str]:
     for measured in study.measured:
         played = measured.evaluation.trajectories
         failures = [one.failure for one in played if one.failure is not None]
-        text = lost_warning(failures, len(played), f"{measured.model}'s")
+        text = failed_episodes_warning(failures, len(played), f"{measured.model}'s")
         found += [text] if text else []
     return found
 

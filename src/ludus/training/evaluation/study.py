@@ -22,14 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from ludus.core.failures import ConfigError, LudusError, most_frequent
+from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason
-from ludus.observe import atomic_write, read_groups, write_groups
-from ludus.observe.encoding import dump_value
-from ludus.observe.files import FolderLock
+from ludus.observe import FolderLock, atomic_write, dump_value, read_groups, write_groups
 from ludus.rollouts.rollout import Rollout
 from ludus.training.evaluation.evaluate import (
     EvalModel,
@@ -270,7 +268,7 @@ class _Board:
             )
         raise LudusError(
             f"no episode of {self._model} could be scored: {len(failures)} of {len(played)} failed through "
-            f"no fault of the model's. {most_frequent(failures)}"
+            f"no fault of the model's. {most_frequent_failure(failures)}"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory, is_success
-from ludus.observe.statistics import (
+from ludus.observe import (
     Estimate,
     PairedTest,
     all_at_k,

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from ludus.core.failures import ConfigError, LudusError, most_frequent
+from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine import context_limit, vocabulary_size
@@ -148,7 +148,7 @@ def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool
     if played and len(failures) / played > max_failures:
         raise LudusError(
             f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
-            f"max_failures = {max_failures:g} allows. {most_frequent(failures)}"
+            f"max_failures = {max_failures:g} allows. {most_frequent_failure(failures)}"
         )
 
 

@@ -30,7 +30,7 @@ _KINDS = {
 _WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
 
 
-OTHER_WORDS = {
+OTHER_FRAMEWORKS_KEYS = {
     "num_generations": "rl.attempts",
     "group_size": "rl.attempts",
     "n": "rl.attempts",
@@ -123,7 +123,7 @@ OTHER_WORDS = {
 """What TRL, verl and others call a key of a recipe, and what it is called here."""
 
 
-def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
+def problem_lines(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
     """A line for each key that has a problem: where, what, and what to do."""
     lines: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
@@ -135,7 +135,7 @@ def explained(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
     ]
 
 
-def refuse_lookalikes(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
+def refuse_coercion(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
     """Raise where a text stands for a number, or a truth does, or either for a truth.
 
     Pydantic would convert them. A recipe has kinds of its own for all three, so this is a mistake.
@@ -165,7 +165,7 @@ def _lookalike(annotation: Any, value: Any) -> str | None:
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def misfit(annotation: Any, value: Any) -> str | None:
+def type_mismatch(annotation: Any, value: Any) -> str | None:
     """What a value must be that would be taken for something else than it is; None where it would not.
 
     A text counts as true and a truth as a number; a number is no text, and a fraction no whole number. Whatever
@@ -247,12 +247,12 @@ def _unknown(
 ) -> str:
     """What to write instead of a key of the table at `place`: one of another table is named in full."""
     known = sorted({name for table in tables for name in table.model_fields})
-    ours = OTHER_WORDS.get(key.lower())
-    if ours is not None and reaches([whole], ours):
+    ours = OTHER_FRAMEWORKS_KEYS.get(key.lower())
+    if ours is not None and has_key([whole], ours):
         path, _, value = ours.partition(" = ")
         parts = path.split(".")
         # in this table or in one inside it, where that has it; then this table's key of that beginning
-        inner = [".".join(parts[i:]) for i in range(len(parts)) if reaches(tables, ".".join(parts[i:]))]
+        inner = [".".join(parts[i:]) for i in range(len(parts)) if has_key(tables, ".".join(parts[i:]))]
         inner += [name for name in known if key.lower().startswith(f"{name}_")]
         path = _dotted([*place, inner[0]]) if inner else path
         return f"unknown key; did you mean {path + (f' = {value}' if value else '')!r}?"
@@ -264,12 +264,12 @@ def _unknown(
     )
 
 
-def reaches(tables: Sequence[type[BaseModel]], path: str) -> bool:
+def has_key(tables: Sequence[type[BaseModel]], path: str) -> bool:
     """Whether a dotted key, with or without a value, can be set in one of these tables."""
     first, _, rest = path.partition(" = ")[0].partition(".")
     fields = [table.model_fields[first] for table in tables if first in table.model_fields]
     inner = [hint for field in fields for hint in _branches(field.annotation)]
-    return bool(fields) and (not rest or reaches(_tables(inner), rest))
+    return bool(fields) and (not rest or has_key(_tables(inner), rest))
 
 
 def _tags(tables: Sequence[type[BaseModel]]) -> str:
