@@ -15,7 +15,7 @@ from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.tools import as_toolset
 from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import RLConfig
+from ludus.training.settings import RLConfig, RolloutSettings
 from ludus.training.task_sampler import TaskSet
 
 RENDERER = Renderer(ByteTokenizer(), load_format("hermes"))
@@ -70,8 +70,8 @@ def task_set(
     return TaskSet(name, weight, given, [], rollout)
 
 
-def rl(**settings: Any) -> RLConfig:
-    return RLConfig.parse({"tasks": 4, "attempts": 2, **settings})
+def rl(**settings: Any) -> RolloutSettings:
+    return RLConfig.parse({"tasks": 4, "attempts": 2, **settings}).rollouts
 
 
 def ids(played: RolloutBatch) -> list[str]:

@@ -11,7 +11,7 @@ from ludus.engine import FakeEngine
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training import load_parts, load_recipe
 from ludus.training.models import fit_tokenizer
-from ludus.training.run_context import close_task_sets, play_expert, task_sets_on
+from ludus.training.run_context import build_task_sets, close_task_sets, play_expert
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ("smollm2_directory", "smollm2_safe", "smollm2_safe_lora")
@@ -24,7 +24,7 @@ async def test_experts_succeed_but_seldom_in_time(name: str, monkeypatch: pytest
     parts = load_parts(recipe)
     assert not {task.id for task in parts.tasks} & {task.id for task in parts.held_out}
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
-    sets = task_sets_on(FakeEngine([]), tokenizer, recipe, parts)
+    sets = build_task_sets(recipe, parts, FakeEngine([]), tokenizer)
     expert: Any = parts.demonstrations
     try:
         played = await play_expert(sets[0].rollout, expert, list(sets[0].tasks[:20]), seed=0)

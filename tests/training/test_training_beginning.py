@@ -217,3 +217,18 @@ def test_missing_files_are_named_by_their_key(tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing.jsonl")
     with pytest.raises(ConfigError, match=r"^tasks\.train: .*nothing"):
         ludus.training.load_parts(ludus.training.Recipe.parse({**tables, "tasks": {"train": missing}}))
+
+
+def test_keys_of_older_recipes_still_load() -> None:
+    """`max_failures` was a key of each stage, and sampling had keys that could only be switched off."""
+    model = {"model": {"scratch": {}}}
+    warm, other = {"max_failures": 0.5}, {"max_failures": 0.8}
+    assert ludus.training.Recipe.parse({**model, "warm_start": warm, "rl": other}).max_failures == 0.8
+    stages = [{"kind": "rejection", "max_failures": 0.1}, {"kind": "eval"}]
+    assert ludus.training.Recipe.parse({**model, "stage": stages}).max_failures == 0.1
+    own = {**model, "max_failures": 0.2, "rl": other}
+    assert ludus.training.Recipe.parse(own).max_failures == 0.2
+    with pytest.raises(ConfigError, match="max_failures: must be"):
+        ludus.training.Recipe.parse({**model, "rl": {"max_failures": 2}})
+    off = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert ludus.training.Recipe.parse({**model, "sampling": off}).sampling.temperature == 0.5

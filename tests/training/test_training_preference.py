@@ -421,7 +421,7 @@ def test_a_broken_file_of_pairs_says_where(line: str, tmp_path: Path) -> None:
     path.write_text("\n" + line, encoding="utf-8")
     with pytest.raises(ConfigError, match="line 2"):
         read_pairs(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="there is no file"):
         read_pairs(tmp_path / "missing.jsonl")
 
 

@@ -16,7 +16,7 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
 from ludus.training import Parts, Recipe, Result
-from ludus.training.run_context import close_task_sets, task_sets_on
+from ludus.training.run_context import build_task_sets, close_task_sets
 
 RL = {"kind": "rl", "steps": 3, "tasks": 4, "attempts": 2, "optimizer": {"learning_rate": 1e-2}}
 
@@ -156,7 +156,7 @@ async def test_recorded_tools_of_two_sets_are_kept_apart(
             "agent": {"record": {"path": str(tmp_path / "calls.sqlite"), "mode": mode}},
             "task_sets": [own, table],
         }
-        made = task_sets_on(FakeEngine([]), ByteTokenizer(), Recipe.parse(raw), Parts(tools=[add]))
+        made = build_task_sets(Recipe.parse(raw), Parts(tools=[add]), FakeEngine([]), ByteTokenizer())
         found = []
         for number, one in enumerate(made):
             context = ToolContext(f"{mode} {number}", Task.of(f"{mode} {number}"))

@@ -274,7 +274,7 @@ def test_the_loss_on_held_out_conversations(tmp_path: Path) -> None:
     share = run(tmp_path / "share", {**sft, "held_out": 0.5}, evaluation={"every": 2}, **whole)
     assert [row["step"] for row in share.metrics if "sft/held_out_loss" in row] == [1, 2, 4]
     for held_out, problem in (
-        ("none.jsonl", "stage.0.held_out: .*cannot be read"),
+        ("none.jsonl", "stage.0.held_out: there is no file"),
         (2.0, "less than 1"),
     ):
         with pytest.raises(ConfigError, match=problem):
@@ -408,6 +408,19 @@ def test_how_many_failures_are_too_many_is_a_setting(tmp_path: Path, stage: dict
     run(tmp_path / "lenient", {**stage, "max_failures": 0.5}, **how)
     with pytest.raises(LudusError, match=r"more than max_failures = 0\.4 allows.*no luck"):
         run(tmp_path / "strict", {**stage, "max_failures": 0.4}, **how)
+
+
+def test_failures_of_an_evaluation_stage_count_by_the_recipes_setting(tmp_path: Path) -> None:
+    class Unlucky(Talker):
+        async def run(self, episode: ludus.Episode) -> None:
+            if int(episode.task.id) % 2 == 0:
+                raise RuntimeError("no luck")
+            await super().run(episode)
+
+    how: dict[str, Any] = {"agent": Unlucky(), "held_out": tasks(2)}
+    run(tmp_path / "lenient", {"kind": "eval"}, max_failures=0.6, **how)
+    with pytest.raises(LudusError, match=r"more than max_failures = 0\.4 allows.*no luck"):
+        run(tmp_path / "strict", {"kind": "eval"}, max_failures=0.4, **how)
 
 
 def test_the_last_checkpoint_of_every_stage_stays(tmp_path: Path) -> None:

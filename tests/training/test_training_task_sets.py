@@ -14,10 +14,9 @@ from playing_parts import RENDERER, right, task_set, tasks
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.engine import FakeEngine
-from ludus.rollouts import Rollout
 from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe, TaskSetConfig
-from ludus.training.run_context import build_rollout, build_task_sets, close_task_sets
+from ludus.training.run_context import build_task_sets, close_task_sets
 from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step, next_sets
 
 weights_of_sets = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
@@ -151,11 +150,7 @@ async def test_building_sets_from_a_recipe(tmp_path: Path) -> None:
         }
     )
     fake = FakeEngine([])
-
-    def build(own: Recipe, parts: Parts) -> Rollout:
-        return build_rollout(own, parts, fake, RENDERER.tokenizer)
-
-    sums, facts = build_task_sets(recipe, Parts(rewards=[right]), build)
+    sums, facts = build_task_sets(recipe, Parts(rewards=[right]), fake, RENDERER.tokenizer)
     assert (sums.name, sums.weight, len(sums.held_out)) == ("sums", 1, 3)
     assert (facts.name, facts.weight, len(facts.held_out)) == ("facts", 2, 0)
     assert [r.name for r in sums.rollout.scorer.rewards] == ["success"]
@@ -168,5 +163,5 @@ async def test_building_sets_from_a_recipe(tmp_path: Path) -> None:
     await close_task_sets([sums, facts])
 
     alone = recipe.model_copy(update={"task_sets": ()})
-    [only] = build_task_sets(alone, Parts(tasks=tasks(2)), build)
+    [only] = build_task_sets(alone, Parts(tasks=tasks(2)), fake, RENDERER.tokenizer)
     assert (only.name, len(only.tasks)) == ("tasks", 2)

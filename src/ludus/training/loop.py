@@ -248,7 +248,7 @@ class Trainer:
         result = await self.context.measure(
             attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
         )
-        check_failures(result.groups, self.recipe.rl.max_failures)
+        check_failures(result.groups, self.recipe.max_failures)
         self._warn_of_failures(result.groups, "held-out")
         self.evaluations[stage_of(step, self.recipe)] = result
         self.run.write_groups(result.groups, step, "eval")

@@ -144,29 +144,29 @@ class AgentConfig(Config):
     """A system message put before every task that has none."""
 
 
+_TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+"""Sampling settings that importance ratios rule out, and the values with which they do nothing."""
+
+
 class SamplingConfig(Config):
     """How actions are drawn while training. There is no truncation: ratios would be wrong."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, in sampling and in the trained distribution alike."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Must be 1 for RL."""
-    top_k: int = Field(default=0, ge=0)
-    """Must be 0 for RL."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Must be 0 for RL."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
-    """Must be 1 for RL."""
 
-    @model_validator(mode="after")
-    def _untruncated(self) -> SamplingConfig:
-        if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1:
+    @model_validator(mode="before")
+    @classmethod
+    def _untruncated(cls, raw: Any) -> Any:
+        """Settings that would truncate the distribution are refused, unless they are switched off."""
+        if not isinstance(raw, Mapping):
+            return raw
+        if any(raw.get(name, off) != off for name, off in _TRUNCATION.items()):
             raise ValueError(
                 "top_p, top_k, min_p and repetition_penalty draw from another distribution than the one "
                 "that is trained, which makes importance ratios wrong; leave them out of an RL recipe "
                 "(temperature is fine, and `ludus eval` and `ludus rollout` accept all of them)"
             )
-        return self
+        return {name: value for name, value in raw.items() if name not in _TRUNCATION}
 
 
 class EvaluationConfig(Config):
@@ -265,6 +265,8 @@ class Recipe(Config):
     engine: EngineConfig = EngineConfig()
     max_in_flight: int = Field(default=256, ge=1)
     """Most episodes running at once."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """The run stops with an error when a larger share of the episodes it plays failed through our fault."""
     warm_start: SFTConfig | None = None
     rl: RLConfig = RLConfig()
     stage: tuple[StageConfig, ...] = ()
@@ -273,6 +275,29 @@ class Recipe(Config):
     """Several task sets in one run, instead of [tasks]."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lift_max_failures(cls, raw: Any) -> Any:
+        """`max_failures` was a key of each stage: the largest that was set becomes the recipe's."""
+        if not isinstance(raw, Mapping):
+            return raw
+        raw = dict(raw)
+        found: list[Any] = []
+        for name in ("warm_start", "rl", "stage"):
+            several = isinstance(raw.get(name), list | tuple)
+            tables = [
+                dict(one) if isinstance(one, Mapping) else one
+                for one in (raw[name] if several else [raw.get(name)])
+            ]
+            found += [one.pop("max_failures", None) for one in tables if isinstance(one, dict)]
+            if name in raw:
+                raw[name] = tables if several else tables[0]
+        usual = cls.model_fields["max_failures"].default
+        given = [value for value in found if value not in (None, usual)]
+        if given and raw.get("max_failures", usual) == usual:
+            raw["max_failures"] = max(given, key=lambda one: one if isinstance(one, float | int) else 0)
+        return raw
 
     @model_validator(mode="after")
     def _one_plan(self) -> Recipe:

@@ -33,7 +33,7 @@ from ludus.rollouts.episode import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
 from ludus.training.recipe import PER_SET
-from ludus.training.settings import BrokenConfig, OverlongConfig, RLConfig
+from ludus.training.settings import BrokenConfig, OverlongConfig, RolloutSettings
 from ludus.training.task_sampler import SampledTask, TaskSampler, TaskSet, seed_of_set
 
 
@@ -54,9 +54,9 @@ class RolloutBatch:
 class RolloutWorker:
     """Plays the steps of a stage, and knows which tasks come next."""
 
-    def __init__(self, sets: Sequence[TaskSet], config: RLConfig, seed: int) -> None:
+    def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings, seed: int) -> None:
         self._sets = list(sets)
-        self._config = config
+        self._settings = settings
         self._seed = seed
         self._samplers = {0: TaskSampler(self._sets, seed)}
         """The deck with which a step begins: the last one played, and the one after it."""
@@ -67,12 +67,12 @@ class RolloutWorker:
         The same step can be played again, and is the same then; but for that, steps follow each other.
         """
         sampler = self._sampler_at(step).copy()
-        table = _Table(self._sets, self._config, self._rollouts(values))
+        table = _Table(self._sets, self._settings, self._rollouts(values))
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
-        dealt = sampler.sample(self._config.tasks, hardest)
+        dealt = sampler.sample(self._settings.tasks, hardest)
         groups = await table.play(dealt, seed)
         refilled = 0
-        for number in range(self._config.refill.rounds if self._config.refill else 0):
+        for number in range(self._settings.refill.rounds if self._settings.refill else 0):
             empty = [place for place, group in enumerate(groups) if not table.teaches(group)]
             further = sampler.sample_from([dealt[place].set for place in empty], hardest)
             found = await table.play(further, key(seed, "refill", number))
@@ -83,7 +83,7 @@ class RolloutWorker:
         self._samplers = {step: self._samplers[step], step + 1: sampler}
         sets, masked = [one.set for one in dealt], table.masked(groups)
         metrics = table.metrics(groups, sets) | {"masked": len(masked)}
-        if self._config.refill is not None:
+        if self._settings.refill is not None:
             metrics["refilled"] = refilled
             metrics["without_signal"] = sum(not table.teaches(group) for group in groups)
         return RolloutBatch(groups, masked, sets, metrics, [g for one in table.dropped for g in one])
@@ -115,7 +115,7 @@ class RolloutWorker:
         return [
             replace(
                 one.rollout,
-                attempts=self._config.attempts,
+                attempts=self._settings.attempts,
                 budgets=budgets_at(one.rollout.budgets, values, one.limits),
                 scorer=one.rollout.scorer.at_strictness(strictness),
             )
@@ -139,8 +139,10 @@ def budgets_at(
 class _Table:
     """One step's playing: rollouts as they are now, and what has been dropped so far, by set."""
 
-    def __init__(self, sets: Sequence[TaskSet], config: RLConfig, rollouts: Sequence[Rollout]) -> None:
-        self._sets, self._config, self._rollouts = sets, config, rollouts
+    def __init__(
+        self, sets: Sequence[TaskSet], settings: RolloutSettings, rollouts: Sequence[Rollout]
+    ) -> None:
+        self._sets, self._settings, self._rollouts = sets, settings, rollouts
         self._resampled = 0
         self.dropped: list[list[Group]] = [[] for _ in sets]
 
@@ -193,10 +195,10 @@ class _Table:
 
     def _kept(self, group: Group, set_number: int, draw: int) -> Group:
         for one in group.trajectories:
-            shape(one, self._config)
-        if self._config.keep_attempts is None:
+            shape(one, self._settings)
+        if self._settings.keep_attempts is None:
             return group
-        group, leaving = resample(group, self._config.keep_attempts, draw)
+        group, leaving = resample(group, self._settings.keep_attempts, draw)
         if leaving:
             self.dropped[set_number].append(Group(group.task, leaving))
             self._resampled += len(leaving)
@@ -216,13 +218,13 @@ class _Table:
         )
 
     def _is_masked(self, trajectory: Trajectory) -> bool:
-        return is_masked(kinds_of(trajectory), self._config.broken)
+        return is_masked(kinds_of(trajectory), self._settings.broken)
 
     def metrics(self, groups: Sequence[Group], sets: Sequence[int]) -> dict[str, float]:
         """What is broken among the groups; and by set, over all that was played, how it went."""
         kinds = Counter(kind for g in groups for one in g.trajectories for kind in kinds_of(one))
         metrics: dict[str, float] = {f"broken/{kind}": kinds[kind] for kind in KINDS}
-        if self._config.keep_attempts is not None:
+        if self._settings.keep_attempts is not None:
             metrics["resampled"] = self._resampled
         if len(self._sets) == 1:
             return metrics
@@ -246,15 +248,15 @@ OVERLONG, BROKEN = "overlong", "broken"
 """The parts of the reward under which prices and penalties are shown."""
 
 
-def shape(trajectory: Trajectory, config: RLConfig) -> None:
+def shape(trajectory: Trajectory, settings: RolloutSettings) -> None:
     """Add the price of length and the penalties of broken episodes to the total, and show them as parts."""
     if trajectory.reward is None or not trajectory.is_trainable:
         return
     added: dict[str, float] = {}
-    if config.overlong is not None:
-        added[OVERLONG] = price_of_length(trajectory, config.overlong)
-    if has_penalties(config.broken):
-        added[BROKEN] = penalty(kinds_of(trajectory), config.broken)
+    if settings.overlong is not None:
+        added[OVERLONG] = price_of_length(trajectory, settings.overlong)
+    if has_penalties(settings.broken):
+        added[BROKEN] = penalty(kinds_of(trajectory), settings.broken)
     if not added:
         return
     if taken := added.keys() & trajectory.rewards.keys():

@@ -37,14 +37,12 @@ from ludus.training.conversations import Conversation, trajectory_of
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts, TaskSetSpec, task_set_specs
+from ludus.training.parts import Parts, task_set_specs
 from ludus.training.recipe import AgentConfig, Recipe, learns, steps_of
 from ludus.training.task_sampler import TaskSet
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 0.5
-"""The share of demonstrations that may fail through our fault, where no stage says otherwise."""
 FITTING_SAMPLE = 64
 """How many demonstrations a tokenizer made from scratch is fitted to."""
 
@@ -80,13 +78,12 @@ class RunContext:
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
 
-    async def demonstrations(
-        self, shown: Expert | Sequence[Conversation] | None, max_failures: float = MAX_FAILURES
-    ) -> list[Trajectory]:
+    async def demonstrations(self, shown: Expert | Sequence[Conversation] | None) -> list[Trajectory]:
         """Conversations, or what an expert plays on the training tasks, as trajectories."""
         parts = replace(self.parts, demonstrations=shown)
         tasks = list(self.task_sets[0].tasks)
-        return await demonstrate(self.rollout, parts, tasks, self.recipe.seed, max_failures=max_failures)
+        most = self.recipe.max_failures
+        return await demonstrate(self.rollout, parts, tasks, self.recipe.seed, max_failures=most)
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
         """The held-out tasks of each task set, which may have none."""
@@ -147,14 +144,27 @@ async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | Non
     use_ludus_attention(model)
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
-    return RunContext(
-        recipe, parts, model, tokenizer, engine, task_sets_on(engine, tokenizer, recipe, parts)
-    )
+    sets = build_task_sets(recipe, parts, engine, tokenizer)
+    return RunContext(recipe, parts, model, tokenizer, engine, sets)
 
 
-def task_sets_on(engine: Engine, tokenizer: Tokenizer, recipe: Recipe, parts: Parts) -> list[TaskSet]:
-    """The task sets that a recipe describes, all on one engine."""
-    return build_task_sets(recipe, parts, lambda r, p: build_rollout(r, p, engine, tokenizer))
+def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:
+    """The task sets that a recipe describes, all on one engine. What they share is built once."""
+    base = build_rollout(recipe, parts, engine, tokenizer)
+    sets: list[TaskSet] = []
+    for spec in task_set_specs(recipe, parts):
+        config, own, rollout = spec.config, spec.parts, base
+        if config is not None:
+            rollout = build_rollout(spec.recipe, own, engine, tokenizer)
+            if config.envs is None:
+                rollout.pools = base.pools
+            if config.tools is None:
+                rollout.tools = base.tools
+            if config.rewards is None and config.group_rewards is None:
+                rollout.scorer = base.scorer
+        weight = 1.0 if config is None else config.weight
+        sets.append(TaskSet(spec.name, weight, own.tasks, own.held_out, rollout, spec.limits))
+    return sets
 
 
 def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> Rollout:
@@ -181,7 +191,6 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
         agent=parts.agent,
         budgets=recipe.budgets,
         sampling=Sampling(temperature=recipe.sampling.temperature),
-        attempts=recipe.rl.attempts,
         max_in_flight=recipe.max_in_flight,
     )
 
@@ -203,7 +212,8 @@ async def demonstrate(
     tasks: list[Task],
     seed: int,
     most: int | None = None,
-    max_failures: float = MAX_FAILURES,
+    *,
+    max_failures: float,
 ) -> list[Trajectory]:
     """The trajectories to imitate: the expert's on these tasks, or the first `most` conversations given."""
     source = parts.demonstrations
@@ -238,7 +248,7 @@ async def play_expert(
     expert: Expert,
     tasks: list[Task],
     seed: int,
-    max_failures: float = MAX_FAILURES,
+    max_failures: float = 0.5,
 ) -> list[Trajectory]:
     """One demonstration for each task, as long as the expert needs: budgets on turns are for the model.
 
@@ -264,7 +274,7 @@ async def play_expert(
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     """Texts to fit a tokenizer to: some demonstrations as the model will read them, or the bare tasks."""
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
-    sets = task_sets_on(FakeEngine([]), tokenizer, recipe, parts)
+    sets = build_task_sets(recipe, parts, FakeEngine([]), tokenizer)
     rollout, sample = sets[0].rollout, list(sets[0].tasks[:FITTING_SAMPLE])
     try:
         # whether too many fail, is for the stage to say that imitates them
@@ -279,17 +289,6 @@ async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:
     return [rollout.renderer.tokenizer.decode(segment.tokens) for segment in segments]
 
 
-Build = Callable[[Recipe, Parts], Rollout]
-"""Builds the rollout that a recipe and its parts describe: `workshop.build_rollout` on one engine."""
-
-
-def build_task_sets(recipe: Recipe, parts: Parts, build: Build) -> list[TaskSet]:
-    """The task sets of a run, with what they share built once."""
-    base = build(recipe, parts)
-    plans = task_set_specs(recipe, parts)
-    return [_build(plan, base, build) for plan in plans]
-
-
 async def close_task_sets(sets: Sequence[TaskSet]) -> None:
     """Close the environments and tools of all sets, those they share once. Not the engine, nor sandboxes."""
     pools = {id(pool): pool for one in sets for pool in one.rollout.pools.values()}
@@ -297,20 +296,6 @@ async def close_task_sets(sets: Sequence[TaskSet]) -> None:
     await asyncio.gather(*(pool.close() for pool in pools.values()))
     for shared in tools.values():
         await shut(shared)
-
-
-def _build(plan: TaskSetSpec, base: Rollout, build: Build) -> TaskSet:
-    config, own = plan.config, plan.parts
-    if config is None:
-        return TaskSet(plan.name, 1.0, own.tasks, own.held_out, base)
-    rollout = build(plan.recipe, own)
-    if config.envs is None:
-        rollout.pools = base.pools
-    if config.tools is None:
-        rollout.tools = base.tools
-    if config.rewards is None and config.group_rewards is None:
-        rollout.scorer = base.scorer
-    return TaskSet(plan.name, config.weight, own.tasks, own.held_out, rollout, plan.limits)
 
 
 def updates_until(progress: RunProgress, recipe: Recipe) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -51,8 +52,6 @@ class SFTConfig(Config):
     """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
     """Demonstrations in a step."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of an expert's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer settings; every stage starts with a fresh optimizer."""
 
@@ -147,6 +146,18 @@ class ReferenceSyncConfig(Config):
     """reference = alpha * policy + (1 - alpha) * reference (TRL's `ref_model_mixup_alpha`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What a step of any stage plays, and what becomes of the episodes."""
+
+    tasks: int
+    attempts: int
+    refill: RefillConfig | None = None
+    keep_attempts: int | None = None
+    overlong: OverlongConfig | None = None
+    broken: BrokenConfig = field(default_factory=BrokenConfig)
+
+
 class RLConfig(Config):
     """Reinforcement learning."""
 
@@ -208,8 +219,6 @@ class RLConfig(Config):
     """What becomes of broken episodes."""
     curriculum: tuple[CurriculumConfig, ...] = ()
     """Settings that change while training, such as a growing horizon."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
 
@@ -217,6 +226,13 @@ class RLConfig(Config):
     def _can_learn(self) -> RLConfig:
         check_rl(self)
         return self
+
+    @property
+    def rollouts(self) -> RolloutSettings:
+        """What a step plays."""
+        return RolloutSettings(
+            self.tasks, self.attempts, self.refill, self.keep_attempts, self.overlong, self.broken
+        )
 
     @property
     def algorithm_settings(self) -> dict[str, Any]:
@@ -255,8 +271,6 @@ class PreferenceConfig(Config):
     """KTO's weight of good episodes."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """KTO's weight of bad episodes."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
     """Optimizer settings."""
 
@@ -298,8 +312,6 @@ class RejectionConfig(Config):
     """Episodes in a step."""
     restart: bool = False
     """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of a round's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
     """Optimizer settings."""
 
@@ -326,8 +338,6 @@ class DistillationConfig(Config):
     """Tasks in a step."""
     attempts: int = Field(default=4, ge=1)
     """Episodes for each of them."""
-    max_failures: float = Field(default=0.5, gt=0, le=1)
-    """The run stops with an error when a larger share of a step's episodes failed through our fault."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     """Optimizer settings."""
 
@@ -361,7 +371,7 @@ StageConfig = Annotated[
 PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
 PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}
 """Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
-_MINING = ("tasks", "attempts", "margin", "max_failures")
+_MINING = ("tasks", "attempts", "margin")
 """What a stage of preferences is told about playing."""
 _OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
 """What only one of the preference losses has."""

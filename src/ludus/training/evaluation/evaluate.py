@@ -170,8 +170,8 @@ class EvalModel:
         """The task sets, ready to be played by the model; all that was opened is closed at the end."""
         from ludus.training.run_context import (
             build_run_context,
+            build_task_sets,
             close_task_sets,
-            task_sets_on,
         )  # loads torch
 
         if not self.is_remote:
@@ -196,7 +196,7 @@ class EvalModel:
         )
         sets: list[TaskSet] = []
         try:
-            sets = task_sets_on(engine, tokenizer, recipe, parts)
+            sets = build_task_sets(recipe, parts, engine, tokenizer)
             await engine.check()
             yield sets
         finally:

@@ -112,7 +112,7 @@ class EvaluationStage(Stage):
             pass_at=config.pass_at,
             with_pass=True,
         )
-        check_failures(measured.groups, self.context.recipe.rl.max_failures)
+        check_failures(measured.groups, self.context.recipe.max_failures)
         return StepResult(measured.metrics, measured.groups, split="eval")
 
 

@@ -45,7 +45,7 @@ from ludus.training.packing import (
 from ludus.training.recipe import ModelConfig
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
-from ludus.training.settings import DistillationConfig, RLConfig
+from ludus.training.settings import DistillationConfig, RolloutSettings
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
 _STATE = "distillation.json"
@@ -62,7 +62,7 @@ class DistillationStage(Stage):
         self._config = config
         temperature = context.recipe.sampling.temperature
         self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
-        playing = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+        playing = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, playing, self.seed)
         self._teacher: nn.Module | None = None
 
@@ -78,7 +78,7 @@ class DistillationStage(Stage):
         assert self._teacher is not None
         started = time.perf_counter()
         played = await self._worker.play(number, {})
-        check_failures(played.groups, self._config.max_failures, scored=False)
+        check_failures(played.groups, self.context.recipe.max_failures, scored=False)
         said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
         check_readable(said, self._teacher, "for the teacher, episode")
         await self.context.engine.pause()

@@ -52,7 +52,7 @@ from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.settings import (
     PreferenceConfig,
-    RLConfig,
+    RolloutSettings,
 )
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
 from ludus.training.task_sampler import items_of_step
@@ -326,7 +326,7 @@ class PreferenceStage(Stage):
             learned = items_of_step(self._given, number, self._config.batch, seed)
         else:
             played = await self._worker.play(number, {})
-            check_failures(played.groups, self._config.max_failures)
+            check_failures(played.groups, self.context.recipe.max_failures)
             groups = played.groups
             pairs = pairs_of(groups, self._config.margin)
             metrics = rollout_metrics(groups)
@@ -364,7 +364,7 @@ class PreferenceStage(Stage):
 
 
 def _miner(context: RunContext, config: PreferenceConfig, seed: int) -> RolloutWorker:
-    mining = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+    mining = RolloutSettings(config.tasks, config.attempts)
     return RolloutWorker(context.task_sets, mining, seed)
 
 

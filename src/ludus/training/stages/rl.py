@@ -43,7 +43,7 @@ class RLStage(Stage):
         self._learner = Learner(
             context.model, config.optimizer, total, context.recipe.sampling.temperature, self.seed
         )
-        self._worker = RolloutWorker(context.task_sets, config, self.seed)
+        self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
         self._curriculum = Curriculum(config.curriculum)
         self._kl = config.kl
         """The KL coefficient, which may adapt."""
@@ -64,7 +64,7 @@ class RLStage(Stage):
         values = self._curriculum.values(number)
         played = await self._worker.play(number, values)
         everything = [*played.groups, *played.dropped]
-        check_failures(everything, self._config.max_failures)
+        check_failures(everything, self.context.recipe.max_failures)
         await self.context.engine.pause()
         ready = time.perf_counter()
         warming_up = self._critic is not None and self._critic.is_warming_up(number)

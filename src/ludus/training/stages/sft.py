@@ -20,7 +20,7 @@ from ludus.training.packing import concat_masks, rows_of
 from ludus.training.parts import demonstrations_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
-from ludus.training.settings import RejectionConfig, RLConfig, SFTConfig, held_out_count
+from ludus.training.settings import RejectionConfig, RolloutSettings, SFTConfig, held_out_count
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
 from ludus.training.task_sampler import items_of_step
 from ludus.training.update import sft_step
@@ -103,7 +103,7 @@ def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
 async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
     """The trajectories to imitate."""
     source = demonstrations_of(config, context.recipe, context.parts)
-    shown = await context.demonstrations(source, config.max_failures)
+    shown = await context.demonstrations(source)
     if not shown:
         raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
     if isinstance(config.held_out, float) and len(shown) < 2:
@@ -145,7 +145,7 @@ class RejectionStage(Stage):
         super().__init__(context, folder, config.rounds * config.steps)
         self._config = config
         self._learner = self._new_learner()
-        exploring = RLConfig(algorithm="reinforce", tasks=config.tasks, attempts=config.attempts)
+        exploring = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, exploring, self.seed)
         self._kept: list[Trajectory] = []
         self._found_any = False
@@ -174,7 +174,7 @@ class RejectionStage(Stage):
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._worker.play(round_number, {})
-        check_failures(played.groups, self._config.max_failures)
+        check_failures(played.groups, self.context.recipe.max_failures)
         await self.context.engine.pause()
         self._kept = [t for group in played.groups for t in chosen(group, self._config)]
         self._found_any |= bool(self._kept)
