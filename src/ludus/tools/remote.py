@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludus.core.failures import ConfigError, Fault
+from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.tools.hosting.host import EpisodeLost, OutcomeUnknown
 from ludus.tools.remote_http import (
-    Contact,
     NotConnected,
     ResponseLost,
     RetryBudget,
@@ -151,7 +150,6 @@ class RemoteTools:
         self.counters = RemoteCounters()
         """What it took so far, beyond sending each call once."""
         self._deadline, self._unreachable_seconds = deadline, unreachable_seconds
-        self._contact = Contact()
         self._addresses = [normalized(one) for one in given]
         self._wanted = None if tools is None else list(tools)
         self._http = ToolHttpClient(_token(self._addresses) if token is None else token, connections)
@@ -173,16 +171,12 @@ class RemoteTools:
             session = await self._session(episode, budget)
             if session.is_fresh:
                 return session.specs
-            budget.attempts += 1
             try:
-                response = await self._http.send("GET", session.url, None, budget.seconds_left)
+                response = await self._send("GET", session.url, None, budget)
             except (NotConnected, ResponseLost) as error:
                 budget.unreachable()
                 await budget.pause(str(error))
                 continue
-            except TimeoutError as error:
-                raise budget.too_late() from error
-            budget.reached()
             if response.status == 200:
                 session.learn(response.body)
                 return session.specs
@@ -225,7 +219,19 @@ class RemoteTools:
         return found
 
     def _budget(self) -> RetryBudget:
-        return RetryBudget(self._deadline, self._unreachable_seconds, self._contact)
+        return RetryBudget(self._http, self._deadline, self._unreachable_seconds)
+
+    async def _send(
+        self, method: str, url: str, data: bytes | None, budget: RetryBudget
+    ) -> ServerResponse:
+        """One attempt within the budget; `InfraError` when its time is over."""
+        budget.attempts += 1
+        try:
+            response = await self._http.send(method, url, data, budget.seconds_left)
+        except TimeoutError as error:
+            raise budget.too_late() from error
+        budget.reached()
+        return response
 
     # Sessions
 
@@ -248,16 +254,11 @@ class RemoteTools:
             problem, wait = "", 0.0
             for address in addresses:
                 data = dump({**body, "session": ids[address]})
-                budget.attempts += 1
-                url = f"{address}/v1/sessions"
                 try:
-                    response = await self._http.send("POST", url, data, budget.seconds_left)
+                    response = await self._send("POST", f"{address}/v1/sessions", data, budget)
                 except (NotConnected, ResponseLost) as error:
                     problem = str(error)
                     continue
-                except TimeoutError as error:
-                    raise budget.too_late() from error
-                budget.reached()
                 if response.status in (200, 201):
                     session = _RemoteSession(ids[address], address, response.instance)
                     session.learn(response.body)
@@ -309,7 +310,6 @@ class RemoteTools:
         while True:
             session = await self._session(episode, budget)
             stateful = session.stateful.get(call.name, True)
-            budget.attempts += 1
             self.counters.retries += not is_first
             is_first, began = False, time.monotonic()
             try:
@@ -327,7 +327,6 @@ class RemoteTools:
                 call.unanswered = call.unanswered or (session.instance, began)
                 await self._unreachable(session, call, error)
                 continue
-            budget.reached()
             session.is_fresh = False
             if response.status == 200:
                 result = result_of(response)
@@ -347,11 +346,8 @@ class RemoteTools:
             call.body["retry"] = {"instance": instance, "age_ms": (time.monotonic() - began) * 1000}
         url, data = f"{session.url}/calls", dump(call.body)
         try:
-            return await self._http.send("POST", url, data, call.budget.seconds_left)
-        except TimeoutError as error:
-            self._cancel_in_background(session, call)
-            raise call.budget.too_late() from error
-        except asyncio.CancelledError:
+            return await self._send("POST", url, data, call.budget)
+        except (InfraError, asyncio.CancelledError):
             self._cancel_in_background(session, call)
             raise
 

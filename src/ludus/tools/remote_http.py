@@ -95,6 +95,8 @@ class ToolHttpClient:
 
     def __init__(self, token: str | None, connections: int) -> None:
         """`connections` are the most at a time; requests beyond wait for one of them."""
+        self.has_answered = False
+        """Whether any server has ever answered."""
         self._connections = connections
         self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
@@ -118,13 +120,15 @@ class ToolHttpClient:
                     method, url, data=data, headers=headers, allow_redirects=False
                 ) as response,
             ):
-                return await _read(response)
+                answer = await _read(response)
         except aiohttp.ClientConnectorError as error:
             raise NotConnected(f"{url}: {error}") from error
         except aiohttp.ConnectionTimeoutError as error:
             raise NotConnected(f"{url}: no connection within {_CONNECT_SECONDS:g} seconds") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise ResponseLost(f"{url}: {type(error).__name__}: {error}") from error
+        self.has_answered = True
+        return answer
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
@@ -220,21 +224,12 @@ def _aiohttp() -> Any:
     raise MissingExtraError("aiohttp", "serve", "calling tools on a server")
 
 
-class Contact:
-    """Whether any server was ever reached; one that never was is more likely misspelt than restarting."""
-
-    def __init__(self) -> None:
-        self.was_made = False
-
-
 class RetryBudget:
     """One operation's attempts: exponential backoff with full jitter, within one deadline."""
 
-    def __init__(
-        self, seconds: float, unreachable_seconds: float, contact: Contact | None = None
-    ) -> None:
-        self._contact = contact or Contact()
-        if not self._contact.was_made:
+    def __init__(self, http: ToolHttpClient, seconds: float, unreachable_seconds: float) -> None:
+        self._http = http
+        if not http.has_answered:  # more likely a wrong address than a server that restarts
             unreachable_seconds = min(unreachable_seconds, _FIRST_CONTACT_SECONDS)
         self._seconds, self._unreachable_seconds = seconds, unreachable_seconds
         self._deadline = time.monotonic() + seconds
@@ -254,7 +249,6 @@ class RetryBudget:
 
     def reached(self) -> None:
         """A server answered, whatever it said."""
-        self._contact.was_made = True
         self._unreachable_since = None
 
     def unreachable(self) -> None:
@@ -266,7 +260,7 @@ class RetryBudget:
         """Wait before the next attempt, for as long as a server asked and some more; or give up."""
         if self.is_spent:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
-            if self._contact.was_made:
+            if self._http.has_answered:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
             message += "; is the address right, and was it started (ludus serve tools ...)?"
             raise InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)

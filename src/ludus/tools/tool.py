@@ -28,30 +28,30 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class Tool:
     """Something an agent can call. Subclass it with a `run` method, sync or async, with type hints.
 
-    A parameter called `env` gets the episode's environment and one hinted `ToolContext` the context;
-    the model is told of neither.
+    A parameter called `env` gets the episode's environment and one hinted `ToolContext` the context; neither is
+    in the schema that the model reads.
     """
 
     name: str = ""
-    """What the model calls it; the class's name in snake case when empty."""
+    """The name in the schema; the class's name in snake case when empty."""
     description: str = ""
-    """What the model is told; the docstring when empty."""
+    """The description in the schema; the docstring when empty."""
     timeout: float | None = 30.0
-    """Seconds a call may take; then the model is told so, and what can be stopped is."""
+    """Seconds a call may take; then it is stopped where it can be, and the model reads that."""
     max_concurrency: int | None = None
-    """How many calls may run at once, over all episodes."""
+    """The most calls that run at once, over all episodes."""
     max_chars: int = 20_000
-    """How long a result may be; the middle of a longer one is left out."""
+    """Characters of a result; the middle of a longer one is left out."""
     max_tokens: int | None = None
     """The same in tokens, where the tool set knows the tokenizer. Each observation has a budget besides."""
     process: bool = False
     """Run in a worker process that is killed at the deadline; the function must be importable."""
     retries: int = 2
-    """How often a call is repeated when a failure is ours: a lost connection or worker."""
+    """How often a call is retried after an infrastructure failure: a lost connection or worker."""
     on_timeout: Literal["fault", "failure"] = "fault"
-    """Whose a time-out is: the model's fault, which it is told of; or a failure of ours, which is retried."""
+    """Whether a timeout is the model's fault, which it reads, or a failure of ours, which is retried."""
     on_error: Literal["auto", "fault", "failure"] = "auto"
-    """Whose an exception is: the model's fault, a failure of ours, or by its kind ("auto", docs/tools.md)."""
+    """Whether an exception is the model's fault, a failure of ours, or judged by its kind ("auto")."""
 
     run: Callable[..., Any]
     _signature: Signature | None = None
@@ -88,7 +88,7 @@ class Tool:
 
     @property
     def spec(self) -> ToolSpec:
-        """The tool as the model is told of it."""
+        """Name, description and JSON Schema, as the model reads them."""
         return ToolSpec(self.name, self.description, self.signature.schema)
 
     def check(self, context: ToolContext) -> None:
@@ -99,7 +99,7 @@ class Tool:
     async def call(
         self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
     ) -> ToolResult:
-        """Validate, run, render. The model's faults come back as results; ours raise `InfraError`."""
+        """Validate, run, render. The model's faults are results; infrastructure failures raise `InfraError`."""
         try:
             values = validate_arguments(self.signature, arguments, self.name)
         except ToolFault as fault:
@@ -126,7 +126,7 @@ class Tool:
             return await invoke(invocation)
 
     def _target(self) -> Callable[..., Any]:
-        """What is called; where calls go to other processes, it must be picklable."""
+        """The function to call; it is picklable where calls go to other processes."""
         return self.run
 
     def __getstate__(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class Limiter:
                 try:
                     turn.get_loop().call_soon_threadsafe(_grant, turn)
                 except RuntimeError:
-                    continue  # its event loop is closed: nobody waits there any more
+                    continue  # its event loop is closed: that waiter is gone
                 return
             self._free += 1
 

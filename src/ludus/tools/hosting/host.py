@@ -17,14 +17,14 @@ from ludus.tools.wire import spec_from_json, spec_to_json
 
 
 class EpisodeLost(InfraError):
-    """What an episode had built up in its tools is gone. No call brings it back; playing it again does."""
+    """The state that an episode had in its tools is gone. Retrying the call is useless; replay the episode."""
 
     def __init__(self, message: str, *, attempts: int = 1) -> None:
         super().__init__(Boundary.SERVER, message, attempts=attempts, retriable=False, replay=True)
 
 
 class OutcomeUnknown(InfraError):
-    """A call may have taken effect or not, and its tool does not allow to find out by repeating it."""
+    """A call may have taken effect or not, and its tool may not be repeated to find out."""
 
     def __init__(self, message: str, *, attempts: int = 1) -> None:
         super().__init__(Boundary.SERVER, message, attempts=attempts, retriable=False)
@@ -36,9 +36,9 @@ class ToolFacts:
 
     spec: ToolSpec
     repeatable: bool = False
-    """Whether a call may run again when nobody knows how its first run ended (`Tool.retries > 0`)."""
+    """Whether a call may run again when the outcome of its first run is unknown (`Tool.retries > 0`)."""
     stateful: bool = True
-    """Whether a call may leave something behind in the episode that later calls need."""
+    """Whether a call may leave state in the episode that later calls need."""
     concurrency: int | None = None
     """How many calls may run at once."""
 
@@ -82,7 +82,7 @@ class ToolHost(Protocol):
         """Stop everything, at once."""
 
     def health(self) -> HostHealth:
-        """How it is doing."""
+        """Numbers for health checks and metrics."""
 
 
 async def facts_of(tools: ToolSet) -> list[ToolFacts]:

@@ -55,14 +55,14 @@ _LENGTHS = struct.Struct("!QQ")
 
 
 class WorkerDied(Exception):
-    """The worker is gone, and with it whatever it had not answered."""
+    """The worker is gone; requests that it had not answered are lost."""
 
 
 class ToolWorker(Protocol):
-    """One placement that holds a tool set of its own."""
+    """One process or actor with a tool set of its own."""
 
     async def start(self) -> Json:
-        """Come up; the facts of the tools as `{"tools": [...]}`. `ConfigError` where they cannot be built."""
+        """Start; the facts of the tools as `{"tools": [...]}`. `ConfigError` where they cannot be built."""
 
     async def request(self, operation: str, body: Json) -> Json:
         """The reply; raises what the worker raised, or `WorkerDied`. Cancelling it cancels the work."""
@@ -252,7 +252,7 @@ class PooledHost:
         self._any_alive.set()
 
     def _mark_dead(self, worker: ToolWorker, how: str) -> None:
-        """Note that it is gone; whoever finds out first does it."""
+        """Take a dead worker out; its episodes are opened elsewhere, or lost where they had state."""
         if worker not in self._alive:
             return
         episodes = self._alive.pop(worker)

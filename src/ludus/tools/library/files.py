@@ -89,7 +89,7 @@ class ReplaceInFile(FileTool):
     Args:
         path: The file to change.
         old: The text to replace, with enough around it to be unique.
-        new: What comes in its lease; empty to delete.
+        new: What comes in its place; empty to delete.
     """
 
     name = "replace_in_file"
@@ -168,7 +168,7 @@ def _only(text: str, old: str, path: str) -> int:
     if not places:
         hint = _hint(text, old)
         raise ToolFault(f"old does not occur in {path}: nothing was changed.{hint}")
-    lines = [str(text.count("\n", 0, lease) + 1) for lease in places[:20]]
+    lines = [str(text.count("\n", 0, start) + 1) for start in places[:20]]
     more = ", ..." if len(places) > 20 else ""
     raise ToolFault(
         f"old occurs {len(places)} times in {path}, on lines {', '.join(lines)}{more}: nothing was changed. "

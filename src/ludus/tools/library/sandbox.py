@@ -13,7 +13,7 @@ code"}`. The model is not shown it; what the code defines is there for the model
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from pydantic import Field
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec, released_slot
+from ludus.core.messages import ToolContext, ToolResult, released_slot
 from ludus.core.task import Task
 from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionEnded, shared_sandbox
 from ludus.tools.calling import Encode
@@ -50,21 +50,21 @@ class _Held:
 
 @dataclass(slots=True)
 class SessionLease:
-    """A session to work in. `note` tells the model that it is a fresh one in the middle of an episode."""
+    """A session for one call. `note` tells the model that a new one was started in the middle of an episode."""
 
     session: Session
     note: str = ""
     lost: bool = False
 
     def watch(self, execution: Execution) -> Execution:
-        """`execution`, remembering whether the session survived it."""
+        """`execution`, after noting whether the session survived it."""
         self.lost = self.lost or execution.lost
         return execution
 
 
 @asynccontextmanager
 async def _turn_of(held: _Held) -> AsyncIterator[None]:
-    """Our turn in a session; whoever waits for it leaves its slot to others."""
+    """Hold the session's lock; a call that waits for it leaves its admission slot to others."""
     if held.turn.locked():
         with released_slot():
             await held.turn.acquire()
@@ -107,7 +107,7 @@ class EpisodeSessions:
                     await session.close()
 
     async def python_once(self, code: str, wall_seconds: float | None) -> Execution:
-        """Run a program that needs no session: nothing was there before it, and nothing is wanted after it."""
+        """Run a program outside of sessions, for episodes of one call."""
         limits = self.config.limits
         if wall_seconds is not None:
             limits = limits.model_copy(update={"wall_seconds": wall_seconds})
@@ -120,7 +120,7 @@ class EpisodeSessions:
         start = SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
         try:
             session = await shared_sandbox(self.config).session(files=start.files)
-        except (ConfigError, OSError) as error:  # too little isolation, say: nothing for a model to read
+        except (ConfigError, OSError) as error:  # such as too little isolation
             raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
         if start.setup:
             execution = await session.python(start.setup)
@@ -154,10 +154,10 @@ _NOTHING = "(no output)"
 
 
 class SandboxTool(Tool):
-    """A tool that works in the episode's session. The sandbox has the deadlines; what it loses stays lost.
+    """A tool that works in the episode's session. The sandbox has the deadlines, so there are none here.
 
-    What comes from a session is a stranger's word. Where it makes one of these tools raise, that is the model's
-    fault: called ours, it would leave the episode unscored, and a policy could learn that.
+    What comes from a session is untrusted. Where it makes one of these tools raise, that is the model's fault:
+    as a failure of ours it would leave the episode unscored, and a policy could learn to cause it.
     """
 
     timeout = None
@@ -173,23 +173,14 @@ class SandboxTool(Tool):
         super().__init__()
 
 
-class SandboxTools:
+class SandboxTools(LocalTools):
     """Sandbox tools with a session per episode, opened by the first call and closed with the episode."""
 
     def __init__(
         self, tools: Iterable[Tool], sessions: EpisodeSessions, *, encode: Encode | None = None
     ) -> None:
-        self._tools = LocalTools(tools, encode=encode)
+        super().__init__(tools, encode=encode)
         self._sessions = sessions
-
-    async def open(self, context: ToolContext) -> None:
-        await self._tools.open(context)
-
-    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
-        return await self._tools.list(context)
-
-    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        return await self._tools.call(call, context)
 
     async def close(self, context: ToolContext) -> None:
         await self._sessions.close(context)
@@ -199,7 +190,7 @@ class ProgramOptions(Config):
     """Options of `python` and `bash`."""
 
     name: str | None = None
-    """What the model calls it."""
+    """The name in the schema."""
     seconds: float | None = None
     """Wall time for one call; the sandbox's own limit when None."""
     max_chars: int = 20_000
