@@ -35,11 +35,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Rollout
-from ludus.rollouts.agent import Agent, Demonstrator
+from ludus.rollouts import Agent, Budgets, Demonstrator, HFTokenizer, Renderer, Rollout, load_tokenizer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.tools import as_toolset
 from ludus.training.models import fit_tokenizer
 

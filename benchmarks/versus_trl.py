@@ -30,9 +30,8 @@ from safe_job import SAMPLE_RESULT, Job, StepRecord
 from ludus.core.messages import Message, ToolContext
 from ludus.core.task import Task
 from ludus.envs.safe import training_tasks
+from ludus.rollouts import Renderer, load_tokenizer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.tools import LocalTools
 from ludus.training.api import load_recipe
 from ludus.training.task_sampler import items_of_step

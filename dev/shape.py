@@ -85,9 +85,8 @@ async def hops() -> dict[str, set[str]]:
     from ludus.core.tokenizer import ByteTokenizer
     from ludus.engine import EmbeddedEngine
     from ludus.rewards import Scorer
-    from ludus.rollouts import Budgets, Rollout
+    from ludus.rollouts import Budgets, Renderer, Rollout
     from ludus.rollouts.formats import load_format
-    from ludus.rollouts.renderer import Renderer
     from ludus.tools import LocalTools
 
     @ludus.reward

@@ -26,9 +26,8 @@ from ludus.core.random import key
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.engine import EmbeddedEngine, FakeEngine, PackedContext, head_logits, hidden_states
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Rollout
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.tools import LocalTools
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig, ScratchConfig

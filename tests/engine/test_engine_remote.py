@@ -23,9 +23,8 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
 from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Rollout
+from ludus.rollouts import Budgets, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.tools import as_toolset, tool
 
 FAST = RemoteOptions(retries=3, first_pause=0.001, seconds=20)

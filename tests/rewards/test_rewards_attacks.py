@@ -14,11 +14,9 @@ import pytest_asyncio
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.task import Task
 from ludus.rewards import synthetic_episode
-from ludus.rewards.code_tests.fault_attribution import SandboxBusy, SandboxFactory, judged
-from ludus.rewards.code_tests.programs import Programs
-from ludus.rewards.code_tests.sql_match import SqlMatch
+from ludus.rewards.code_tests import Programs, SqlMatch, UnitTests
+from ludus.rewards.code_tests.fault_attribution import SandboxBusy, SandboxFactory, score_with_control
 from ludus.rewards.code_tests.test_cases import code_of
-from ludus.rewards.code_tests.unit_tests import UnitTests
 from ludus.sandbox import Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)
@@ -374,11 +372,21 @@ ERRORS = [RuntimeError("the judge failed"), SessionLost("gone"), RecursionError(
 @on_sandbox
 async def test_what_breaks_over_one_answer_alone_is_the_answers(error: Exception) -> None:
     judge, boxes = _judge(lambda answer, _: error if answer == "bad" else None)
-    assert await judged("a", judge, "bad", "harmless") == {"a": 0.0, "a_passed": 0.0, "a_total": 3.0}
+    found = await score_with_control("a", judge, "bad", "harmless")
+    assert found == {
+        "a": 0.0,
+        "a_passed": 0.0,
+        "a_total": 3.0,
+    }
     shared, before, again, after = boxes
     assert shared is shared_sandbox(CONFIG)
     assert before is again is after is not shared, "one new sandbox, where the repetition is alone"
-    assert await judged("a", judge, "good", "harmless") == {"a": 1.0, "a_passed": 3.0, "a_total": 3.0}
+    found = await score_with_control("a", judge, "good", "harmless")
+    assert found == {
+        "a": 1.0,
+        "a_passed": 3.0,
+        "a_total": 3.0,
+    }
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=[type(error).__name__ for error in ERRORS])
@@ -386,12 +394,12 @@ async def test_what_breaks_over_one_answer_alone_is_the_answers(error: Exception
 async def test_what_breaks_over_every_answer_is_ours(error: Exception) -> None:
     judge, boxes = _judge(lambda answer, _: error)
     with pytest.raises(InfraError) as caught:
-        await judged("a", judge, "bad", "harmless")
+        await score_with_control("a", judge, "bad", "harmless")
     assert caught.value.boundary == ("sandbox" if isinstance(error, SessionLost) else "reward")
     assert len(boxes) == 2
     judge, _ = _judge(lambda answer, times: error if answer == "bad" or times > 3 else None)
     with pytest.raises(InfraError):  # the machine broke down meanwhile: the last control fails
-        await judged("a", judge, "bad", "harmless")
+        await score_with_control("a", judge, "bad", "harmless")
 
 
 @on_sandbox
@@ -399,7 +407,7 @@ async def test_an_answer_that_ruins_its_sandbox_is_compared_in_another() -> None
     judge, boxes = _judge(
         lambda answer, times: SessionLost("gone") if answer == "bad" or times == 4 else None
     )
-    assert (await judged("a", judge, "bad", "harmless"))["a"] == 0.0
+    assert (await score_with_control("a", judge, "bad", "harmless"))["a"] == 0.0
     assert boxes[3] is boxes[2] and boxes[4] is not boxes[3]
 
 
@@ -407,10 +415,10 @@ async def test_an_answer_that_ruins_its_sandbox_is_compared_in_another() -> None
 async def test_a_machine_that_breaks_between_two_answers_is_ours() -> None:
     broken = False
     judge, _ = _judge(lambda answer, _: RuntimeError("broken") if broken or answer == "bad" else None)
-    assert (await judged("a", judge, "bad", "harmless"))["a"] == 0.0
+    assert (await score_with_control("a", judge, "bad", "harmless"))["a"] == 0.0
     broken = True
     with pytest.raises(InfraError):  # although judging the harmless answer worked a moment ago
-        await judged("a", judge, "bad", "harmless")
+        await score_with_control("a", judge, "bad", "harmless")
 
 
 @on_sandbox
@@ -418,13 +426,13 @@ async def test_no_room_for_the_repetition_is_ours() -> None:
     errors = [RuntimeError("broken"), None, SandboxBusy(Boundary.SANDBOX, "no room")]
     judge, _ = _judge(lambda _, times: errors[times - 1])
     with pytest.raises(InfraError, match="no room"):
-        await judged("a", judge, "bad", "harmless")
+        await score_with_control("a", judge, "bad", "harmless")
 
 
 @on_sandbox
 async def test_what_breaks_once_is_repeated() -> None:
     judge, boxes = _judge(lambda answer, times: RuntimeError("lost") if times == 1 else None)
-    assert (await judged("a", judge, "good", "harmless"))["a"] == 1.0
+    assert (await score_with_control("a", judge, "good", "harmless"))["a"] == 1.0
     assert len(boxes) == 3
 
 

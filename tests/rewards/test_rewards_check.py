@@ -75,7 +75,7 @@ async def test_gold_and_wrong_may_be_whole_trajectories():
     made = FormatGate(Format(tags=["answer"]), contains)
 
     def gold(task):
-        return synthetic_episode(task, task.target, said=f"<answer>{task.target}</answer>")
+        return synthetic_episode(task, task.target, text=f"<answer>{task.target}</answer>")
 
     assert [p for _, p in await problems(TASKS, [made])] == [RewardProblem.GOLD_FAILS] * 3
     assert await problems(TASKS, [made], gold=gold) == []

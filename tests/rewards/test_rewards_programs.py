@@ -13,7 +13,7 @@ import pytest_asyncio
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.rewards import build_reward, synthetic_episode
-from ludus.rewards.code_tests.programs import Programs
+from ludus.rewards.code_tests import Programs
 from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)

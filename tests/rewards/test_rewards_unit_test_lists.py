@@ -11,7 +11,7 @@ import pytest_asyncio
 from ludus.core.failures import InfraError
 from ludus.core.task import Task
 from ludus.rewards import synthetic_episode
-from ludus.rewards.code_tests.unit_tests import UnitTests
+from ludus.rewards.code_tests import UnitTests
 from ludus.sandbox import SandboxConfig, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)

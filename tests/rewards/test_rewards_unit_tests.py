@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.rewards import build_reward, synthetic_episode
+from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handles, read, refuse, write
 from ludus.rewards.code_tests.guest.proxies import restore
 from ludus.rewards.code_tests.test_cases import (
@@ -29,7 +30,6 @@ from ludus.rewards.code_tests.test_cases import (
     fenced_blocks,
     parse_tests,
 )
-from ludus.rewards.code_tests.unit_tests import UnitTests
 from ludus.sandbox import SandboxConfig, SandboxError, SessionLost, shared_sandbox
 
 CONFIG = SandboxConfig(workers=1)

@@ -15,10 +15,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Rollout
+from ludus.rollouts import Budgets, HFTokenizer, History, Renderer, Rollout
 from ludus.rollouts.formats import ActionFormat, load_format
-from ludus.rollouts.renderer import History, Renderer
-from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.tools import as_toolset
 
 CHATML = (

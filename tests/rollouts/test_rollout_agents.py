@@ -18,9 +18,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, expert, held_out_tasks, opened
-from ludus.rollouts import Agent, Demonstrator, Episode
+from ludus.rollouts import Agent, Demonstrator, Episode, Renderer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.tools import tool
 from ludus.training.conversations import trajectory_of
 
@@ -397,7 +396,7 @@ async def test_experts_write_what_an_inline_model_would(name: str, opens: bool) 
     """An expert's call stays in the turn, and in the thought that the prompt opens, until it answers."""
     by = inline(name, tags={"search": "search.query"})
     if opens:
-        by.abilities = replace(by.abilities, opens_thinking="<think>\n")
+        by.features = replace(by.features, opens_thinking="<think>\n")
 
     def expert(task: Task) -> Generator[ToolCall | str, str, None]:
         found = yield ToolCall("search", {"query": "when?"})

@@ -16,8 +16,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import reward
+from ludus.rollouts import Renderer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import opening_messages
 from ludus.tools import tool
 

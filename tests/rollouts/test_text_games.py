@@ -14,11 +14,8 @@ from ludus.core.trajectory import StopReason
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import Scorer, reward
-from ludus.rollouts.agent import Demonstrator
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.rollout import Rollout
 from ludus.tools import as_toolset
 
 

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from ludus.core.tokenizer import ByteTokenizer
-from ludus.rollouts.tokenizers import CHATML, HFTokenizer
+from ludus.rollouts import CHATML, HFTokenizer
 
 TRIMMING_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

@@ -25,9 +25,9 @@ from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
+from ludus.rollouts import HFTokenizer, Renderer
 from ludus.rollouts.formats import FORMATS, load_format
-from ludus.rollouts.renderer import MOST_BYTES, Recent, Renderer
-from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.rollouts.renderer import MOST_BYTES, LruCache
 
 LOOKUP = ToolSpec(
     "lookup",
@@ -156,19 +156,19 @@ def test_inline_results_stand_raw_in_the_turn_that_called(kind, template, format
     opening = [Message("user", "Why?")]
     sequence = TokenSequence([Segment(SegmentKind.PROMPT, renderer.prompt(opening, [LOOKUP]))])
     conversation, expected = list(opening), tokenizer.decode(sequence.tokens)
-    thought = "" if renderer.abilities.opens_thinking else "<think>"
+    thought = "" if renderer.features.opens_thinking else "<think>"
     for number, (said, code, result) in enumerate(script):
         text = (thought if number == 0 else "") + said + INLINE_CALLS[format].format(code)
         sampled = tokenizer.encode(text)
         completion = Completion(sampled, [0.0] * len(sampled), FinishReason.STOP_STRING)
-        read = renderer.text_of(completion, goes_on=number > 0)
+        read = renderer.text_of(completion, continues_turn=number > 0)
         parsed = renderer.format.parse(read)
         assert [call.arguments for call in parsed.calls] == [{"code": code}], "inside the open thought"
         message = renderer.format.render_result(parsed.calls[0], ToolResult(result))
         sequence.segments.append(Segment(SegmentKind.ACTION, sampled, completion.logprobs))
         conversation.append(Message("assistant", read, parsed.calls))
         step = renderer.next_context(sequence, conversation, [message], [LOOKUP])
-        assert step.goes_on and not step.restart
+        assert step.continues_turn and not step.restart
         conversation.append(message)
         sequence.segments.append(Segment(SegmentKind.OBSERVATION, step.tokens))
         ours = {tokenizer.controls.get(mark.strip()) for mark in FRAMES[format]}
@@ -180,7 +180,7 @@ def test_inline_results_stand_raw_in_the_turn_that_called(kind, template, format
     words = tokenizer.encode(last)
     after = [*sequence.segments, Segment(SegmentKind.ACTION, words, [0.0] * len(words))]
     step = renderer.next_context(TokenSequence(after), conversation, [Message("user", "x")], [])
-    assert not step.goes_on and step.tokens == chat.observation(words, [Message("user", "x")])
+    assert not step.continues_turn and step.tokens == chat.observation(words, [Message("user", "x")])
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "r1"])
@@ -196,7 +196,7 @@ def test_inline_actions_stay_as_sampled_with_a_lossy_tokenizer(template, said, r
         ]
     )
     step = renderer.next_context(sequence, [], [Message("tool", result)], [LOOKUP])
-    assert step.goes_on and sequence.tokens == [*prompt, *sampled]
+    assert step.continues_turn and sequence.tokens == [*prompt, *sampled]
     framed = [*b"\n<result>\n", *renderer.tokenizer.encode_text(result), *b"\n</result>\n"]
     assert step.tokens == framed
 
@@ -548,14 +548,14 @@ class TestPlaceholders:
 
 class TestRecent:
     def test_the_least_recently_used_goes_first(self):
-        kept = Recent(2)
+        kept = LruCache(2)
         for key in ("a", "b", "a", "c"):
             kept.get(key, lambda key=key: [key])
         assert kept.get("a", lambda: ["anew"]) == ["a"]
         assert kept.get("b", lambda: ["anew"]) == ["anew"]
 
     def test_large_things_leave_less_room(self):
-        kept = Recent(10, len)
+        kept = LruCache(10, len)
         for key, size in (("a", 4), ("b", 4), ("c", 5), ("huge", 100)):
             kept.get(key, lambda size=size: [0] * size)
         assert [key for key in ("huge", "a", "b", "c") if kept.get(key, list)] == []
@@ -566,11 +566,11 @@ class TestRecent:
         """In a process of its own: a dictionary that threads change half at a time ends the interpreter."""
         program = """
 import sys, threading
-from ludus.rollouts.renderer import Recent
+from ludus.rollouts.renderer import LruCache
 from ludus.rollouts.chat_template import ChatEntry, Piece
 
 sys.setswitchinterval(1e-6)
-kept = Recent(16)
+kept = LruCache(16)
 
 def use(seed):
     for number in range(4000):

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import Tokenizer
+from ludus.rollouts import Renderer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tokenizers import ControlTexts
 
 EXAMPLES = settings.default.max_examples // 5
@@ -259,7 +259,7 @@ class TestNames:
     def test_a_tool_whose_name_the_template_completes_is_refused(self):
         renderer = Renderer(hf_tokenizer("tools in brackets"), load_format("hermes"))
         parameters = {"type": "object", "properties": {}}
-        assert renderer.abilities.native_tools
+        assert renderer.features.native_tools
         assert renderer.prompt([Message("user", "?")], [ToolSpec("fine", "d", parameters)])
         with pytest.raises(ConfigError, match=r"'tool_response'.* rename the tool"):
             renderer.prompt([Message("user", "?")], [ToolSpec("tool_response", "d", parameters)])

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ludus.core.failures import ConfigError
-from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
+from ludus.rollouts import HFTokenizer, load_tokenizer
 
 TEXTS = st.lists(
     st.sampled_from([*SPECIALS, *TAGS, "hello", " world", "\n", "é", "<|", "|>"]), max_size=8

@@ -14,9 +14,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Rollout
+from ludus.rollouts import Budgets, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.tools.hosting import load_tools
 from ludus.tools.remote import RemoteTools
 

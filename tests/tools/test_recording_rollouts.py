@@ -16,10 +16,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts import Budgets, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.rollout import Rollout
 from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig
 
 

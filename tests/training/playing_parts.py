@@ -10,9 +10,8 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Rollout
+from ludus.rollouts import Budgets, Renderer, Rollout
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.tools import as_toolset
 from ludus.training.rollout_worker import RolloutBatch
 from ludus.training.settings import RLConfig, RolloutSettings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ludus.engine import FakeEngine
-from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.rollouts import HFTokenizer
 from ludus.training import load_parts, load_recipe
 from ludus.training.models import fit_tokenizer
 from ludus.training.run_context import build_task_sets, close_task_sets, play_expert

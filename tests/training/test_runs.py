@@ -26,9 +26,8 @@ from ludus.engine import FakeEngine
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
+from ludus.rollouts import HFTokenizer, Renderer, load_tokenizer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.tokenizers import HFTokenizer, load_tokenizer
 from ludus.training import Parts, Recipe, load_parts
 from ludus.training.api import check_extension, finished_text, resolve
 from ludus.training.checkpoint import RunProgress, save_learner, save_model

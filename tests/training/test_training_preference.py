@@ -29,8 +29,8 @@ from ludus.core.failures import Boundary, ConfigError, Failure
 from ludus.core.messages import Message, ToolCall
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.rollouts import Renderer
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.renderer import Renderer
 from ludus.training.conversations import (
     parse_conversations,
     read_conversations,

@@ -1,8 +1,8 @@
 """Checking a task set against its rewards before training: right answers win, wrong ones do not.
 
 Each task is scored with its gold answer, with the answer of a neighbour that differs, with nonsense and
-with nothing at all. A reward that pays for nonsense, a target that cannot be read, a gold answer that
-its own normaliser rejects: each is found here in seconds, and in training never.
+with an empty answer. A reward for nonsense, a target that cannot be parsed, a gold answer that its own
+normaliser rejects: each is found here in seconds, and never in training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RewardFinding:
 
 @dataclass(frozen=True, slots=True)
 class RewardReport:
-    """What a check found. `ok` when it found nothing."""
+    """The result of a check; `ok` when there are no findings."""
 
     tasks: int
     episodes: int
@@ -69,7 +69,7 @@ class RewardReport:
 
 
 def gold_answer(task: Task) -> str:
-    """The target as an answer: the first one where there are several."""
+    """The target as an answer; the first one where there are several."""
     target = task.target
     if isinstance(target, list | tuple) and target:
         target = target[0]
@@ -78,13 +78,13 @@ def gold_answer(task: Task) -> str:
     return str(target)
 
 
-def synthetic_episode(task: Task, answer: str, said: str | None = None) -> Trajectory:
-    """An episode of one turn that ends in `answer`; `said` is the whole text, where that is more."""
+def synthetic_episode(task: Task, answer: str, text: str | None = None) -> Trajectory:
+    """An episode of one turn that ends in `answer`; `text` is the whole action, where that is more."""
     segments = [
         Segment(SegmentKind.PROMPT, [0]),
         Segment(SegmentKind.ACTION, [0], logprobs=[0.0]),
     ]
-    messages = [*task.messages, Message("assistant", answer if said is None else said)]
+    messages = [*task.messages, Message("assistant", answer if text is None else text)]
     return Trajectory(task, [TokenSequence(segments)], messages, answer, StopReason.ANSWERED)
 
 
@@ -145,20 +145,20 @@ class _Checker:
 
     async def check(self, task: Task, answer: Answer, *, should_win: bool) -> None:
         trajectory = answer if isinstance(answer, Trajectory) else synthetic_episode(task, answer)
-        said = trajectory.answer or ""
+        given = trajectory.answer or ""
         try:
             async with self._slots:
                 await self.scorer.score(trajectory, self.envs(task) if self.envs else {})
         except InfraError as error:
-            self.note(task, RewardProblem.BROKEN, said, str(error))
+            self.note(task, RewardProblem.BROKEN, given, str(error))
             return
         scored = f"the total is {trajectory.reward}, the parts are {trajectory.rewards}"
         if not trajectory.is_trainable:
-            self.note(task, RewardProblem.UNSCORED, said, scored)
+            self.note(task, RewardProblem.UNSCORED, given, scored)
         elif is_success(trajectory, self.threshold) != should_win:
             self.note(
                 task,
                 RewardProblem.GOLD_FAILS if should_win else RewardProblem.WRONG_PASSES,
-                said,
+                given,
                 scored,
             )

@@ -36,9 +36,9 @@ REWARDS = Registry(
         "gate": "ludus.rewards.compose:Gate",
         "format_gate": "ludus.rewards.compose:FormatGate",
         "tool_bonus": "ludus.rewards.compose:ToolBonus",
-        "unit_tests": "ludus.rewards.code_tests.unit_tests:UnitTests",
-        "programs": "ludus.rewards.code_tests.programs:Programs",
-        "sql_match": "ludus.rewards.code_tests.sql_match:SqlMatch",
+        "unit_tests": "ludus.rewards.code_tests:UnitTests",
+        "programs": "ludus.rewards.code_tests:Programs",
+        "sql_match": "ludus.rewards.code_tests:SqlMatch",
     },
 )
 GROUP_REWARDS = Registry(

@@ -1,18 +1,32 @@
 """Rollouts: episodes, agents, groups, and how messages become tokens."""
 
 from ludus.rollouts.agent import Agent, Demonstrator, Expert
-from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, Turn
+from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards, Turn
+from ludus.rollouts.formats import FORMATS, ActionFormat, ParsedAction, load_format
+from ludus.rollouts.renderer import History, NextContext, Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tasksets import load_tasks
+from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 
 __all__ = [
+    "CHATML",
+    "FORMATS",
+    "ActionFormat",
     "Agent",
     "Budgets",
     "Demonstrator",
     "Episode",
     "EpisodeOver",
     "Expert",
+    "HFTokenizer",
+    "History",
+    "NextContext",
+    "ParsedAction",
+    "Renderer",
     "Rollout",
+    "StepRewards",
     "Turn",
+    "load_format",
     "load_tasks",
+    "load_tokenizer",
 ]

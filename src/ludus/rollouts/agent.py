@@ -1,4 +1,4 @@
-"""The agent loop: who speaks next, and when it is over.
+"""The agent loop: generate an action, run its tool calls, observe the results, until there is an answer.
 
 Write your own by subclassing `Agent`: `run` is a coroutine over `episode.generate`, `episode.call` and
 `episode.observe`. It never sees tokens, masks or budgets; `generate` ends the episode when a budget is used
@@ -15,7 +15,7 @@ from ludus.rollouts.episode import Episode
 
 
 class Agent:
-    """The default loop: speak, run what was called, read the results, until there is an answer."""
+    """The default loop."""
 
     async def run(self, episode: Episode) -> None:
         while not episode.over:
@@ -26,17 +26,15 @@ class Agent:
                 episode.answer(turn.answer)
 
 
-# --- demonstrator ---
-# Experts as plain generators: yield a call and be sent its result; yield a text to answer.
-
 Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
+"""Yields a call, and is sent its result; yields a text to answer."""
 
 
 class Demonstrator(Agent):
     """Plays an expert through a real episode, so that its demonstrations are ordinary trajectories.
 
-    The agent's own loop decides what is asked and when, as it does for the model: the expert answers each
-    `generate`, and is sent what was read since the last one.
+    The agent's own loop runs as it does for the model: the expert acts at each `generate`, and is sent what was
+    observed since the last one.
     """
 
     def __init__(self, expert: Expert, loop: Agent | None = None) -> None:
@@ -44,20 +42,8 @@ class Demonstrator(Agent):
         self.loop = loop or Agent()
 
     async def run(self, episode: Episode) -> None:
-        moves = self.expert(episode.task)
-        begun = False
-
-        def speak(read: str) -> ToolCall | str | None:
-            nonlocal begun
-            try:
-                move = moves.send(read) if begun else next(moves)
-            except StopIteration:
-                return None
-            begun = True
-            return move
-
-        episode.speaker = speak
+        episode.expert = self.expert(episode.task)
         try:
             await self.loop.run(episode)
         finally:
-            moves.close()
+            episode.expert.close()

@@ -1,4 +1,18 @@
-"""Messages as a template takes them, cut into what we wrote ourselves and what somebody else did."""
+"""A chat template's text as tokens, in which no content can forge special tokens.
+
+The template is rendered twice: as it is, and with a placeholder for all content (whatever a user, a tool or
+the model wrote, names included). Putting the content back into the placeholders must give the first text
+again; then it is known which characters are content. The text is encoded in one go, as in the model's
+training, unless some content would become a special token: that content alone is encoded by itself, as
+plain text. Trimming does no harm: placeholders keep the white space around them.
+
+A template that changes content (escapes it, deletes words from it) has no such places. There, control texts
+in content are escaped by separators before rendering, and the result is taken only if its special tokens
+are those of the text with placeholders, one by one and in order: a template may join again what was
+separated. If so, more separators are tried; if none helps, the template is refused.
+
+The texts of tools' authors are checked in the same way, once for each list of tools.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +31,22 @@ from ludus.core.messages import Json, Role, ToolSpec
 from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.tokenizers import ControlTexts
 
+Writer = Callable[["Piece"], str]
+Escape = Callable[[str], str]
+Span = tuple[int, int]
+Kept = TypeVar("Kept")
+
+MOST_TOOL_LISTS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of content. Only in trusted ones may special tokens be recognised."""
+    """A part of a message. Special tokens are recognised in trusted pieces only."""
 
     text: str
     trusted: bool = False
     identifier: bool = False
-    """The id of a call: it may be exchanged for another, but not for a longer one."""
+    """The id of a call: it may be replaced by another one, but not by a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,284 +65,10 @@ class ChatEntry:
         return [*self.pieces, *named, *identified]
 
 
-def marked(content: str, marks: Sequence[str]) -> tuple[Piece, ...]:
+def split_at_marks(content: str, marks: Sequence[str]) -> tuple[Piece, ...]:
     """`content` cut at its marks, which are trusted."""
     parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", content)
     return tuple(Piece(part, trusted=index % 2 == 1) for index, part in enumerate(parts) if part)
-
-
-# --- recent ---
-# An LRU cache.
-
-Kept = TypeVar("Kept")
-
-
-class Recent(Generic[Kept]):
-    """What was made last; the least recently used goes first. Safe with threads, which may make a thing twice.
-
-    `most` is a number of things, or what `size` says of all of them together.
-    """
-
-    def __init__(self, most: int, size: Callable[[Kept], int] = lambda _: 1) -> None:
-        self._most, self._size = most, size
-        self._total = 0
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What is kept by this key, or else what `make` gives."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            self._drop(key)  # another thread was as quick
-            self._kept[key] = made
-            self._total += self._size(made)
-            while self._total > self._most:
-                self._drop(next(iter(self._kept)))
-        return made
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._kept:
-            self._total -= self._size(self._kept.pop(key))
-
-
-def tools_key(tools: Sequence[ToolSpec]) -> str:
-    """The same for tools of which a model would be told the same; short, whatever they say."""
-    told = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return hashlib.sha256(json.dumps(told, default=repr).encode()).hexdigest()
-
-
-# --- placeholders ---
-# Words that stand for what somebody else wrote while a template is rendered.
-
-Span = tuple[int, int]
-
-_SHAPE = "zq[0-9a-f]{24}x[0-9]+z"
-"""What `Placeholders` writes: an `unused_word` and a number."""
-_WORDS = re.compile(f"({_SHAPE})")
-
-SHORTEST_IDENTIFIER = 9
-_SWITCH = re.compile(r"/(?:no_think|nothink|think|system_override)")
-"""Words by which users are known to choose how a template thinks. A closed list: content merely selects."""
-SCHEMA_WORDS = frozenset(
-    {
-        *("type", "object", "array", "string", "number", "integer", "boolean", "null", "nullable"),
-        *("properties", "additionalProperties", "required", "items", "description", "title", "format"),
-        *("enum", "const", "default", "anyOf", "oneOf", "allOf"),
-    }
-)
-"""What templates look for in a tool's parameters; anything else there is the author's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A text, and which parts of it are content that nobody vouches for."""
-
-    text: str
-    content: tuple[Span, ...]
-
-    def after(self, position: int) -> Rendered:
-        """What stands from `position` on."""
-        spans = ((max(a, position) - position, b - position) for a, b in self.content if b > position)
-        return Rendered(self.text[position:], tuple(spans))
-
-
-class Placeholders:
-    """Unique words for content; afterwards they tell where the content stands."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._word = unused_word(texts)
-        self._contents: dict[str, str] = {}
-        self._identifiers: list[str] = []
-
-    def write(self, piece: Piece) -> str:
-        """A placeholder between the content's own outer white space; empty content stays empty."""
-        core = piece.text.strip()
-        if piece.trusted or not core:
-            return piece.text
-        word = f"{self._word}{len(self._contents)}z"
-        if piece.identifier:
-            word, core = same_length(word, len(piece.text)), piece.text
-            self._identifiers.append(word)
-        self._contents[word] = core
-        return _within_space(piece.text, core, word)
-
-    def restore(self, marked: str) -> Rendered:
-        """The text with the content in its places."""
-        parts: list[str] = []
-        spans: list[Span] = []
-        length = 0
-        for part in self._pattern().split(marked):
-            text = self._contents.get(part, part)
-            if part in self._contents:
-                spans.append((length, length + len(text)))
-            parts.append(text)
-            length += len(text)
-        return Rendered("".join(parts), tuple(spans))
-
-    def _pattern(self) -> re.Pattern[str]:
-        """Finds our words, and perhaps others of their kind; compiling one for each text would be slow."""
-        if not self._identifiers:
-            return _WORDS
-        return re.compile(f"({'|'.join([_SHAPE, *self._identifiers])})")
-
-
-class Switches:
-    """Placeholders that keep words such as `/no_think`, by which content may choose how a template thinks."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._word = unused_word(piece.text for piece in pieces)
-        self.found = any(self._of(piece) for piece in pieces)
-
-    def write(self, piece: Piece) -> str:
-        core = piece.text.strip()
-        if piece.trusted or not core:
-            return piece.text
-        if piece.identifier:
-            return same_length(self._word + piece.text, len(piece.text))
-        # Between two placeholders: no template that merely writes around content can complete them.
-        return _within_space(piece.text, core, " ".join([self._word, *self._of(piece), self._word]))
-
-    @staticmethod
-    def _of(piece: Piece) -> list[str]:
-        return [] if piece.trusted or piece.identifier else _SWITCH.findall(piece.text)
-
-
-def anonymous(tools: Sequence[ToolSpec]) -> list[ToolSpec]:
-    """The same tools with words of no meaning in place of all that their authors chose."""
-    words: dict[str, str] = {}
-
-    def word(text: str) -> str:
-        return words.setdefault(text, f"zqtool{len(words)}z") if text.strip() else text
-
-    def value(given: Any) -> Any:
-        if isinstance(given, str):
-            return given if given in SCHEMA_WORDS else word(given)
-        if isinstance(given, dict):
-            return {value(key): value(item) for key, item in given.items()}
-        if isinstance(given, (list, tuple)):
-            return [value(item) for item in given]
-        return given
-
-    return [
-        replace(
-            tool,
-            name=word(tool.name),
-            description=word(tool.description),
-            parameters=value(tool.parameters),
-        )
-        for tool in tools
-    ]
-
-
-def unused_word(texts: Iterable[str]) -> str:
-    """A word that occurs in none of these texts: nobody can write down his own text's hash."""
-    return f"zq{_digest(*texts)[:24]}x"
-
-
-def same_length(text: str, length: int) -> str:
-    """A meaningless word as long as an identifier: some templates insist on nine letters and digits."""
-    digits = _digest(text) * (length // 64 + 1)
-    return f"zq{digits}"[: max(length, SHORTEST_IDENTIFIER)]
-
-
-def _digest(*texts: str) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode("utf-8", errors="surrogatepass"))
-    return digest.hexdigest()
-
-
-def _within_space(text: str, core: str, word: str) -> str:
-    start = text.index(core)
-    return text[:start] + word + text[start + len(core) :]
-
-
-# --- breaking ---
-# Ways to break content up, for templates that change it; each is harder than the one before.
-
-Way = Callable[[str], str]
-
-SEPARATORS = (" ", ".", "_")
-"""The first is the least disturbing. A template that takes spaces out seldom takes out the others."""
-_PLAIN_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]+")
-
-
-class Breaker:
-    """Knows what would be special to a tokenizer, and how to write it so that it is not."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._controls = ControlTexts(tokenizer.controls)
-        self._ids = frozenset(tokenizer.controls.values())
-
-    def ways(self) -> list[Way]:
-        """From the mildest: inside control texts only; after all that could begin one; everywhere."""
-        opened = [_with(separator, self._controls.opened) for separator in SEPARATORS]
-        spread = [_with(separator, _spread) for separator in SEPARATORS]
-        return [self.harmless, *opened, *spread]
-
-    def harmless(self, text: str) -> str:
-        """`text` that is not special by itself, in the eyes of any normaliser: spaced out if need be."""
-        broken = self._controls.broken(text)
-        return broken if self._ids.isdisjoint(self._tokenizer.encode(broken)) else " ".join(broken)
-
-    def piece(self, piece: Piece, way: Way) -> str:
-        """What a template is given for `piece`. An identifier that could do harm gets another name."""
-        if piece.trusted:
-            return piece.text
-        if not piece.identifier:
-            return way(piece.text)
-        kept = way == self.harmless and _PLAIN_IDENTIFIER.fullmatch(piece.text)
-        return piece.text if kept else same_length(piece.text, len(piece.text))
-
-    def tool(self, tool: ToolSpec, way: Way) -> ToolSpec:
-        """The same tool. Its name is kept as far as it can be: the model has to call it by that."""
-        return ToolSpec(self.harmless(tool.name), way(tool.description), _each(tool.parameters, way))
-
-
-def _with(separator: str, break_up: Callable[[str, str], str]) -> Way:
-    return lambda text: break_up(text, separator)
-
-
-def _spread(text: str, separator: str) -> str:
-    """A separator around every character."""
-    return f"{separator}{separator.join(text)}{separator}" if text.strip() else text
-
-
-def _each(value: Any, way: Way) -> Any:
-    """Every text of a JSON value, keys included; not the schema's own words, which templates look for."""
-    if isinstance(value, str):
-        return value if value in SCHEMA_WORDS else way(value)
-    if isinstance(value, dict):
-        return {_each(key, way): _each(item, way) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_each(item, way) for item in value]
-    return value
-
-
-# --- template ---
-# A chat template's text as tokens, with content kept from writing special tokens.
-#
-# The template is rendered twice: once as it is, and once with a placeholder for everything that somebody
-# else wrote, names included. Putting the content back in the placeholders' stead must give the first text
-# again; then it is known which characters are content. Text is encoded in one go, as the model's makers
-# did, unless some content would become a special token: that content alone is encoded by itself, as plain
-# text. Trimming does no harm to this: placeholders keep the white space around them.
-#
-# A template that changes content (escapes it, deletes words from it) has no such places. There, control
-# texts in content are broken up before they are rendered, and the result is taken only if its special
-# tokens are those of the text with placeholders, one by one and in order: a template may join again what
-# was broken up. If so, content is broken up harder; if nothing helps, the template is refused.
-#
-# What the authors of tools wrote is checked in the same way, once for each list of tools.
-
-Writer = Callable[[Piece], str]
-
-MOST_TOOL_LISTS = 256
 
 
 class SafeTemplate:
@@ -331,8 +78,8 @@ class SafeTemplate:
         self.tokenizer = tokenizer
         self._controls = ControlTexts(tokenizer.controls)
         self._ids = frozenset(tokenizer.controls.values())
-        self._breaker = Breaker(tokenizer)
-        self._checked: Recent[list[ToolSpec]] = Recent(MOST_TOOL_LISTS)
+        self._escaper = Escaper(tokenizer)
+        self._checked: LruCache[list[ToolSpec]] = LruCache(MOST_TOOL_LISTS)
 
     def text(
         self, conversation: Sequence[ChatEntry], tools: Sequence[ToolSpec], generation: bool
@@ -383,7 +130,7 @@ class SafeTemplate:
 
     def harmless_tools(self, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
         """The same tools; what their authors wrote holds no control texts."""
-        return [self._breaker.tool(tool, self._breaker.harmless) for tool in tools]
+        return [self._escaper.tool(tool, self._escaper.harmless) for tool in tools]
 
     def is_special(self, text: str) -> bool:
         """Whether a special token comes of `text`."""
@@ -394,15 +141,15 @@ class SafeTemplate:
     ) -> list[int]:
         """Tokens where the template changes content: `marked` says which special ones are its own."""
         own = [self._special(self.tokenizer.encode(marked))]
-        switches = Switches(pieces)
+        switches = SwitchPlaceholders(pieces)
         if switches.found:
             own.append(self._special(self.tokenizer.encode(render(switches.write))))
-        for way in self._breaker.ways():
-            tokens = self.tokenizer.encode(render(self._writer(way)))
+        for escape in self._escaper.escapes():
+            tokens = self.tokenizer.encode(render(self._writer(escape)))
             if self._special(tokens) in own:
                 return tokens
         raise ConfigError(
-            "the chat template rewrites content in such a way that special tokens come of it or get "
+            "the chat template rewrites content in such a escape that special tokens come of it or get "
             "lost, however the content is broken up; give the tokenizer a chat_template that writes "
             "content as it is"
         )
@@ -426,9 +173,9 @@ class SafeTemplate:
             text = self._apply(conversation, marks.write, shown, generation)
             return self._special(self.tokenizer.encode(text))
 
-        own = special(anonymous(tools))
-        for way in self._breaker.ways():
-            safe = [self._breaker.tool(tool, way) for tool in tools]
+        own = special(anonymous_tools(tools))
+        for escape in self._escaper.escapes():
+            safe = [self._escaper.tool(tool, escape) for tool in tools]
             if special(safe) == own:
                 return safe
         names = ", ".join(repr(tool.name) for tool in tools)
@@ -448,8 +195,8 @@ class SafeTemplate:
         functions = [tool.as_openai() for tool in tools] or None
         return self.tokenizer.apply_chat_template(chat, functions, generation)
 
-    def _writer(self, way: Way) -> Writer:
-        return lambda piece: self._breaker.piece(piece, way)
+    def _writer(self, escape: Escape) -> Writer:
+        return lambda piece: self._escaper.piece(piece, escape)
 
     def _encode_apart(self, text: str, apart: Sequence[Span]) -> list[int]:
         tokens: list[int] = []
@@ -483,7 +230,7 @@ def _end(text: str, word: str) -> int:
     position = text.find(word)
     if position < 0:
         raise ConfigError(
-            "the chat template leaves out what the assistant said, so nothing can be appended to "
+            "the chat template leaves out the assistant's text, so nothing can be appended to "
             "it; give the tokenizer another chat_template"
         )
     return position + len(word)
@@ -499,3 +246,237 @@ def _touched(spans: Sequence[Span], occurrences: Sequence[Span]) -> list[Span]:
         if any(end > start for _, end in near):
             touched.append((start, stop))
     return touched
+
+
+# Placeholders: words that stand for content while a template is rendered.
+
+_SHAPE = "zq[0-9a-f]{24}x[0-9]+z"
+"""What `Placeholders` writes: an `unused_word` and a number."""
+_WORDS = re.compile(f"({_SHAPE})")
+
+SHORTEST_IDENTIFIER = 9
+_SWITCH = re.compile(r"/(?:no_think|nothink|think|system_override)")
+"""Words by which users select a template's thinking mode; a closed list."""
+SCHEMA_WORDS = frozenset(
+    {
+        *("type", "object", "array", "string", "number", "integer", "boolean", "null", "nullable"),
+        *("properties", "additionalProperties", "required", "items", "description", "title", "format"),
+        *("enum", "const", "default", "anyOf", "oneOf", "allOf"),
+    }
+)
+"""What templates look for in a tool's parameters; anything else there is the author's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text, and which parts of it are untrusted content."""
+
+    text: str
+    content: tuple[Span, ...]
+
+    def after(self, position: int) -> Rendered:
+        """What stands from `position` on."""
+        spans = ((max(a, position) - position, b - position) for a, b in self.content if b > position)
+        return Rendered(self.text[position:], tuple(spans))
+
+
+class Placeholders:
+    """Unique words for content; afterwards they show where the content stands."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._word = unused_word(texts)
+        self._contents: dict[str, str] = {}
+        self._identifiers: list[str] = []
+
+    def write(self, piece: Piece) -> str:
+        """A placeholder between the content's own outer white space; empty content stays empty."""
+        core = piece.text.strip()
+        if piece.trusted or not core:
+            return piece.text
+        word = f"{self._word}{len(self._contents)}z"
+        if piece.identifier:
+            word, core = same_length(word, len(piece.text)), piece.text
+            self._identifiers.append(word)
+        self._contents[word] = core
+        return _within_space(piece.text, core, word)
+
+    def restore(self, marked: str) -> Rendered:
+        """The text with the content in its places."""
+        parts: list[str] = []
+        spans: list[Span] = []
+        length = 0
+        for part in self._pattern().split(marked):
+            text = self._contents.get(part, part)
+            if part in self._contents:
+                spans.append((length, length + len(text)))
+            parts.append(text)
+            length += len(text)
+        return Rendered("".join(parts), tuple(spans))
+
+    def _pattern(self) -> re.Pattern[str]:
+        """Finds our words, and perhaps others of their kind; compiling one for each text would be slow."""
+        if not self._identifiers:
+            return _WORDS
+        return re.compile(f"({'|'.join([_SHAPE, *self._identifiers])})")
+
+
+class SwitchPlaceholders:
+    """Placeholders that keep words such as `/no_think`, by which content selects a thinking mode."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._word = unused_word(piece.text for piece in pieces)
+        self.found = any(self._of(piece) for piece in pieces)
+
+    def write(self, piece: Piece) -> str:
+        core = piece.text.strip()
+        if piece.trusted or not core:
+            return piece.text
+        if piece.identifier:
+            return same_length(self._word + piece.text, len(piece.text))
+        # Between two placeholders: no template that merely writes around content can complete them.
+        return _within_space(piece.text, core, " ".join([self._word, *self._of(piece), self._word]))
+
+    @staticmethod
+    def _of(piece: Piece) -> list[str]:
+        return [] if piece.trusted or piece.identifier else _SWITCH.findall(piece.text)
+
+
+def anonymous_tools(tools: Sequence[ToolSpec]) -> list[ToolSpec]:
+    """The same tools with meaningless words in place of all that their authors wrote."""
+    words: dict[str, str] = {}
+
+    def word(text: str) -> str:
+        return words.setdefault(text, f"zqtool{len(words)}z") if text.strip() else text
+
+    return [
+        replace(
+            tool,
+            name=word(tool.name),
+            description=word(tool.description),
+            parameters=_each(tool.parameters, word),
+        )
+        for tool in tools
+    ]
+
+
+def unused_word(texts: Iterable[str]) -> str:
+    """A word that occurs in none of these texts: no text can contain its own hash."""
+    return f"zq{_digest(*texts)[:24]}x"
+
+
+def same_length(text: str, length: int) -> str:
+    """A meaningless word as long as an identifier: some templates insist on nine letters and digits."""
+    digits = _digest(text) * (length // 64 + 1)
+    return f"zq{digits}"[: max(length, SHORTEST_IDENTIFIER)]
+
+
+def _digest(*texts: str) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _within_space(text: str, core: str, word: str) -> str:
+    start = text.index(core)
+    return text[:start] + word + text[start + len(core) :]
+
+
+# Escaping content by separators, for templates that change it; each way is stronger than the one before.
+
+SEPARATORS = (" ", ".", "_")
+"""The first disturbs least. A template that removes spaces seldom removes the others."""
+_PLAIN_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class Escaper:
+    """Writes content so that the tokenizer makes no special token of it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._controls = ControlTexts(tokenizer.controls)
+        self._ids = frozenset(tokenizer.controls.values())
+
+    def escapes(self) -> list[Escape]:
+        """From the mildest: inside control texts only; after all that could begin one; everywhere."""
+        opened = [_with(separator, self._controls.opened) for separator in SEPARATORS]
+        spread = [_with(separator, _spread) for separator in SEPARATORS]
+        return [self.harmless, *opened, *spread]
+
+    def harmless(self, text: str) -> str:
+        """`text` that gives no special token by itself, after any normalisation: spaced out if need be."""
+        broken = self._controls.broken(text)
+        return broken if self._ids.isdisjoint(self._tokenizer.encode(broken)) else " ".join(broken)
+
+    def piece(self, piece: Piece, escape: Escape) -> str:
+        """What a template is given for `piece`. An identifier that could do harm gets another name."""
+        if piece.trusted:
+            return piece.text
+        if not piece.identifier:
+            return escape(piece.text)
+        kept = escape == self.harmless and _PLAIN_IDENTIFIER.fullmatch(piece.text)
+        return piece.text if kept else same_length(piece.text, len(piece.text))
+
+    def tool(self, tool: ToolSpec, escape: Escape) -> ToolSpec:
+        """The same tool. Its name is kept as far as it can be: the model has to call it by that."""
+        return ToolSpec(
+            self.harmless(tool.name), escape(tool.description), _each(tool.parameters, escape)
+        )
+
+
+def _with(separator: str, separate: Callable[[str, str], str]) -> Escape:
+    return lambda text: separate(text, separator)
+
+
+def _spread(text: str, separator: str) -> str:
+    """A separator around every character."""
+    return f"{separator}{separator.join(text)}{separator}" if text.strip() else text
+
+
+def _each(value: Any, escape: Escape) -> Any:
+    """Every text of a JSON value, keys included; not the schema's own words, which templates look for."""
+    if isinstance(value, str):
+        return value if value in SCHEMA_WORDS else escape(value)
+    if isinstance(value, dict):
+        return {_each(key, escape): _each(item, escape) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each(item, escape) for item in value]
+    return value
+
+
+class LruCache(Generic[Kept]):
+    """A thread-safe LRU cache; two threads may make the same value twice.
+
+    `most` is a number of values, or their size together as `size` counts it.
+    """
+
+    def __init__(self, most: int, size: Callable[[Kept], int] = lambda _: 1) -> None:
+        self._most, self._size = most, size
+        self._total = 0
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """The value of this key, made by `make` if it is not kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = make()
+        with self._lock:
+            self._drop(key)  # another thread was as quick
+            self._kept[key] = made
+            self._total += self._size(made)
+            while self._total > self._most:
+                self._drop(next(iter(self._kept)))
+        return made
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self._kept:
+            self._total -= self._size(self._kept.pop(key))
+
+
+def tools_key(tools: Sequence[ToolSpec]) -> str:
+    """A short key: the same for tools that look the same to a model."""
+    shown = [(tool.name, tool.description, tool.parameters) for tool in tools]
+    return hashlib.sha256(json.dumps(shown, default=repr).encode()).hexdigest()

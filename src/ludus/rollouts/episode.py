@@ -1,11 +1,18 @@
-"""What an episode may use. Running out of one ends the episode; it is never an error."""
+"""One episode as an agent sees it: generate, call, observe, answer.
+
+Behind these four methods the episode keeps the exact tokens. New messages are pending until the next
+`generate`, which renders them on their own, appends them as an observation, and asks the engine to
+continue. An action's tokens are appended as sampled. The engine is always given the concatenation of the
+segments recorded so far, so the record cannot differ from what the model read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -23,8 +30,13 @@ from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequenc
 from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.tools import OutputLimits
 
+log = logging.getLogger(__name__)
+
 _LONG_RESULT = 4_000
 """Characters from which a result is cut in a thread."""
+
+StepRewards = Literal["sum", "max", "last"]
+"""An episode's reward from its calls: the sum of their rewards, the highest, or the last one."""
 
 
 class Budgets(Config):
@@ -41,7 +53,7 @@ class Budgets(Config):
     max_calls: int = Field(default=16, ge=1)
     """Tool calls in one action; those beyond are refused with an observation."""
     max_seconds: float = Field(default=600.0, gt=0)
-    """Wall time. How fast we are is not the model's doing, so an episode over time counts as ours."""
+    """Seconds of wall time. An episode over it is an infrastructure failure, not the model's fault."""
     remind: bool = False
     """Whether each observation ends with how many turns are left."""
 
@@ -51,23 +63,8 @@ class Budgets(Config):
         return f"[{left} turn{'' if left == 1 else 's'} left]"
 
 
-# --- episode ---
-# One episode as an agent sees it: generate, call, observe, answer.
-#
-# Behind these four verbs the episode keeps the exact tokens. New messages wait until the next `generate`,
-# which renders them to tokens on their own, appends them as an observation, and asks the engine to continue.
-# The tokens of an action are appended as sampled. What the engine is given is always the concatenation of
-# the segments recorded so far, which is why the record cannot differ from what the model read.
-
-log = logging.getLogger(__name__)
-
-
-StepRewards = Literal["sum", "max", "last"]
-"""What an episode is paid by its calls: the sum of their rewards, the highest, or the last one."""
-
-
 class EpisodeOver(Exception):
-    """Raised by `generate` when there is nothing more to say; ends the agent's loop, and is no error."""
+    """Raised by `generate` when the episode is over; ends the agent's loop, and is no error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Turn:
 
 
 class Episode:
-    """The life of one attempt at a task."""
+    """One attempt at a task."""
 
     def __init__(
         self,
@@ -111,10 +108,10 @@ class Episode:
         self._step_rewards = step_rewards
         self._level: float | None = None
         """The highest or the last reward of a call so far."""
-        self.speaker: Callable[[str], ToolCall | str | None] | None = None
-        """Says what comes next in the model's place, given what was read since; None when it is done."""
+        self.expert: Generator[ToolCall | str, str, None] | None = None
+        """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
         self._turn = ""
-        """What was said in the assistant's turn that is still open; turns are closed unless they are inline."""
+        """The text of the assistant's turn that is still open; only inline turns stay open."""
         trajectory.seconds.update(generate=0.0, tools=0.0)
 
     @property
@@ -123,7 +120,7 @@ class Episode:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far, what waits to be read included."""
+        """The conversation so far, pending messages included."""
         return [*self.trajectory.messages, *self._pending]
 
     @property
@@ -137,13 +134,13 @@ class Episode:
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """The model's next action, given everything observed so far. Raises `EpisodeOver` at the end.
 
-        An action cut at `max_tokens`, the agent's own limit, is the agent's to judge (`turn.finish`); one
+        An action cut at `max_tokens`, the agent's own limit, is for the agent to handle (`turn.finish`); one
         cut at a budget, with no complete call in it, ends the episode.
         """
         self._check_turns()
-        if self.speaker is not None:
-            return self._speak(self.speaker("\n".join(message.content for message in self._pending)))
-        self._read_pending()
+        if self.expert is not None:
+            return self._expert_turn(self.expert)
+        self._append_pending()
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
         budget = min(room, self.budgets.max_turn_tokens)
@@ -167,17 +164,20 @@ class Episode:
         Its log-probabilities are 0, because nobody sampled it: such an episode is for imitation.
         """
         self._check_turns()
-        self._read_pending()
+        self._append_pending()
         written = self._renderer.format.render_action(content, calls)
         tokens = self._renderer.action_tokens(written, self._turn)
         ended = self._renderer.turns == "chat" or tokens[-1:] == [self._renderer.end_of_turn]
         finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
         return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
 
-    def _speak(self, move: ToolCall | str | None) -> Turn:
-        """What an expert says, who speaks in the model's place."""
-        if move is None:
-            raise EpisodeOver
+    def _expert_turn(self, expert: Generator[ToolCall | str, str, None]) -> Turn:
+        observed = "\n".join(message.content for message in self._pending)
+        begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
+        try:
+            move = next(expert) if begins else expert.send(observed)
+        except StopIteration:
+            raise EpisodeOver from None
         if isinstance(move, str):
             return self.demonstrate(move)
         turn = self.demonstrate(calls=[move])
@@ -189,8 +189,8 @@ class Episode:
         return turn
 
     def _act(self, completion: Completion, seconds: float, *, may_be_cut: bool = False) -> Turn:
-        """Append an action's tokens as they came, and say what they mean."""
-        text = self._renderer.text_of(completion, goes_on=bool(self._turn))
+        """Append an action's tokens as they were sampled, and parse them."""
+        text = self._renderer.text_of(completion, continues_turn=bool(self._turn))
         self._turn += text
         parsed = self._renderer.format.parse(text)
         calls = tuple(
@@ -217,21 +217,21 @@ class Episode:
         return Turn(text, calls, answer, completion.finish)
 
     async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
-        """Run these calls at once; each comes back with its result, the model's mistakes included."""
+        """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
         started = time.perf_counter()
         allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
         try:
-            results = await _together([self._tools.call(call, self.context) for call in allowed])
+            results = await _gather([self._tools.call(call, self.context) for call in allowed])
         finally:
             self.trajectory.seconds["tools"] += time.perf_counter() - started
         refusal = ToolResult(
             f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
         )
-        bounded = [await self._bounded(result) for result in results]
-        return [*zip(allowed, bounded, strict=True), *((call, refusal) for call in refused)]
+        truncated = [await self._truncated(result) for result in results]
+        return [*zip(allowed, truncated, strict=True), *((call, refusal) for call in refused)]
 
     def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
-        """Let the model read this before its next action: results of `call`, a message, or a text."""
+        """Show the model this before its next action: results of `call`, a message, or a text."""
         if isinstance(what, str):
             self._pending.append(Message("user", what))
         elif isinstance(what, Message):
@@ -248,7 +248,7 @@ class Episode:
         self._stop = StopReason.ANSWERED
 
     def finish(self) -> None:
-        """Write down how it ended. An agent that returns without an answer has ended it itself."""
+        """Record how it ended. An agent that returns without an answer has terminated it."""
         self.trajectory.messages.extend(self._pending)
         self._pending.clear()
         self.trajectory.stop = self._stop or StopReason.TERMINATED
@@ -270,10 +270,10 @@ class Episode:
         self._stop = reason
         raise EpisodeOver
 
-    def _read_pending(self) -> None:
-        """Render what waits, and append it to the tokens: the prompt first, observations afterwards.
+    def _append_pending(self) -> None:
+        """Render the pending messages, and append them: as the prompt first, as observations afterwards.
 
-        What leaves no room for an action is not appended: nobody would read it.
+        What leaves no room for an action is not appended: the model would never read it.
         """
         new, self._pending = self._reminded(self._pending), []
         conversation = self.trajectory.messages
@@ -285,22 +285,19 @@ class Episode:
         before = 0 if step.restart else len(self._sequence)
         if before + len(step.tokens) >= self.budgets.max_tokens:
             if not self.trajectory.turns:
-                _tell_long_prompt(self.task.id, len(step.tokens), self.budgets.max_tokens)
+                _warn_of_long_prompt(self.task.id, len(step.tokens), self.budgets.max_tokens)
             self._end(StopReason.MAX_TOKENS)
         if step.restart and self._sequence.segments:
             self.trajectory.sequences.append(TokenSequence())
-        if not step.goes_on:
+        if not step.continues_turn:
             self._turn = ""
         kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
         self._sequence.segments.append(Segment(kind, step.tokens))
 
-    async def _bounded(self, result: ToolResult) -> ToolResult:
-        """The result within its budget of tokens; a long one is cut in a thread, since that takes a while."""
-        limits = OutputLimits(
-            len(result.content),
-            self.budgets.max_observation_tokens,
-            self._renderer.tokenizer.encode_text,
-        )
+    async def _truncated(self, result: ToolResult) -> ToolResult:
+        """The result, cut to its budget of tokens; a long one in a thread, since that takes a while."""
+        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
+        limits = OutputLimits(len(result.content), limit, encode)
         if len(result.content) <= _LONG_RESULT:
             content = limits.apply(result.content)
         else:
@@ -312,7 +309,7 @@ class Episode:
         actions = self.trajectory.actions
         makers = {call.id: action for action in actions for call in action.calls}
         for call, result in pairs:
-            # a call that an agent made up itself is put down to what the model said last, if anything
+            # a call that the agent made itself is attributed to the last action, if any
             action = makers.get(call.id, actions[-1] if actions else None)
             if action is None:
                 continue
@@ -322,10 +319,10 @@ class Episode:
                 action.reward = (action.reward or 0.0) + self._gain(result.reward)
 
     def _gain(self, reward: float) -> float:
-        """What a call's reward adds to the episode's: as much as the sum of all gains is to grow by.
+        """What a call's reward adds to the episode's reward, which is the sum of all gains.
 
-        An environment that reports a score, rather than what a step earned, is paid for its highest or its
-        last one; each action then gets what it has moved the score by.
+        An environment that reports a score rather than a step's reward counts with its highest or its last
+        one; each action's gain is then the change of the score.
         """
         if self._step_rewards == "sum":
             return reward
@@ -344,22 +341,22 @@ class Episode:
 
 
 @lru_cache(maxsize=1024)
-def _tell_long_prompt(task: str, tokens: int, limit: int) -> None:
-    """Once for each task: the model is not to blame."""
+def _warn_of_long_prompt(task: str, tokens: int, limit: int) -> None:
+    """Once for each task: it is not the model's fault."""
     log.warning(
-        "the prompt of task %s has %d tokens and budgets.max_tokens = %d, so its episodes end before the model "
-        "says anything, and count as failed: raise the budget, or leave the task out",
+        "the prompt of task %s has %d tokens and budgets.max_tokens = %d, so its episodes end before the first "
+        "action, and count as failed: raise the budget, or leave the task out",
         task,
         tokens,
         limit,
     )
 
 
-async def _together(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
+async def _gather(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
     """The results of all; when one fails, or the caller is cancelled, all the others are stopped first."""
     pending = [asyncio.ensure_future(one) for one in running]
     try:
-        # Tasks of their own even for a single one: it may take a cancellation for a result, its caller may not.
+        # A task even for a single call: it may turn a cancellation into a result, its caller must not.
         return await asyncio.gather(*pending)
     finally:
         if not all(task.done() for task in pending):

@@ -1,4 +1,4 @@
-"""Renderings that come again: many episodes have the same tools and prompt, and read the same short results."""
+"""From messages to tokens, and on from the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -17,57 +17,35 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import SegmentKind, TokenSequence
 from ludus.rollouts.chat_template import (
     ChatEntry,
+    LruCache,
     Piece,
-    Recent,
     SafeTemplate,
-    marked,
+    split_at_marks,
     tools_key,
     unused_word,
 )
 from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
-from ludus.rollouts.template_features import TOOL, action_text, described, entries, is_rewritten, probe
+from ludus.rollouts.template_features import (
+    TOOL,
+    action_text,
+    chat_entries,
+    is_rewritten,
+    probe,
+    with_description,
+)
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 24
 MOST_CHARACTERS = 2000
-"""Longer conversations are not kept: they hardly come twice."""
+"""Longer conversations are not cached: they hardly occur twice."""
 _OVERHEAD = 512
-
-
-class RenderCache:
-    """Tokens of short conversations, in a few bytes each: a prompt with many tools has thousands."""
-
-    def __init__(self) -> None:
-        self._kept: Recent[array[int]] = Recent(MOST_BYTES, _bytes)
-
-    def tokens(
-        self,
-        kind: str,
-        entries: Sequence[ChatEntry],
-        tools: Sequence[ToolSpec],
-        render: Callable[[], list[int]],
-    ) -> list[int]:
-        """What `render` gives for these entries and tools."""
-        if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
-            return render()
-        key = (kind, tuple(entries), tools_key(tools))
-        return list(self._kept.get(key, lambda: array("i", render())))
-
-
-def _bytes(tokens: array[int]) -> int:
-    """What a rendering takes, with a key of the longest kind."""
-    return tokens.itemsize * len(tokens) + MOST_CHARACTERS + _OVERHEAD
-
-
-# --- renderer ---
-# From messages to tokens, and on from the tokens that were sampled.
-
-log = logging.getLogger(__name__)
 
 History = Literal["strict", "keep", "split"]
 Turns = Literal["chat", "inline"]
 
 MOST_BOUND = 16
-"""How many lists of tools have their own renderer, each with the renderings it keeps."""
+"""How many lists of tools have their own renderer, each with its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +54,7 @@ class NextContext:
 
     tokens: list[int]
     restart: bool = False
-    goes_on: bool = False
+    continues_turn: bool = False
     """The assistant's turn was not closed: the next action continues it."""
 
 
@@ -119,14 +97,14 @@ class Renderer:
         self.turns = turns
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
-        self._bound: Recent[Self | None] = Recent(MOST_BOUND)
-        self.abilities = probe(self._template, format)
+        self._bound: LruCache[Self | None] = LruCache(MOST_BOUND)
+        self.features = probe(self._template, format)
         self.end_of_turn = self._find_end_of_turn()
-        if history == "strict" and self.abilities.rewrites:
+        if history == "strict" and self.features.rewrites:
             raise ConfigError(
                 "this chat template rewrites earlier turns (seen with: "
-                f"{'; '.join(self.abilities.rewrites)}), so what the model is shown later is not what "
-                "it read and said before. Choose history='keep' (the history stays as it was generated) "
+                f"{'; '.join(self.features.rewrites)}), so what the model is shown later is not what "
+                "it read and sampled before. Choose history='keep' (the history stays as it was generated) "
                 "or history='split' (a rewritten history starts a new training row)"
             )
 
@@ -146,23 +124,23 @@ class Renderer:
         self._refuse_special_tags(format)
         made = copy.copy(self)
         made.format = format
-        made._cache, made._bound = RenderCache(), Recent(MOST_BOUND)
+        made._cache, made._bound = RenderCache(), LruCache(MOST_BOUND)
         return made
 
     @property
     def preserves_prefixes(self) -> bool:
         """Whether the template leaves earlier turns as they were."""
-        return not self.abilities.rewrites
+        return not self.features.rewrites
 
     def describe(self, tools: Sequence[ToolSpec]) -> str | None:
         """What the system prompt says about the tools; None where the chat template says it."""
-        if self.abilities.native_tools:
+        if self.features.native_tools:
             return None
         return self.format.describe(self._template.harmless_tools(tools))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The tokens of a whole conversation, up to where the model goes on."""
-        made = entries(messages, self.format, self.abilities)
+        made = chat_entries(messages, self.format, self.features)
 
         def render() -> list[int]:
             conversation, native = self._conversation(messages, tools)
@@ -178,7 +156,7 @@ class Renderer:
     ) -> list[int]:
         """What is appended after a sampled action: the rest of its turn, `messages`, the next opening.
 
-        An end-of-turn token that the model said itself is not repeated; one that it did not say (a stop
+        An end-of-turn token that the model sampled is not repeated; one that it did not sample (a stop
         string, a length cut) is added here, and belongs to the observation. With inline turns, results come
         first, as raw text in the turn itself, unless the model has closed it.
         """
@@ -189,11 +167,11 @@ class Renderer:
             )
             following = messages[len(results) :]
             return [*raw, *self.observation([], following, tools)] if following else raw
-        new = entries(messages, self.format, self.abilities)
+        new = chat_entries(messages, self.format, self.features)
         # Tools stand at the front, which is cut off here: any tool will do, and a small one is quick.
-        native = [TOOL] if tools and self.abilities.native_tools else []
+        native = [TOOL] if tools and self.features.native_tools else []
         rest = self._cache.tokens("rest", new, native, lambda: self._rest_of_turn(new, native))
-        return self._unsaid(action, rest)
+        return self._without_sampled_end(action, rest)
 
     def _inline_results(self, action: Sequence[int], messages: Sequence[Message]) -> Sequence[Message]:
         """The results that go into the turn of `action` itself."""
@@ -207,7 +185,7 @@ class Renderer:
         return [Piece(f"\n{opening}", True), Piece(result.content), Piece(f"{closing}\n", True)]
 
     def _rest_of_turn(self, new: Sequence[ChatEntry], native: Sequence[ToolSpec]) -> list[int]:
-        """What the template writes after something that the assistant said, when `new` follows."""
+        """What the template writes after an assistant's text, when `new` follows."""
         word = unused_word(piece.text for entry in new for piece in entry.all_pieces())
         stub = [ChatEntry("user", (Piece("?", True),)), ChatEntry("assistant", (Piece(word, True),))]
         return self._template.tokens([*stub, *new], native, True, after=word)
@@ -227,7 +205,7 @@ class Renderer:
         results = self._inline_results(action, messages)
         return NextContext(
             self.observation(action, messages, tools),
-            goes_on=bool(results) and len(results) == len(messages),
+            continues_turn=bool(results) and len(results) == len(messages),
         )
 
     def needs_split(
@@ -242,10 +220,10 @@ class Renderer:
         if not conversation or conversation[-1].role != "assistant":
             return False
         before, native = self._conversation(conversation, tools)
-        new = entries(messages, self.format, self.abilities)
-        return is_rewritten(self._template, before, new, native, self.abilities)
+        new = chat_entries(messages, self.format, self.features)
+        return is_rewritten(self._template, before, new, native, self.features)
 
-    def text_of(self, completion: Completion, *, goes_on: bool = False) -> str:
+    def text_of(self, completion: Completion, *, continues_turn: bool = False) -> str:
         """What an action says: without its stop token, and with the thought that the prompt opened.
 
         One that goes on in a turn has no such prompt before it.
@@ -253,28 +231,28 @@ class Renderer:
         tokens = completion.tokens
         if completion.finish is FinishReason.STOP_TOKEN and tokens[-1:] and self._is_stop(tokens[-1]):
             tokens = tokens[:-1]
-        said = self.tokenizer.decode(tokens)
-        if goes_on:
-            return said
-        return self.abilities.opens_thinking + said.removeprefix(self.abilities.lead)
+        text = self.tokenizer.decode(tokens)
+        if continues_turn:
+            return text
+        return self.features.opens_thinking + text.removeprefix(self.features.lead)
 
     def action_text(self, message: Message) -> str:
         """What an assistant's message says as an action, its calls included."""
         return action_text(message, self.format)
 
     def action_tokens(self, text: str, turn: str = "") -> list[int]:
-        """An action that somebody else wrote, as the model would have said it, end of turn included.
+        """An action that the model did not sample, as it would have sampled it, end of turn included.
 
-        `turn` is what was said in the same turn before it, where turns are inline. There, a call stays inside
+        `turn` is the text of the same turn before it, where turns are inline. There, a call stays inside
         an open thought and does not end the turn.
         """
-        opened, lead = ("", "") if turn else (self.abilities.opens_thinking, self.abilities.lead)
+        opened, lead = ("", "") if turn else (self.features.opens_thinking, self.features.lead)
         calls = self.turns == "inline" and bool(self.format.parse(text).calls)
         if calls:
             text += "" if text.endswith(self.format.stops) else self._end_of_call(text)
         elif (opened and not text.startswith(THINK[0])) or (is_thinking(turn) and THINK[1] not in text):
             text = f"{opened}\n{THINK[1]}\n\n{text}"  # a thought is open: it is closed first
-        pieces = marked(lead + text.removeprefix(opened), (*THINK, *self.format.marks))
+        pieces = split_at_marks(lead + text.removeprefix(opened), (*THINK, *self.format.marks))
         tokens = self._template.encode_pieces(pieces)
         return tokens if calls or self.end_of_turn is None else [*tokens, self.end_of_turn]
 
@@ -283,7 +261,7 @@ class Renderer:
         return "\n" if f"{text}\n".endswith(self.format.stops) else ""
 
     def _find_end_of_turn(self) -> int | None:
-        """The stop token that the template writes after what the assistant said, if it does."""
+        """The stop token that the template writes after an assistant's text, if it does."""
         rest = self.observation([], [])
         found = next((index for index, token in enumerate(rest) if self._is_stop(token)), None)
         if found is None or self.tokenizer.decode(rest[:found]).strip():
@@ -294,9 +272,9 @@ class Renderer:
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[list[ChatEntry], list[ToolSpec]]:
         """What the template is given: entries, and the tools that it describes itself."""
-        made = entries(messages, self.format, self.abilities)
-        return described(made, self.describe(tools) or "", self.format, self.abilities), (
-            list(tools) if self.abilities.native_tools else []
+        made = chat_entries(messages, self.format, self.features)
+        return with_description(made, self.describe(tools) or "", self.format, self.features), (
+            list(tools) if self.features.native_tools else []
         )
 
     def _refuse_special_tags(self, format: ActionFormat) -> None:
@@ -310,7 +288,7 @@ class Renderer:
                 "another format"
             )
 
-    def _unsaid(self, action: Sequence[int], rest: list[int]) -> list[int]:
+    def _without_sampled_end(self, action: Sequence[int], rest: list[int]) -> list[int]:
         """`rest` without the end of turn that the action already ends with."""
         if not action or not self._is_stop(action[-1]) or action[-1] not in rest:
             return rest
@@ -332,3 +310,28 @@ def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None
         raise ConfigError(told)
     if lost:
         log.warning("%s", told)
+
+
+class RenderCache:
+    """Tokens of short conversations: many episodes share tools and prompt, and read the same short results."""
+
+    def __init__(self) -> None:
+        self._kept: LruCache[array[int]] = LruCache(MOST_BYTES, _bytes)
+
+    def tokens(
+        self,
+        kind: str,
+        entries: Sequence[ChatEntry],
+        tools: Sequence[ToolSpec],
+        render: Callable[[], list[int]],
+    ) -> list[int]:
+        """What `render` gives for these entries and tools."""
+        if sum(len(piece.text) for entry in entries for piece in entry.all_pieces()) > MOST_CHARACTERS:
+            return render()
+        key = (kind, tuple(entries), tools_key(tools))
+        return list(self._kept.get(key, lambda: array("i", render())))
+
+
+def _bytes(tokens: array[int]) -> int:
+    """What a rendering takes, with a key of the longest kind."""
+    return tokens.itemsize * len(tokens) + MOST_CHARACTERS + _OVERHEAD

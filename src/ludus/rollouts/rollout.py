@@ -1,4 +1,10 @@
-"""What an agent can do to an environment, as tools."""
+"""Many episodes at once: one coroutine each, and nothing waits for a batch.
+
+Concurrency: an episode waits for a place among those in flight (`max_in_flight`, the only limit here), then
+for its environments (from limited pools), then for the engine (which has its own admission queue). Groups
+are yielded as soon as their last episode ends. Cancelling the iteration cancels every episode, and each one
+releases its resources.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +40,181 @@ from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
 from ludus.tools import CombinedTools, LocalTools, Tool
 
+log = logging.getLogger(__name__)
 
-class TextActions(Tool):
+
+@dataclass(slots=True)
+class Rollout:
+    """Plays episodes: everything an episode needs, and how many run at once."""
+
+    engine: Engine
+    renderer: Renderer
+    scorer: Scorer
+    tools: ToolSet
+    pools: Mapping[str, EnvPool] = field(default_factory=dict)
+    agent: Agent = field(default_factory=Agent)
+    budgets: Budgets = field(default_factory=Budgets)
+    sampling: Sampling = field(default_factory=Sampling)
+    attempts: int = 1
+    step_rewards: StepRewards | None = None
+    """How rewards of calls make up an episode's; None leaves it to the environments, and else is "sum"."""
+    max_in_flight: int = 256
+    retries: int = 1
+    """How often an episode is played again after an infrastructure failure."""
+
+    async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
+        """One group of `attempts` episodes for each task, in the order they finish."""
+        places = asyncio.Semaphore(self.max_in_flight)
+        seen: Counter[str] = Counter()
+        running = []
+        for task in tasks:
+            # a task that comes twice gets new attempts, not the same ones again
+            first = seen[task.id] * self.attempts
+            seen[task.id] += 1
+            running.append(asyncio.create_task(self._group(task, first, seed, places)))
+        try:
+            for finished in asyncio.as_completed(running):
+                yield await finished
+        finally:
+            await _cancel(running)
+
+    async def _group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
+        async def one(attempt: int) -> Trajectory:
+            async with places:
+                return await self.play(task, attempt, seed)
+
+        running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
+        try:
+            group = Group(task, await asyncio.gather(*running))
+        finally:
+            await _cancel(running)
+        try:
+            await self.scorer.score_group(group)
+        except InfraError as error:
+            for trajectory in group.trajectories:
+                if trajectory.failure is None and trajectory.stop is not StopReason.ABORTED:
+                    _fail(trajectory, Failure.of(error, Boundary.REWARD))
+        return group
+
+    async def play(self, task: Task, attempt: int, seed: int) -> Trajectory:
+        """One episode, played again after an infrastructure failure; a last failure is in its trajectory.
+
+        Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
+        """
+        trajectory = Trajectory(task)
+        for trial in range(self.retries + 1):
+            trajectory = Trajectory(task, attempt=attempt, seed=key(seed, task.id, attempt))
+            name = f"{seed:x}/{task.id}/{attempt}/{trial}"
+            started = time.perf_counter()
+            try:
+                await self._play_in_time(trajectory, name)
+            except Aborted:
+                trajectory.stop = StopReason.ABORTED
+            except InfraError as error:
+                _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
+                if not error.replay or error.boundary is Boundary.REWARD:
+                    break  # rewards have retries of their own; another episode would not help
+            except (ConfigError, MissingExtraError):
+                raise
+            except Exception as error:  # noqa: BLE001 - what an agent or an expert raises ends its episode alone
+                log_once(log, "the agent", error)
+                _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
+                break
+            finally:
+                if trajectory.failure is not None:
+                    log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
+                trajectory.seconds["total"] = time.perf_counter() - started
+                await self.engine.release(name)
+            if trajectory.failure is None:
+                break
+        return trajectory
+
+    async def _play_in_time(self, trajectory: Trajectory, name: str) -> None:
+        """The episode within `max_seconds`; a `TimeoutError` of user code passes through."""
+        limit = self.budgets.max_seconds
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await self._play_and_score(trajectory, name)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            message = f"the episode took longer than budgets.max_seconds = {limit:g}"
+            raise InfraError(Boundary.DEADLINE, message) from error
+
+    async def _play_and_score(self, trajectory: Trajectory, name: str) -> None:
+        """Acquire environments and tools, run the agent, score; whatever happens, all is released."""
+        task = trajectory.task
+        async with AsyncExitStack() as resources:
+            leases = await self._leases(trajectory, name, resources)
+            envs = {env_name: lease.env for env_name, lease in leases.items()}
+            observed = [lease.observation.text for lease in leases.values()]
+            context = ToolContext(name, task, envs)
+            env_tools = LocalTools(
+                [tool for env_name, env in envs.items() for tool in await tools_of(env, env_name)],
+                encode=self.renderer.tokenizer.encode,
+            )
+            tools = CombinedTools([self.tools, env_tools])
+            await tools.open(context)
+            resources.push_async_callback(_close, tools, context)
+            episode = Episode(
+                trajectory,
+                engine=self.engine,
+                renderer=self.renderer,
+                tools=tools,
+                specs=await tools.list(context),
+                context=context,
+                budgets=self.budgets,
+                sampling=self.sampling,
+                opening=opening_messages(task.messages, [text for text in observed if text]),
+                step_rewards=self._step_rewards_of(task, envs),
+            )
+            try:
+                await self.agent.run(episode)
+            except EpisodeOver:
+                log.debug("task %s ended by its budget or its environment", task.id)
+            episode.finish()
+            started = time.perf_counter()
+            await self.scorer.score(trajectory, envs)
+            trajectory.seconds["rewards"] = time.perf_counter() - started
+
+    async def _leases(
+        self, trajectory: Trajectory, name: str, resources: AsyncExitStack
+    ) -> dict[str, Lease]:
+        """The episode's environments, in the order the task names them.
+
+        They are acquired in the order of their names, so that no two episodes wait for each other.
+        """
+        task = trajectory.task
+        names = list(task.envs or self.pools)
+        leases: dict[str, Lease] = {}
+        for env_name in sorted(names):
+            pool = self._pool(env_name)
+            leases[env_name] = await pool.acquire(name, task)
+            resources.push_async_exit(_releaser(pool, name, trajectory))
+        return {env_name: leases[env_name] for env_name in names}
+
+    def _step_rewards_of(self, task: Task, envs: Mapping[str, Any]) -> StepRewards:
+        """How the rewards of calls make up the episode's: as the task, the recipe or its environments say."""
+        own: set[Any] = {getattr(env, "step_rewards", "sum") for env in envs.values()}
+        chosen = task.metadata.get("step_rewards", self.step_rewards)
+        if chosen is None and len(own) > 1:
+            raise ConfigError(
+                f"the environments {', '.join(envs)} have different step_rewards ({', '.join(sorted(own))}): "
+                "set agent.step_rewards, or give it to the tasks"
+            )
+        rule: StepRewards = next(iter(own), "sum") if chosen is None else chosen
+        if rule not in get_args(StepRewards):
+            raise ConfigError(f"step_rewards is one of {', '.join(get_args(StepRewards))}, not {rule!r}")
+        return rule
+
+    def _pool(self, name: str) -> EnvPool:
+        if name not in self.pools:
+            known = ", ".join(self.pools) or "none"
+            raise ConfigError(f"a task asks for the environment {name!r}, but this run has: {known}")
+        return self.pools[name]
+
+
+class StepTool(Tool):
     """Do what the text says."""
 
     name = "step"
@@ -61,189 +240,9 @@ async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:
         raise InfraError(Boundary.ENV, message) from error
     takes_text = getattr(type(env), "step", Env.step) is not Env.step
     names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]
-    if takes_text and TextActions.name not in names:
-        tools.append(TextActions(env))
+    if takes_text and StepTool.name not in names:
+        tools.append(StepTool(env))
     return tools
-
-
-# --- runner ---
-# Many episodes at once: one coroutine each, and nothing waits for a batch.
-#
-# Who waits for whom: an episode waits for a place among those in flight (`max_in_flight`, the only bound
-# here), then for its environments (their pools are bounded), then for the engine (which bounds its own
-# queue). Groups are yielded as soon as their last episode ends. Cancelling the iteration cancels every
-# episode, and each one releases what it holds.
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Rollout:
-    """Plays episodes: everything an episode needs, and how many run at once."""
-
-    engine: Engine
-    renderer: Renderer
-    scorer: Scorer
-    tools: ToolSet
-    pools: Mapping[str, EnvPool] = field(default_factory=dict)
-    agent: Agent = field(default_factory=Agent)
-    budgets: Budgets = field(default_factory=Budgets)
-    sampling: Sampling = field(default_factory=Sampling)
-    attempts: int = 1
-    step_rewards: StepRewards | None = None
-    """How rewards of calls make up an episode's; None leaves it to the environments, and else is "sum"."""
-    max_in_flight: int = 256
-    retries: int = 1
-    """How often an episode is played again after a failure of ours."""
-
-    async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
-        """One group of `attempts` episodes for each task, in the order they finish."""
-        places = asyncio.Semaphore(self.max_in_flight)
-        seen: Counter[str] = Counter()
-        running = []
-        for task in tasks:
-            # a task that comes twice gets new attempts, not the same ones again
-            first = seen[task.id] * self.attempts
-            seen[task.id] += 1
-            running.append(asyncio.create_task(self._group(task, first, seed, places)))
-        try:
-            for finished in asyncio.as_completed(running):
-                yield await finished
-        finally:
-            await _cancelled(running)
-
-    async def _group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
-        async def one(attempt: int) -> Trajectory:
-            async with places:
-                return await self.play(task, attempt, seed)
-
-        running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
-        try:
-            group = Group(task, await asyncio.gather(*running))
-        finally:
-            await _cancelled(running)
-        try:
-            await self.scorer.score_group(group)
-        except InfraError as error:
-            for trajectory in group.trajectories:
-                if trajectory.failure is None and trajectory.stop is not StopReason.ABORTED:
-                    _fail(trajectory, Failure.of(error, Boundary.REWARD))
-        return group
-
-    async def play(self, task: Task, attempt: int, seed: int) -> Trajectory:
-        """One episode, played again when something of ours failed; a failure is in its trajectory.
-
-        Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
-        """
-        trajectory = Trajectory(task)
-        for trial in range(self.retries + 1):
-            trajectory = Trajectory(task, attempt=attempt, seed=key(seed, task.id, attempt))
-            name = f"{seed:x}/{task.id}/{attempt}/{trial}"
-            started = time.perf_counter()
-            try:
-                await self._in_time(trajectory, name)
-            except Aborted:
-                trajectory.stop = StopReason.ABORTED
-            except InfraError as error:
-                _fail(trajectory, Failure.of(error, error.boundary, trial + 1))
-                if not error.replay or error.boundary is Boundary.REWARD:
-                    break  # rewards have retries of their own; playing again would not mend them
-            except (ConfigError, MissingExtraError):
-                raise
-            except Exception as error:  # noqa: BLE001 - what an agent or an expert raises ends its episode alone
-                log_once(log, "the agent", error)
-                _fail(trajectory, Failure.of(error, Boundary.AGENT, trial + 1))
-                break
-            finally:
-                if trajectory.failure is not None:
-                    log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
-                trajectory.seconds["total"] = time.perf_counter() - started
-                await self.engine.release(name)
-            if trajectory.failure is None:
-                break
-        return trajectory
-
-    async def _in_time(self, trajectory: Trajectory, name: str) -> None:
-        """The episode within its deadline, which is ours: a `TimeoutError` of user code is another matter."""
-        limit = self.budgets.max_seconds
-        try:
-            async with asyncio.timeout(limit) as deadline:
-                await self._live(trajectory, name)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            message = f"the episode took longer than budgets.max_seconds = {limit:g}"
-            raise InfraError(Boundary.DEADLINE, message) from error
-
-    async def _live(self, trajectory: Trajectory, name: str) -> None:
-        """From the first environment to the last reward; whatever happens, all is released."""
-        task = trajectory.task
-        async with AsyncExitStack() as held:
-            leases = await self._leases(trajectory, name, held)
-            envs = {env_name: lease.env for env_name, lease in leases.items()}
-            seen = [lease.observation.text for lease in leases.values()]
-            context = ToolContext(name, task, envs)
-            own = LocalTools(
-                [tool for env_name, env in envs.items() for tool in await tools_of(env, env_name)],
-                encode=self.renderer.tokenizer.encode,
-            )
-            tools = CombinedTools([self.tools, own])
-            await tools.open(context)
-            held.push_async_callback(_close, tools, context)
-            episode = Episode(
-                trajectory,
-                engine=self.engine,
-                renderer=self.renderer,
-                tools=tools,
-                specs=await tools.list(context),
-                context=context,
-                budgets=self.budgets,
-                sampling=self.sampling,
-                opening=opening_messages(task.messages, [text for text in seen if text]),
-                step_rewards=self._step_rule(task, envs),
-            )
-            try:
-                await self.agent.run(episode)
-            except EpisodeOver:
-                log.debug("task %s ended by its budget or its environment", task.id)
-            episode.finish()
-            started = time.perf_counter()
-            await self.scorer.score(trajectory, envs)
-            trajectory.seconds["rewards"] = time.perf_counter() - started
-
-    async def _leases(self, trajectory: Trajectory, name: str, held: AsyncExitStack) -> dict[str, Lease]:
-        """The episode's environments, in the order the task names them.
-
-        They are acquired in the order of their names, so that no two episodes wait for each other.
-        """
-        task = trajectory.task
-        names = list(task.envs or self.pools)
-        leases: dict[str, Lease] = {}
-        for env_name in sorted(names):
-            pool = self._pool(env_name)
-            leases[env_name] = await pool.acquire(name, task)
-            held.push_async_exit(_releaser(pool, name, trajectory))
-        return {env_name: leases[env_name] for env_name in names}
-
-    def _step_rule(self, task: Task, envs: Mapping[str, Any]) -> StepRewards:
-        """How the rewards of calls make up the episode's: as the task, the recipe or its environments say."""
-        own: set[Any] = {getattr(env, "step_rewards", "sum") for env in envs.values()}
-        said = task.metadata.get("step_rewards", self.step_rewards)
-        if said is None and len(own) > 1:
-            raise ConfigError(
-                f"the environments {', '.join(envs)} have different step_rewards ({', '.join(sorted(own))}): "
-                "set agent.step_rewards, or give it to the tasks"
-            )
-        rule: StepRewards = next(iter(own), "sum") if said is None else said
-        if rule not in get_args(StepRewards):
-            raise ConfigError(f"step_rewards is one of {', '.join(get_args(StepRewards))}, not {rule!r}")
-        return rule
-
-    def _pool(self, name: str) -> EnvPool:
-        if name not in self.pools:
-            known = ", ".join(self.pools) or "none"
-            raise ConfigError(f"a task asks for the environment {name!r}, but this run has: {known}")
-        return self.pools[name]
 
 
 def opening_messages(messages: Sequence[Message], observations: Sequence[str]) -> list[Message]:
@@ -275,19 +274,19 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
     """Close the tools; the episode has been played and scored, so an error here does not undo it."""
     try:
         await tools.close(context)
-    except Exception as error:  # noqa: BLE001 - said so, and no more
+    except Exception as error:  # noqa: BLE001 - logged, and no more
         log_once(log, "closing the tools of an episode", error)
 
 
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and wait until it has released what it held."""
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs, and wait until it has released what it resources."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _fail(trajectory: Trajectory, failure: Failure) -> None:
-    """A failure of ours: no reward, whatever had been scored before."""
+    """Record an infrastructure failure: no reward, whatever had been scored before."""
     trajectory.failure = failure
     trajectory.stop = StopReason.FAILED
     trajectory.reward = None

@@ -1,4 +1,4 @@
-"""What a chat template can do."""
+"""What a chat template supports, found by probing it, and messages adapted to that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, Message, Role, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.chat_template import ChatEntry, Piece, SafeTemplate, marked
+from ludus.rollouts.chat_template import ChatEntry, Piece, SafeTemplate, split_at_marks
 from ludus.rollouts.formats.base import THINK, ActionFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a chat template was seen to do when it was tried."""
+class TemplateFeatures:
+    """What a chat template did when it was probed."""
 
     system: bool = True
     """It has a place for a system prompt."""
@@ -27,23 +27,21 @@ class Abilities:
     opens_thinking: str = ""
     """The `<think>` that it puts at the end of its generation prompt."""
     lead: str = ""
-    """White space that it writes before what the assistant says, and that a model says itself."""
+    """White space that it writes before an assistant's text, and that the model samples itself."""
     rewrites: tuple[str, ...] = ()
-    """In which conversations it rewrites what was said earlier; empty when it preserves prefixes."""
+    """The kinds of conversation in which it rewrites earlier turns; empty when it preserves prefixes."""
 
 
-# --- entries ---
-# Messages as chat entries.
-
-
-def entries(messages: Sequence[Message], format: ActionFormat, abilities: Abilities) -> list[ChatEntry]:
+def chat_entries(
+    messages: Sequence[Message], format: ActionFormat, features: TemplateFeatures
+) -> list[ChatEntry]:
     """What the template is given for `messages`, in the roles that it knows."""
-    made = [_entry(message, format, abilities) for message in messages]
-    return _merged(made) if abilities.alternates else made
+    made = [_entry(message, format, features) for message in messages]
+    return _merged(made) if features.alternates else made
 
 
-def described(
-    made: Sequence[ChatEntry], description: str, format: ActionFormat, abilities: Abilities
+def with_description(
+    made: Sequence[ChatEntry], description: str, format: ActionFormat, features: TemplateFeatures
 ) -> list[ChatEntry]:
     """The same conversation with `description` in the system prompt, or before the first message.
 
@@ -52,8 +50,8 @@ def described(
     if not description:
         return list(made)
     frame = [text.strip() for text in format.result_frame if text.strip()]
-    text = marked(description, (*THINK, *format.marks, *frame))
-    home: Role = "system" if abilities.system else "user"
+    text = split_at_marks(description, (*THINK, *format.marks, *frame))
+    home: Role = "system" if features.system else "user"
     if not made or made[0].role != home:
         return [ChatEntry(home, text), *made]
     gap = Piece("\n\n", trusted=True)
@@ -62,21 +60,21 @@ def described(
     return [replace(made[0], pieces=joined), *made[1:]]
 
 
-def _entry(message: Message, format: ActionFormat, abilities: Abilities) -> ChatEntry:
+def _entry(message: Message, format: ActionFormat, features: TemplateFeatures) -> ChatEntry:
     role, content = message.role, message.content
     if role == "assistant":
-        return ChatEntry(role, marked(action_text(message, format), (*THINK, *format.marks)))
-    if role == "tool" and (format.result_role == "user" or not abilities.tool_role):
-        # The role says that this is a result. What a user wrote says nothing, whatever it looks like.
+        return ChatEntry(role, split_at_marks(action_text(message, format), (*THINK, *format.marks)))
+    if role == "tool" and (format.result_role == "user" or not features.tool_role):
+        # The role makes it a result; a user's text is none, whatever it looks like.
         opening, closing = format.result_frame
         return ChatEntry("user", (Piece(opening, True), Piece(content), Piece(closing, True)))
-    if role == "system" and not abilities.system:
+    if role == "system" and not features.system:
         role = "user"
     return ChatEntry(role, (Piece(content),), message.name, message.tool_call_id)
 
 
 def action_text(message: Message, format: ActionFormat) -> str:
-    """What the assistant said, calls included: as it wrote it, or as the format would write it."""
+    """The text of an assistant's message, calls included: as it was sampled, or as the format writes it."""
     if message.tool_calls and not format.parse(message.content).calls:
         return format.render_action(message.content, message.tool_calls)
     return message.content
@@ -94,8 +92,7 @@ def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
     return result
 
 
-# --- probes ---
-# Finding out what a chat template does, by trying it.
+# Probing: the template renders small conversations, and its output shows what it does.
 
 WORD, OTHER = "zebra7", "quagga8"
 TOOL = ToolSpec(
@@ -106,7 +103,7 @@ TOOL = ToolSpec(
 CALL = ToolCall(TOOL.name, {"key": WORD})
 
 
-def probe(template: SafeTemplate, format: ActionFormat) -> Abilities:
+def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
     """What the template does with conversations such as episodes have."""
     tokenizer = template.tokenizer
     user, act = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
@@ -116,7 +113,7 @@ def probe(template: SafeTemplate, format: ActionFormat) -> Abilities:
             "give the tokenizer another chat_template"
         )
     result = {"role": "tool", "content": WORD, "name": TOOL.name, "tool_call_id": "call00000"}
-    abilities = Abilities(
+    features = TemplateFeatures(
         system=_shows(tokenizer, [{"role": "system", "content": WORD}, user]),
         # One way of thinking for all turns: some templates open a thought after users only.
         tool_role=_shows(tokenizer, [user, act, result])
@@ -127,7 +124,7 @@ def probe(template: SafeTemplate, format: ActionFormat) -> Abilities:
         opens_thinking=_opened(tokenizer, [user]),
         lead=_lead(tokenizer, user),
     )
-    return replace(abilities, rewrites=tuple(_rewritten(template, format, abilities)))
+    return replace(features, rewrites=tuple(_rewritten(template, format, features)))
 
 
 def is_rewritten(
@@ -135,22 +132,22 @@ def is_rewritten(
     conversation: Sequence[ChatEntry],
     new: Sequence[ChatEntry],
     tools: Sequence[ToolSpec],
-    abilities: Abilities,
+    features: TemplateFeatures,
 ) -> bool:
-    """Whether the template, given `new` messages, changes what the model has read and said so far.
+    """Whether the template, given `new` messages, changes what the model has read and sampled so far.
 
-    White space around what was said does not count: many templates trim it, and it stays as sampled.
+    White space around the action does not count: many templates trim it, and it stays as sampled.
     """
     *before, action = conversation
-    said = "".join(piece.text for piece in action.pieces).removeprefix(abilities.opens_thinking)
+    sampled = "".join(piece.text for piece in action.pieces).removeprefix(features.opens_thinking)
     read = template.text(before, tools, True)
     now = template.text([*conversation, *new], tools, True)
-    return not (now.startswith(read) and now[len(read) :].lstrip().startswith(said.strip()))
+    return not (now.startswith(read) and now[len(read) :].lstrip().startswith(sampled.strip()))
 
 
-def _rewritten(template: SafeTemplate, format: ActionFormat, abilities: Abilities) -> list[str]:
+def _rewritten(template: SafeTemplate, format: ActionFormat, features: TemplateFeatures) -> list[str]:
     """The kinds of conversation in which earlier turns do not stay as they were."""
-    tools = [TOOL] if abilities.native_tools else []
+    tools = [TOOL] if features.native_tools else []
     thinking = f"{THINK[0]}\nhm {WORD}\n{THINK[1]}\n\n"
     answer = Message("assistant", format.render_action(f"so {OTHER}"))
     call = Message("assistant", format.render_action("", [CALL]) or WORD)
@@ -165,23 +162,21 @@ def _rewritten(template: SafeTemplate, format: ActionFormat, abilities: Abilitie
         "thinking before a new user message": [user, deep_answer, user, deep_call, result, answer, user],
     }
     return [
-        kind
-        for kind, messages in kinds.items()
-        if _changes(template, format, abilities, messages, tools)
+        kind for kind, messages in kinds.items() if _changes(template, format, features, messages, tools)
     ]
 
 
 def _changes(
     template: SafeTemplate,
     format: ActionFormat,
-    abilities: Abilities,
+    features: TemplateFeatures,
     messages: Sequence[Message],
     tools: Sequence[ToolSpec],
 ) -> bool:
-    made = entries(messages, format, abilities)
-    said = [index for index, entry in enumerate(made) if entry.role == "assistant"]
-    for start, stop in zip(said, [*said[1:], len(made)], strict=True):
-        if is_rewritten(template, made[: start + 1], made[start + 1 : stop], tools, abilities):
+    made = chat_entries(messages, format, features)
+    actions = [index for index, entry in enumerate(made) if entry.role == "assistant"]
+    for start, stop in zip(actions, [*actions[1:], len(made)], strict=True):
+        if is_rewritten(template, made[: start + 1], made[start + 1 : stop], tools, features):
             return True
     return False
 
@@ -219,7 +214,7 @@ def _native(tokenizer: Tokenizer, format: ActionFormat) -> bool:
 
 
 def _lead(tokenizer: Tokenizer, user: Json) -> str:
-    """The white space between the generation prompt and what the assistant is shown to have said."""
+    """The white space between the generation prompt and the text of an assistant's message."""
     prompt = tokenizer.apply_chat_template([user], None, True)
     shown = tokenizer.apply_chat_template([user, {"role": "assistant", "content": WORD}], None, False)
     lead = shown.removeprefix(prompt).partition(WORD)[0]

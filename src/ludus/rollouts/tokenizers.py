@@ -1,4 +1,4 @@
-"""Where text would turn into special tokens, and how to keep it text."""
+"""Hugging Face tokenizers behind the `Tokenizer` protocol, and the texts of their special tokens."""
 
 from __future__ import annotations
 
@@ -15,44 +15,6 @@ from ludus.core.messages import Json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class ControlTexts:
-    """A set of control texts that can be looked up in any text in linear time."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = frozenset(text for text in texts if len(text) > 1)
-        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
-        starts = "".join(sorted({re.escape(text[0]) for text in self._texts}))
-        self._start = re.compile(f"[{starts}]" if starts else r"(?!)")
-
-    def find(self, text: str) -> list[tuple[int, int]]:
-        """Where control texts stand in `text`, overlapping ones included; the longest at each start."""
-        found: list[tuple[int, int]] = []
-        for match in self._start.finditer(text):
-            start = match.start()
-            for length in self._lengths:
-                here = text[start : start + length]
-                if here in self._texts:
-                    found.append((start, start + len(here)))
-                    break
-        return found
-
-    def cut(self, text: str) -> list[str]:
-        """`text` in pieces, cut after the first character of each control text: none stays whole."""
-        edges = [0, *(start + 1 for start, _ in self.find(text)), len(text)]
-        return [text[start:stop] for start, stop in pairwise(edges) if start < stop]
-
-    def broken(self, text: str) -> str:
-        """`text` with a space inside each control text: changed, but for certain only text."""
-        return " ".join(self.cut(text))
-
-    def opened(self, text: str, separator: str) -> str:
-        """`text` with `separator` after every character that a control text could begin with."""
-        return self._start.sub(lambda match: match[0] + separator, text)
-
-
-# --- tokenizers ---
-# Hugging Face tokenizers behind the `Tokenizer` protocol.
 
 CHATML = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}"
@@ -99,6 +61,41 @@ _TAG = re.compile(r"[<\[{].*[>\]}]", re.DOTALL)
 _PROBE = "0x5eed"
 _SHORT = 4096
 """Characters of a text that is encoded at once; a longer one is left to `transformers`."""
+
+
+class ControlTexts:
+    """A set of control texts, the texts of special tokens; found in any text in linear time."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = frozenset(text for text in texts if len(text) > 1)
+        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        starts = "".join(sorted({re.escape(text[0]) for text in self._texts}))
+        self._start = re.compile(f"[{starts}]" if starts else r"(?!)")
+
+    def find(self, text: str) -> list[tuple[int, int]]:
+        """Where control texts stand in `text`, overlapping ones included; the longest at each start."""
+        found: list[tuple[int, int]] = []
+        for match in self._start.finditer(text):
+            start = match.start()
+            for length in self._lengths:
+                here = text[start : start + length]
+                if here in self._texts:
+                    found.append((start, start + len(here)))
+                    break
+        return found
+
+    def cut(self, text: str) -> list[str]:
+        """`text` in pieces, cut after the first character of each control text: none stays whole."""
+        edges = [0, *(start + 1 for start, _ in self.find(text)), len(text)]
+        return [text[start:stop] for start, stop in pairwise(edges) if start < stop]
+
+    def broken(self, text: str) -> str:
+        """`text` with a space inside each control text: changed, but for certain only text."""
+        return " ".join(self.cut(text))
+
+    def opened(self, text: str, separator: str) -> str:
+        """`text` with `separator` after every character that a control text could begin with."""
+        return self._start.sub(lambda match: match[0] + separator, text)
 
 
 class HFTokenizer:
@@ -190,9 +187,9 @@ class HFTokenizer:
     def _is_direct(self) -> bool:
         """Whether `transformers` would ask the library below for exactly this.
 
-        `transformers` asks it for a batch of one, for which it lets go of the interpreter and wakes a
-        thread on every core. An engine's thread then takes the interpreter, for longer than it takes to
-        encode a short text; thousands of episodes wait in line for it.
+        `transformers` asks it for a batch of one, which releases the GIL and wakes a thread on every core. An
+        engine's thread then takes the GIL for longer than it takes to encode a short text, and thousands of
+        episodes wait for it.
         """
         if not self._has_library:
             return False
@@ -227,7 +224,7 @@ class HFTokenizer:
         return tuple(dict.fromkeys(found))
 
     def _rendered_end(self) -> int | None:
-        """The control token that the template writes right after what the assistant said."""
+        """The control token that the template writes right after an assistant's text."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         try:
             rendered = self.apply_chat_template(turns, None, False)

@@ -196,7 +196,7 @@ def _act(trajectory: Trajectory, message: Message, renderer: Renderer, turn: str
     tokens = renderer.action_tokens(text, turn)
     nobody = [0.0] * len(tokens)
     sequence.segments.append(Segment(SegmentKind.ACTION, tokens, nobody, finish=FinishReason.STOP_TOKEN))
-    opened = "" if turn or text.startswith(THINK[0]) else renderer.abilities.opens_thinking
+    opened = "" if turn or text.startswith(THINK[0]) else renderer.features.opens_thinking
     return opened + text
 
 
@@ -214,4 +214,4 @@ def _observe(
         trajectory.sequences.append(TokenSequence([prompt]))
     else:
         sequence.segments.append(Segment(SegmentKind.OBSERVATION, following.tokens))
-    return following.goes_on
+    return following.continues_turn

@@ -1,9 +1,11 @@
-"""Where a reward runs code, for how long, and whose doing it is when judging breaks.
+"""Fault attribution: when scoring an answer breaks, is that the answer's fault or ours?
 
-Everything that an answer can bring about is the answer's doing and scores 0: otherwise a policy could learn
-to leave its wrong answers unscored. That judging broke is ours only where the host can prove it: an answer
-that does nothing, judged on the same task right after it, breaks it as well. This control runs every time:
-a machine that was healthy a moment ago proves nothing.
+Everything that an answer can cause is the answer's fault and scores 0: otherwise a policy could learn to
+leave its wrong answers unscored. It is ours only where the host can prove it: a control answer that does
+nothing, scored on the same task right after it, breaks as well. The control runs every time: a machine that
+was healthy a moment ago proves nothing.
+
+Waiting for a place in the sandbox is never the answer's fault (`TimeBudget`, `SandboxBusy`).
 """
 
 from __future__ import annotations
@@ -11,132 +13,135 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.rewards.reward import Parts, with_retries
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rewards.reward import CheckedReward, Parts, checked_name, checked_weight, with_retries
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 
 T = TypeVar("T")
 SandboxFactory = Callable[[SandboxConfig], Sandbox]
-"""The sandbox for some settings."""
+"""Gives the sandbox for some settings."""
+ScoreAnswer = Callable[[str, SandboxFactory], Awaitable[Parts]]
 
 _log = logging.getLogger(__name__)
 
 _MARGIN_SECONDS = 1.0
-"""What ending an execution may take after its time: no reason to say that there was no room."""
+"""What ending an execution may take after its time limit; not counted as waiting for a place."""
 _MOST_REPEATED = 2
-"""Judgings at one time that are repeated in sandboxes of their own, each of which starts an interpreter."""
-_pairs: WeakKeyDictionary[Sandbox, asyncio.Semaphore] = WeakKeyDictionary()
-_repeating: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-_asking_again: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""How many answers are scored again at a time, in sandboxes of their own: each starts an interpreter."""
+
+Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+_pair_slots: WeakKeyDictionary[Sandbox, asyncio.Semaphore] = WeakKeyDictionary()
+_repeat_slots: Slots = WeakKeyDictionary()
+_gold_slots: Slots = WeakKeyDictionary()
 
 
 class BrokenTask(ValueError):
-    """What is wrong with a task, whatever the answer."""
+    """The task is wrong, whatever the answer."""
 
 
 class SandboxBusy(InfraError):
-    """The sandbox had no place in time: nothing has been judged."""
+    """The sandbox had no place in time: nothing was scored."""
 
 
-_OURS = (Aborted, ConfigError, MissingExtraError, BrokenTask, SandboxBusy)
-"""What no answer brings about."""
+_NEVER_THE_ANSWERS_FAULT = (Aborted, ConfigError, MissingExtraError, BrokenTask, SandboxBusy)
 
 
-async def judged(
-    name: str,
-    judge: Callable[[str, SandboxFactory], Awaitable[Parts]],
-    answer: str,
-    harmless: str,
-) -> Parts:
-    """What `judge` gives for the answer. Where it breaks, it is repeated, and compared with `harmless`.
+async def score_with_control(name: str, score: ScoreAnswer, answer: str, control: str) -> Parts:
+    """The parts of an answer. Where scoring breaks, it is repeated, and compared with the control answer.
 
-    The repetition has sandboxes of its own, so that nobody else's doing can break it. It breaks again, and
-    judging the harmless answer does not, before and after: then it is the answer's doing, and scores 0.
-    Starting a sandbox is what costs time: all three share one, unless the answer has ruined it.
+    The repetition has sandboxes of its own, so that no other episode can break it. If it breaks again, and
+    scoring the control answer works before and after, it is the answer's fault, and scores 0.
     """
 
     async def call() -> Parts:
         try:
-            return await judge(answer, shared_sandbox)
+            return await score(answer, shared_sandbox)
         except BrokenTask as error:
             raise InfraError(
                 Boundary.REWARD, f"the reward {name!r} failed: {error}", retriable=False
             ) from error
-        except _OURS:
+        except _NEVER_THE_ANSWERS_FAULT:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose it is
-            return await _repeated(name, judge, answer, harmless, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose fault it is
+            slots = _repeat_slots.setdefault(
+                asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED)
+            )
+            async with slots:
+                return await _score_again(name, score, answer, control, error)
 
     return await with_retries(name, call)
 
 
-async def _repeated(
-    name: str,
-    judge: Callable[[str, SandboxFactory], Awaitable[Parts]],
-    answer: str,
-    harmless: str,
-    first: Exception,
+async def _score_again(
+    name: str, score: ScoreAnswer, answer: str, control: str, first: Exception
 ) -> Parts:
-    async def control(boxes: SandboxFactory) -> Parts:
-        try:
-            return await judge(harmless, boxes)
-        except Exception as error:
-            _log.debug("judging a harmless answer fails as well: %s", error)
-            if isinstance(first, SessionLost):  # judging keeps no state, so another try may help
-                raise InfraError(Boundary.SANDBOX, str(first)) from first
-            raise first from error
-
+    """Control, answer, control: in one sandbox, as it is slow to start, unless the answer ruined it."""
     parts: Parts = {}
-    repeating = _repeating.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
-    async with repeating:
-        async with _boxes_of_its_own() as boxes:
-            await control(boxes)
-            try:
-                return await judge(answer, boxes)
-            except _OURS:
-                raise
-            except Exception as error:  # noqa: BLE001 - as above
-                again = error
-            with suppress(Exception):  # the answer may have ruined this sandbox, but no new one
-                parts = await control(boxes)
-        if not parts:
-            async with _boxes_of_its_own() as boxes:
-                parts = await control(boxes)
+    async with _private_sandboxes() as sandboxes:
+        await _score_control(score, control, sandboxes, first)
+        try:
+            return await score(answer, sandboxes)
+        except _NEVER_THE_ANSWERS_FAULT:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            again = error
+        with suppress(Exception):
+            parts = await _score_control(score, control, sandboxes, first)
+    if not parts:
+        async with _private_sandboxes() as sandboxes:
+            parts = await _score_control(score, control, sandboxes, first)
     _log.warning(
-        "the reward %r breaks over an answer, which scores 0, and not over another one: %s: %.500s",
+        "the reward %r breaks over an answer, which scores 0, and not over a control answer: %s: %.500s",
         *(name, type(again).__name__, again),
     )
     return {part: value if part.endswith("_total") else 0.0 for part, value in parts.items()}
 
 
-def repeat_slots() -> asyncio.Semaphore:
-    """For part of a judging that is repeated in a sandbox of its own, also while all of it is."""
-    return _asking_again.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
+async def _score_control(
+    score: ScoreAnswer, control: str, sandboxes: SandboxFactory, first: Exception
+) -> Parts:
+    """The control answer's parts; if it breaks as well, raise the first error: it is ours."""
+    try:
+        return await score(control, sandboxes)
+    except Exception as error:
+        _log.debug("scoring a control answer fails as well: %s", error)
+        if isinstance(first, SessionLost):  # scoring keeps no state, so another try may help
+            raise InfraError(Boundary.SANDBOX, str(first)) from first
+        raise first from error
+
+
+def gold_slots() -> asyncio.Semaphore:
+    """Limits how many gold results are computed again at a time, each in a sandbox of its own."""
+    return _gold_slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
 
 
 @asynccontextmanager
-async def _boxes_of_its_own() -> AsyncIterator[SandboxFactory]:
-    """Sandboxes that nobody else uses, closed at the end."""
+async def _private_sandboxes() -> AsyncIterator[SandboxFactory]:
+    """Sandboxes that no other episode uses, closed at the end."""
     made: dict[SandboxConfig, Sandbox] = {}
 
-    def box(config: SandboxConfig) -> Sandbox:
+    def sandbox(config: SandboxConfig) -> Sandbox:
         return made.setdefault(config, Sandbox(config.model_copy(update={"workers": 1})))
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(lambda: asyncio.gather(*(one.close() for one in made.values())))
-        yield box
+        yield sandbox
 
 
 class TimeBudget:
-    """How long judging one answer may still take.
+    """How long scoring one answer may still take.
 
-    Waiting until there is room in the sandbox is ours: it does not count, and has as many seconds of its own,
-    after which it is an `InfraError`, never a failed test.
+    Waiting for a place in the sandbox does not count. It has as many seconds of its own, after which it is an
+    `InfraError`, never a failed test.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -148,22 +153,22 @@ class TimeBudget:
         return time.monotonic() > self._deadline
 
     async def waiting(self, awaited: Awaitable[T]) -> T:
-        """What comes of waiting for a place."""
-        return await self._bounded(awaited, lambda _: 0.0, 0.0)
+        """The result of waiting for a place."""
+        return await self._limited(awaited, lambda _: 0.0, 0.0)
 
     async def running(self, running: Awaitable[Execution], longest: float) -> Execution:
-        """An execution that may have to wait for a place before its at most `longest` seconds."""
-        return await self._bounded(
+        """An execution of at most `longest` seconds, which may have to wait for a place before."""
+        return await self._limited(
             running, lambda execution: execution.seconds, longest + _MARGIN_SECONDS
         )
 
-    async def _bounded(self, awaited: Awaitable[T], busy: Callable[[T], float], longest: float) -> T:
+    async def _limited(self, awaited: Awaitable[T], busy: Callable[[T], float], longest: float) -> T:
         started = time.monotonic()
         try:
-            async with asyncio.timeout(max(self._patience, 0.0) + longest) as bound:
+            async with asyncio.timeout(max(self._patience, 0.0) + longest) as limit:
                 found = await awaited
         except TimeoutError as error:
-            if not bound.expired():
+            if not limit.expired():
                 raise
             raise SandboxBusy(
                 Boundary.SANDBOX,
@@ -177,36 +182,48 @@ class TimeBudget:
 
 
 @asynccontextmanager
-async def two_sessions(sandbox: Sandbox, clock: TimeBudget) -> AsyncIterator[None]:
-    """Room for a judging that holds one session while it waits for another.
+async def two_sessions(sandbox: Sandbox, budget: TimeBudget) -> AsyncIterator[None]:
+    """A place for scoring that holds one session while it waits for another.
 
-    So many at once that all of them find their second one: otherwise each could hold one and wait for ever.
+    Few enough at once that each gets its second session: otherwise all could hold one and wait for ever.
     """
-    if sandbox not in _pairs:
-        _pairs[sandbox] = asyncio.Semaphore(max(1, sandbox.config.max_sessions // 2))
-    pairs = _pairs[sandbox]
-    await clock.waiting(pairs.acquire())
+    if sandbox not in _pair_slots:
+        _pair_slots[sandbox] = asyncio.Semaphore(max(1, sandbox.config.max_sessions // 2))
+    slots = _pair_slots[sandbox]
+    await budget.waiting(slots.acquire())
     try:
         yield
     finally:
-        pairs.release()
+        slots.release()
 
 
-class SandboxProvider:
-    """A sandbox by its settings."""
+class SandboxedReward(CheckedReward, ABC):
+    """A reward that runs an answer's code in a sandbox; subclasses score it in `_score_answer`."""
 
-    def __init__(self, config: SandboxConfig | Mapping[str, Any] | None, name: str) -> None:
-        if isinstance(config, Mapping):
-            config = SandboxConfig.parse(config, f"the sandbox of {name!r}")
-        self.config = config or SandboxConfig()
+    uses_envs = False
+    control_answer: ClassVar[str] = ""
 
-    def reading(self, paths: tuple[str, ...]) -> SandboxConfig:
-        """The settings of a sandbox that can also read these files."""
-        readable = tuple(dict.fromkeys([*self.config.readable, *paths]))
-        return self.config.model_copy(update={"readable": readable})
+    def __init__(
+        self, name: str, weight: float, sandbox: SandboxConfig | Mapping[str, Any] | None
+    ) -> None:
+        self.name = checked_name(name)
+        self.weight = checked_weight(weight, name)
+        if isinstance(sandbox, Mapping):
+            sandbox = SandboxConfig.parse(sandbox, f"the sandbox of {name!r}")
+        self.sandbox_config = sandbox or SandboxConfig()
 
-    async def start(self, boxes: SandboxFactory, config: SandboxConfig | None = None) -> Sandbox:
-        """The sandbox, started; one that does not start is nobody's answer."""
-        sandbox = boxes(config or self.config)
+    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
+        answer = trajectory.answer or ""
+        score = partial(self._score_answer, task)
+        return await score_with_control(self.name, score, answer, self.control_answer)
+
+    @abstractmethod
+    async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
+        """The parts of an answer. An error is the answer's fault unless the control answer fails as well."""
+
+    async def _sandbox(self, sandboxes: SandboxFactory, readable: tuple[str, ...] = ()) -> Sandbox:
+        """The reward's sandbox, started, with further files that it can read."""
+        paths = tuple(dict.fromkeys([*self.sandbox_config.readable, *readable]))
+        sandbox = sandboxes(self.sandbox_config.model_copy(update={"readable": paths}))
         await sandbox.start()
         return sandbox

@@ -1,4 +1,8 @@
-"""How programs are built and run, by language. Any other is a pair of command templates."""
+"""`programs`: a program in any language, built if need be, run on inputs, and scored by its output.
+
+The program sees its standard input and nothing else of a test; outputs are compared here, outside the
+sandbox. It is built once, and runs for each case in the same session.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
 from ludus.rewards.code_tests.fault_attribution import (
     BrokenTask,
+    SandboxedReward,
     SandboxFactory,
-    SandboxProvider,
     TimeBudget,
-    judged,
 )
 from ludus.rewards.code_tests.test_cases import (
     CompareMode,
@@ -27,13 +28,17 @@ from ludus.rewards.code_tests.test_cases import (
     check_options,
     code_of,
     credited,
-    equal_outputs,
     parse_tests,
+    passes,
 )
-from ludus.rewards.reward import CheckedReward, Parts, checked_name, checked_weight
+from ludus.rewards.reward import Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
 
+_log = logging.getLogger(__name__)
+
+_BUILD_SECONDS = 60.0
 FILE, PROGRAM = "{file}", "{program}"
+"""Placeholders in the commands of a language."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Language:
     build: tuple[str, ...] | None = None
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """A template with its places filled."""
+        """A command with its placeholders filled."""
         return [word.replace(FILE, self.file).replace(PROGRAM, "./program") for word in words]
 
 
@@ -103,41 +108,14 @@ def _words(command: Any) -> tuple[str, ...]:
     return tuple(shlex.split(command)) if isinstance(command, str) else tuple(map(str, command))
 
 
-# --- outputs ---
-# Whether a program that ran did what it should.
-
-
-async def is_right(
-    execution: Execution, case: StdinCase, manner: CompareMode, tolerance: float | None
-) -> bool:
-    """Whether it ended well and wrote what was expected; compared in a thread, as outputs can be long."""
-    ended_well = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
-    if not ended_well or execution.truncated:
-        return False
-    return await run_sync(equal_outputs, execution.stdout, case.stdout, manner, tolerance)
-
-
-# --- programs ---
-# `programs`: a program in any language, built if need be, run on inputs, and judged by what it writes.
-#
-# The program sees its standard input and nothing else of a test; outputs are compared here, outside. It is
-# built once, and runs for each case in the same session.
-
-_log = logging.getLogger(__name__)
-
-_BUILD_SECONDS = 60.0
-
-
-class Programs(CheckedReward):
+class Programs(SandboxedReward):
     """The share of the task's cases whose output is right, or 1 only if all are.
 
     Cases are the task's metadata under `key`, or its target: a list of tables with `stdin` and `stdout`,
     or {inputs, outputs}. `language` is python, c, c++, bash, or a table with the commands of another one;
     a task may name its own in its metadata. Each run may use `seconds` of CPU time, all of them together
-    `total_seconds`. A compiled or interpreted program that ends the session it runs in fails all that follows.
+    `total_seconds`. A program that ends the session it runs in fails all cases after it.
     """
-
-    uses_envs = False
 
     def __init__(
         self,
@@ -155,8 +133,7 @@ class Programs(CheckedReward):
         weight: float = 1.0,
     ) -> None:
         check_options(name, credit, compare)
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
+        super().__init__(name, weight, sandbox)
         self.language = language_of(language, name)
         self.credit, self.key, self.compare, self.tolerance = credit, key, compare, tolerance
         self.seconds = seconds
@@ -167,22 +144,16 @@ class Programs(CheckedReward):
             output_bytes=1_000_000,
         )
         self.total_seconds = total_seconds
-        self._place = SandboxProvider(sandbox, name)
 
-    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def judge(answer: str, boxes: SandboxFactory) -> Parts:
-            named = task.metadata.get("language")
-            language = self.language if named is None else language_of(named, self.name)
-            cases = self._cases(task)
-            code = code_of(answer, language.fences)
-            sandbox = await self._place.start(boxes)
-            outcome = await self._judged(sandbox, code, cases, language, task)
-            passed = 0 if outcome is None else sum(outcome)
-            parts = credited(self.name, self.credit, passed, len(cases))
-            return {**parts, f"{self.name}_built": float(outcome is not None)}
-
-        answer = trajectory.answer or ""
-        return await judged(self.name, judge, answer, harmless="")
+    async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
+        named = task.metadata.get("language")
+        language = self.language if named is None else language_of(named, self.name)
+        cases = self._cases(task)
+        code = code_of(answer, language.fences)
+        results = await self._run_cases(await self._sandbox(sandboxes), code, cases, language, task)
+        passed = 0 if results is None else sum(results)
+        parts = credited(self.name, self.credit, passed, len(cases))
+        return {**parts, f"{self.name}_built": float(results is not None)}
 
     def _cases(self, task: Task) -> list[StdinCase]:
         raw = task.metadata.get(self.key, task.target)
@@ -197,38 +168,43 @@ class Programs(CheckedReward):
             raise BrokenTask("the task has no cases with 'stdin' and 'stdout'")
         return stdin
 
-    async def _judged(
+    async def _run_cases(
         self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
     ) -> list[bool] | None:
         """Whether each case is right; None when the program cannot be built."""
-        clock = TimeBudget(self.total_seconds)
+        budget = TimeBudget(self.total_seconds)
         if not language.run:
 
             async def python(case: StdinCase) -> Execution:
                 running = sandbox.python(code, stdin=case.stdin, limits=self.limits)
-                return await clock.running(running, self.limits.wall_seconds)
+                return await budget.running(running, self.limits.wall_seconds)
 
-            return await self._each(cases, python, clock)
+            return await self._run_each(cases, python, budget)
         limits = self.limits.model_copy(update={"cpu_seconds": max(self.seconds, _BUILD_SECONDS)})
         opening = sandbox.session(files={language.file: code}, limits=limits)
-        async with await clock.waiting(opening) as session:
+        async with await budget.waiting(opening) as session:
             for command in (language.build, language.run):
                 await _require(session, command)
             if not await self._is_built(session, language, task):
                 return None
-            clock = TimeBudget(self.total_seconds)
-            return await self._each(cases, lambda case: self._run(session, language, case.stdin), clock)
+            budget = TimeBudget(self.total_seconds)
+            return await self._run_each(
+                cases, lambda case: self._run(session, language, case.stdin), budget
+            )
 
-    async def _each(
-        self, cases: list[StdinCase], run: Callable[[StdinCase], Awaitable[Execution]], clock: TimeBudget
+    async def _run_each(
+        self,
+        cases: list[StdinCase],
+        run: Callable[[StdinCase], Awaitable[Execution]],
+        budget: TimeBudget,
     ) -> list[bool]:
-        """Whether each case is right; those that there is no time or no reason left to run are not."""
-        right: list[bool] = []
+        """Whether each case is right; the list ends when the time is up, or a case failed and all must pass."""
+        results: list[bool] = []
         for case in cases:
-            if clock.expired or (self.credit == "all" and not all(right)):
+            if budget.expired or (self.credit == "all" and not all(results)):
                 break
-            right.append(await is_right(await run(case), case, self.compare, self.tolerance))
-        return right
+            results.append(await passes(await run(case), case, self.compare, self.tolerance))
+        return results
 
     async def _is_built(self, session: Session, language: Language, task: Task) -> bool:
         if language.build is None:
@@ -243,12 +219,12 @@ class Programs(CheckedReward):
         limited = ["bash", "-c", f'ulimit -t {math.ceil(self.seconds)}; exec "$@"', "program"]
         command = [*limited, *language.command(language.run)]
         done = await session.run(command, stdin=stdin, wall_seconds=self.limits.wall_seconds)
-        # A program that ends the session around it has done something else than to end well.
+        # A program that ended its session did not exit normally.
         return replace(done, outcome=Outcome.KILLED) if done.lost else done
 
 
 async def _require(session: Session, command: Sequence[str] | None) -> None:
-    """`InfraError` when the program that a command starts with is not there: no answer is at fault."""
+    """`InfraError` when a command's program is missing in the sandbox: not the answer's fault."""
     program = command[0] if command else PROGRAM
     if program in (FILE, PROGRAM) or program.startswith("."):
         return

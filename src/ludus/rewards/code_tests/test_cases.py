@@ -1,6 +1,6 @@
-"""What a task says about its tests.
+"""Test cases: the forms in which a task gives its tests, and how results and outputs are compared.
 
-    "def test_a(): ..."                              source, see `inside.seen`
+    "def test_a(): ..."                              source, see `guest.test_discovery`
     ["assert f(1) == 2", "def test_b(): ..."]        sources, each with tests or to prepare those after it
     [{"stdin": "1 2", "stdout": "3"}]                programs that read and write ("input"/"output" as well)
     [{"args": [1, 2], "kwargs": {}, "expected": 3}]  calls of `function`
@@ -20,9 +20,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.rewards.reward import Parts
+from ludus.sandbox import Execution, Outcome
 
 MOST_CASES = 1_000
 
@@ -143,8 +145,7 @@ def _text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-# --- comparing ---
-# Whether a result is the expected one. Pure functions over plain data, run outside the judged process.
+# Comparing results with expected ones: pure functions over plain data, run outside the solution's process.
 
 CompareMode = Literal["exact", "tokens", "lines"]
 _WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -207,6 +208,16 @@ def equal_outputs(
     )
 
 
+async def passes(
+    execution: Execution, case: StdinCase, mode: CompareMode, tolerance: float | None
+) -> bool:
+    """Whether a program exited normally and wrote what was expected; long outputs are compared in a thread."""
+    exited = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
+    if not exited or execution.truncated:
+        return False
+    return await run_sync(equal_outputs, execution.stdout, case.stdout, mode, tolerance)
+
+
 def _unix(text: str) -> str:
     return text.replace("\r\n", "\n")
 
@@ -230,11 +241,10 @@ def _close(found: str, expected: str, tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
 
 
-# --- answers ---
-# The program in an answer: the last fenced block, or all of it.
+# The code in an answer: the last fenced block, or all of it.
 
 _FENCE = re.compile(r"[ \t]{0,3}+(`{3,}+|~{3,}+)[ \t]*+([A-Za-z0-9_+#.-]*+)[^\n`]*+")
-"""Possessive: an answer cannot make it backtrack, which would hold up the event loop."""
+"""Possessive: no answer can make it backtrack and block the event loop."""
 _MOST_CHARS = 200_000
 
 
@@ -267,15 +277,14 @@ def code_of(answer: str, languages: Collection[str]) -> str:
     return blocks[-1][1] if blocks else answer[-_MOST_CHARS:]
 
 
-# --- credit ---
-# What rewards that run several tests have in common: their options, and the score for what was passed.
+# Partial credit, for the rewards that run several tests.
 
 Credit = Literal["share", "all"]
-"""For the share of the tests that are passed, or only for all of them."""
+"""Score the share of the tests that pass, or 1 only if all do."""
 
 
 def check_options(name: str, credit: Credit, compare: CompareMode) -> None:
-    """`ConfigError` for what the reward `name` cannot do."""
+    """`ConfigError` for an option that the reward `name` does not have."""
     if credit not in get_args(Credit):
         raise ConfigError(f"{name!r}: credit is 'share' or 'all', not {credit!r}")
     if compare not in get_args(CompareMode):

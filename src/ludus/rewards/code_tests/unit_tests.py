@@ -1,10 +1,15 @@
-"""One solution on trial: its process, the judge's process, and the host that carries messages between.
+"""`unit_tests`: the model's Python against the task's tests, with partial credit.
 
-Who waits for whom. The host asks one process at a time and waits for its answer: the judge runs until it
-needs the solution, the solution runs until it has answered. Each answer is bounded by the sandbox's
-limits (time, memory, bytes of output), and all of a trial by `total_seconds`. The solution's process is
-replaced when it ends, hangs or stops answering; the test that caused it has failed, and the next one
-starts afresh. The host hands texts on and evaluates nothing.
+The solution and the tests never share a process. Tests that are stdin and stdout, or calls and results, are
+compared here, outside; tests that are Python run in a sandbox session of their own, where the solution is a
+proxy (see `guest.proxies`). All that the solution can do is give answers: it sees no test, no expected
+value, no result.
+
+Concurrency: the host sends a request to one process at a time and waits for its reply. The tests' process runs
+until it needs the solution, the solution's process until it has replied. Each reply is limited by the sandbox
+(time, memory, bytes of output), and all of them by `total_seconds`. The solution's process is replaced when it
+ends, hangs or stops replying; the test that caused it has failed, and the next one starts with a fresh process.
+The host passes texts on and evaluates nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +23,15 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
 from ludus.rewards.code_tests.fault_attribution import (
     BrokenTask,
+    SandboxedReward,
     SandboxFactory,
-    SandboxProvider,
     TimeBudget,
-    judged,
     two_sessions,
 )
 from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handles, read, refuse, write
-from ludus.rewards.code_tests.guest.test_discovery import BrokenTests, free_names, look
-from ludus.rewards.code_tests.programs import is_right
+from ludus.rewards.code_tests.guest.test_discovery import BrokenTests, discover_tests, free_names
 from ludus.rewards.code_tests.test_cases import (
     CallCase,
     CompareMode,
@@ -40,12 +42,16 @@ from ludus.rewards.code_tests.test_cases import (
     code_of,
     credited,
     equal_values,
+    passes,
     tests_of,
 )
-from ludus.rewards.reward import CheckedReward, Parts, checked_name, checked_weight
+from ludus.rewards.reward import Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
 from ludus.sandbox.bundling import bundle, call
 
+_log = logging.getLogger(__name__)
+
+_LANGUAGES = ("python", "py", "python3")
 _GUEST = "ludus.rewards.code_tests.guest"
 _PLAIN_DATA, _SOLUTION_MAIN = f"{_GUEST}.plain_data", f"{_GUEST}.solution_main"
 _TESTS_MAIN = f"{_GUEST}.tests_main"
@@ -53,7 +59,7 @@ _TESTS_MODULES = (_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", 
 """In the order of their imports: a bundle defines them one after another."""
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
 _MOST_ANSWER = 1_000_000
-"""Bytes of what the solution may answer at once; the judge may ask with a few of such answers."""
+"""Bytes of one reply of the solution; a request of the tests may hold a few of these."""
 _MOST_CODE = 4_000_000
 _STOPPED = frozenset(
     {Outcome.TIMEOUT, Outcome.CPU, Outcome.MEMORY, Outcome.OUTPUT, Outcome.PROCESSES, Outcome.KILLED}
@@ -63,7 +69,7 @@ _TESTS_PROCESS_LIMITS = Limits(wall_seconds=60, cpu_seconds=30, output_bytes=_MO
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What came of one test."""
+    """The result of one test."""
 
     name: str
     passed: bool
@@ -72,7 +78,7 @@ class TestResult:
 
 @dataclass(frozen=True, slots=True)
 class TestLimits:
-    """What the solution may take: CPU seconds and memory for each call, and seconds for all of it."""
+    """Limits of the solution: CPU seconds and memory for each call, and seconds for all calls together."""
 
     seconds: float = 10.0
     memory_mb: int = 512
@@ -90,19 +96,19 @@ class TestLimits:
 
 
 class CannotLoad(Exception):
-    """The solution does not even load: the model's fault, for every test."""
+    """The solution does not load: the answer's fault, for every test."""
 
 
 class Solution:
-    """The judged program in its process. `generation` counts the processes it has been loaded in."""
+    """The solution in its process. `generation` counts the processes it has been loaded in."""
 
     def __init__(
-        self, sandbox: Sandbox, source: str, module: str, bounds: TestLimits, clock: TimeBudget
+        self, sandbox: Sandbox, source: str, module: str, limits: TestLimits, budget: TimeBudget
     ) -> None:
-        self._sandbox, self._source, self._bounds = sandbox, source, bounds
+        self._sandbox, self._source, self._limits = sandbox, source, limits
         self.module = module
         self._session: Session | None = None
-        self.clock = clock
+        self.budget = budget
         self._is_hopeless = False
         self.generation = -1
         self.names: list[str] = []
@@ -110,14 +116,14 @@ class Solution:
     @property
     def expired(self) -> bool:
         """Whether all the time for this solution is used up."""
-        return self.clock.expired
+        return self.budget.expired
 
     async def load(self) -> None:
         """Start a process and load the solution in it."""
         await self.close()
-        opening = self._sandbox.session(limits=self._bounds.limits)
-        self._session = await self.clock.waiting(opening)
-        await _prepared(self._session, _PLAIN_DATA, _SOLUTION_MAIN)
+        opening = self._sandbox.session(limits=self._limits.limits)
+        self._session = await self.budget.waiting(opening)
+        await _define_modules(self._session, _PLAIN_DATA, _SOLUTION_MAIN)
         self.generation += 1
         answer = await self._send(call(_SOLUTION_MAIN, "load", [self._source, self.module]))
         names = answer.get("names")
@@ -149,7 +155,7 @@ class Solution:
         return answer
 
     async def ready(self) -> None:
-        """Load the solution again if its process has gone; one that no longer loads is left alone."""
+        """Load the solution again if its process has ended; one that no longer loads stays unloaded."""
         if self._session is None and not self.expired and not self._is_hopeless:
             try:
                 await self.load()
@@ -165,10 +171,10 @@ class Solution:
 
 @asynccontextmanager
 async def loaded_solution(
-    sandbox: Sandbox, source: str, module: str, bounds: TestLimits, clock: TimeBudget
+    sandbox: Sandbox, source: str, module: str, limits: TestLimits, budget: TimeBudget
 ) -> AsyncIterator[Solution]:
     """The solution, loaded; `CannotLoad` when it does not load."""
-    solution = Solution(sandbox, source, module, bounds, clock)
+    solution = Solution(sandbox, source, module, limits, budget)
     try:
         await solution.load()
         yield solution
@@ -192,76 +198,78 @@ async def run_source_tests(sandbox: Sandbox, solution: Solution, tests: SourceTe
     code = call(_TESTS_MAIN, "begin", [json.dumps(plan)])
     if len(code) > _MOST_CODE:
         raise BrokenTask(f"the tests are too large: {len(code):,} bytes, of {_MOST_CODE:,}")
-    async with await solution.clock.waiting(sandbox.session(limits=_TESTS_PROCESS_LIMITS)) as judge:
-        await _prepared(judge, *_TESTS_MODULES)
-        return await _heard(judge, solution, code)
+    async with await solution.budget.waiting(
+        sandbox.session(limits=_TESTS_PROCESS_LIMITS)
+    ) as tests_session:
+        await _define_modules(tests_session, *_TESTS_MODULES)
+        return await _exchange_messages(tests_session, solution, code)
 
 
 def count_tests(tests: SourceTests) -> int:
     """How many there are, as far as the source says. `BrokenTask` when the tests are broken."""
     try:
-        return sum(one.count for one in look(tests.sources, tests.entry, tests.one_each))
+        return sum(one.count for one in discover_tests(tests.sources, tests.entry, tests.one_each))
     except BrokenTests as error:
         raise BrokenTask(f"the tests are broken: {error}") from error
 
 
-async def _heard(judge: Session, solution: Solution, code: str) -> list[TestResult]:
-    """Carry messages until the judge is done."""
-    verdicts: list[TestResult] = []
+async def _exchange_messages(tests_session: Session, solution: Solution, code: str) -> list[TestResult]:
+    """Pass messages between the two processes until all tests have run."""
+    results: list[TestResult] = []
     expected = 1
     while True:
-        execution = await judge.python(code)
+        execution = await tests_session.python(code)
         event = _message(execution, _EVENT)
         if event is None:
             if execution.outcome not in _STOPPED and not execution.truncated:
-                raise RuntimeError(f"the judge failed: {execution.text()[-500:]}")
-            # What the solution returned makes a comparison that never ends, takes all memory, or is handed
-            # back to the solution several times over.
-            return _with_missed(verdicts, expected, f"the judge was stopped: {execution.outcome}")
+                raise RuntimeError(f"the test process failed: {execution.text()[-500:]}")
+            # A value of the solution can make a comparison endless, use up the memory, or be sent back to the
+            # solution several times over.
+            return _with_unreached(
+                results, expected, f"the test process was stopped: {execution.outcome}"
+            )
         reply = ""
         if "broken" in event:
             raise BrokenTask(f"the tests are broken: {event['broken']}")
         if "failed" in event:
-            raise RuntimeError(f"the judge failed: {event['failed']}")
+            raise RuntimeError(f"the test process failed: {event['failed']}")
         if "ask" in event:
             reply = await solution.ask(str(event["ask"]))
         elif "test" in event:
-            verdicts.append(
+            results.append(
                 TestResult(str(event["test"]), event["passed"] is True, str(event["problem"]))
             )
             await solution.ready()
         elif "expected" in event:
             expected = int(event["expected"])
         elif event.get("problem"):
-            return _with_missed(verdicts, expected, str(event["problem"]))
+            return _with_unreached(results, expected, str(event["problem"]))
         else:
-            if not verdicts:
+            if not results:
                 raise RuntimeError("the tests ended, and none of them has run")
-            return verdicts
+            return results
         code = call(_TESTS_MAIN, "step", [reply, str(solution.generation)])
-        if (
-            len(code) > _MOST_CODE
-        ):  # JSON leaves some characters as they are which a literal writes as four
+        if len(code) > _MOST_CODE:  # a Python literal can be four times as long as its JSON
             reply = json.dumps({"stopped": "its answer is too large"})
             code = call(_TESTS_MAIN, "step", [reply, str(solution.generation)])
 
 
-def _with_missed(verdicts: list[TestResult], expected: int, problem: str) -> list[TestResult]:
-    """The verdicts, and a failure for each test that was not reached: one at least."""
-    missed = max(1, expected - len(verdicts))
-    return [*verdicts, *[TestResult("not reached", False, problem)] * missed]
+def _with_unreached(results: list[TestResult], expected: int, problem: str) -> list[TestResult]:
+    """The results, and a failure for each test that was not reached: one at least."""
+    missed = max(1, expected - len(results))
+    return [*results, *[TestResult("not reached", False, problem)] * missed]
 
 
 async def run_call_cases(
     solution: Solution, cases: list[CallCase], tolerance: float
 ) -> list[TestResult]:
     """Call the solution's functions, and compare what they return here."""
-    verdicts: list[TestResult] = []
+    results: list[TestResult] = []
     for number, case in enumerate(cases):
         problem = await _call_problem(solution, case, tolerance)
-        verdicts.append(TestResult(f"case {number}", problem is None, problem or ""))
+        results.append(TestResult(f"case {number}", problem is None, problem or ""))
         await solution.ready()
-    return verdicts
+    return results
 
 
 async def _call_problem(solution: Solution, case: CallCase, tolerance: float) -> str | None:
@@ -298,7 +306,7 @@ async def _call_problem(solution: Solution, case: CallCase, tolerance: float) ->
 
 
 def _shown(value: Any, most: int) -> str:
-    """The beginning of a value's text, if it has one: not every number does, nor what is nested deeply."""
+    """The beginning of a value's text; very long integers and deep nesting have none."""
     try:
         return repr(value)[:most]
     except (ValueError, RecursionError):
@@ -311,10 +319,10 @@ def _handle(answer: dict[str, Any], tag: str = "h") -> int | None:
     return number if type(number) is int else None
 
 
-async def _prepared(session: Session, *modules: str) -> None:
+async def _define_modules(session: Session, *modules: str) -> None:
     ready = await session.python(bundle(*modules))
     if not ready.ok:
-        raise RuntimeError(f"the judging code did not start: {ready.text()[-500:]}")
+        raise RuntimeError(f"the test process did not start: {ready.text()[-500:]}")
 
 
 def _message(execution: Execution, mark: str) -> dict[str, Any] | None:
@@ -329,29 +337,14 @@ def _message(execution: Execution, mark: str) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-# --- unit_tests ---
-# `unit_tests`: the model's Python against the task's tests, with partial credit.
-#
-# The judged code and the tests never share a process. Tests that are programs' inputs and outputs, or
-# calls and results, are compared here, outside; tests that are Python run in a sandbox session of their
-# own, where the solution is a proxy (see `judging.guest.proxies`). What the judged code can do is give
-# answers: it sees no test, no expected value and no verdict.
-
-_log = logging.getLogger(__name__)
-
-_LANGUAGES = ("python", "py", "python3")
-
-
-class UnitTests(CheckedReward):
+class UnitTests(SandboxedReward):
     """The share of the task's tests that the answer's code passes, or 1 only if it passes all.
 
-    Tests are the task's metadata under `key`, or its target; `judging.specs` lists their forms. The code
-    is the last fenced Python block of the answer, or all of it. A call or a program may use `seconds` of
-    CPU time, all tests together `total_seconds`; what takes longer has failed. Waiting for room in the
-    sandbox is bounded by `total_seconds` too, but is ours: an `InfraError`.
+    Tests are the task's metadata under `key`, or its target; `test_cases` lists their forms. The code is
+    the last fenced Python block of the answer, or all of it. A call or a program may use `seconds` of CPU
+    time, all tests together `total_seconds`; what takes longer has failed. Waiting longer than
+    `total_seconds` for a place in the sandbox is an `InfraError`, not the answer's fault.
     """
-
-    uses_envs = False
 
     def __init__(
         self,
@@ -372,67 +365,60 @@ class UnitTests(CheckedReward):
         check_options(name, credit, compare)
         if not module.isidentifier():
             raise ConfigError(f"{name!r}: module is the name of a module, not {module!r}")
-        self.name = checked_name(name)
-        self.weight = checked_weight(weight, name)
+        super().__init__(name, weight, sandbox)
         self.credit, self.key, self.function, self.module = credit, key, function, module
         self.compare, self.tolerance = compare, tolerance
-        self.bounds = TestLimits(seconds, memory_mb, total_seconds)
-        self._place = SandboxProvider(sandbox, name)
-        if self._place.config.max_sessions < 2:
+        self.limits = TestLimits(seconds, memory_mb, total_seconds)
+        if self.sandbox_config.max_sessions < 2:
             raise ConfigError(
-                f"{name!r}: the judge and the judged have a session each; set max_sessions of its sandbox to 2 "
-                "or more"
+                f"{name!r}: the tests and the solution have a session each; set max_sessions of its sandbox "
+                "to 2 or more"
             )
 
-    async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
-        async def judge(answer: str, boxes: SandboxFactory) -> Parts:
-            code = code_of(answer, _LANGUAGES)
-            verdicts = await self.judge(await self._place.start(boxes), code, task)
-            passed = sum(verdict.passed for verdict in verdicts)
-            for verdict in verdicts:
-                if not verdict.passed:
-                    _log.debug("task %s, %s: %s", task.id, verdict.name, verdict.problem)
-            return credited(self.name, self.credit, passed, len(verdicts))
+    async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
+        code = code_of(answer, _LANGUAGES)
+        results = await self.run_tests(await self._sandbox(sandboxes), code, task)
+        for result in results:
+            if not result.passed:
+                _log.debug("task %s, %s: %s", task.id, result.name, result.problem)
+        return credited(self.name, self.credit, sum(result.passed for result in results), len(results))
 
-        answer = trajectory.answer or ""
-        return await judged(self.name, judge, answer, harmless="")
-
-    async def judge(self, sandbox: Sandbox, code: str, task: Task) -> list[TestResult]:
-        """A verdict for each of the task's tests."""
+    async def run_tests(self, sandbox: Sandbox, code: str, task: Task) -> list[TestResult]:
+        """A result for each of the task's tests."""
         try:
             tests = tests_of(task, self.key, self.function)
         except ValueError as error:
             raise BrokenTask(str(error)) from error
         if isinstance(tests, list) and isinstance(tests[0], StdinCase):
-            return await self._read_and_written(sandbox, code, tests)
-        clock = TimeBudget(self.bounds.total_seconds)
+            return await self._run_stdin_cases(sandbox, code, tests)
+        budget = TimeBudget(self.limits.total_seconds)
         try:
             if not isinstance(tests, SourceTests):
-                async with loaded_solution(sandbox, code, self.module, self.bounds, clock) as solution:
+                async with loaded_solution(sandbox, code, self.module, self.limits, budget) as solution:
                     return await run_call_cases(solution, tests, self.tolerance)
             async with (
-                two_sessions(sandbox, clock),
-                loaded_solution(sandbox, code, self.module, self.bounds, clock) as solution,
+                two_sessions(sandbox, budget),
+                loaded_solution(sandbox, code, self.module, self.limits, budget) as solution,
             ):
                 return await run_source_tests(sandbox, solution, tests)
         except CannotLoad as error:
             count = count_tests(tests) if isinstance(tests, SourceTests) else len(tests)
             return [TestResult("load", False, str(error))] * count
 
-    async def _read_and_written(
+    async def _run_stdin_cases(
         self, sandbox: Sandbox, code: str, cases: Sequence[StdinCase]
     ) -> list[TestResult]:
-        clock = TimeBudget(self.bounds.total_seconds)
-        verdicts: list[TestResult] = []
+        budget = TimeBudget(self.limits.total_seconds)
+        results: list[TestResult] = []
         for number, case in enumerate(cases):
-            hopeless = self.credit == "all" and not all(verdict.passed for verdict in verdicts)
-            if hopeless or clock.expired:
-                verdicts.append(TestResult(f"case {number}", False, "not run"))
+            skip = self.credit == "all" and not all(result.passed for result in results)
+            if skip or budget.expired:
+                results.append(TestResult(f"case {number}", False, "not run"))
                 continue
-            limits = self.bounds.limits
+            limits = self.limits.limits
             running = sandbox.python(code, stdin=case.stdin, limits=limits)
-            execution = await clock.running(running, limits.wall_seconds)
-            passed = await is_right(execution, case, self.compare, self.tolerance)
+            execution = await budget.running(running, limits.wall_seconds)
+            passed = await passes(execution, case, self.compare, self.tolerance)
             problem = "" if passed else execution.text()[-500:]
-            verdicts.append(TestResult(f"case {number}", passed, problem))
-        return verdicts
+            results.append(TestResult(f"case {number}", passed, problem))
+        return results

@@ -1,4 +1,4 @@
-"""What an action format is: a grammar in which a model says what it wants done."""
+"""What an action format is: the grammar in which a model writes tool calls and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParsedAction:
     """What an action says. It holds calls, or an answer, or neither; never both."""
 
     text: str
-    """What was said beside the calls, the thinking left out."""
+    """The text outside the calls, without the thinking."""
     calls: tuple[ToolCall, ...] = ()
     answer: str | None = None
     thought: str = ""
@@ -64,7 +64,7 @@ class ActionFormat(ABC):
         made.stops = tuple(dict.fromkeys((*self.stops, *self.inline_stops)))
         return made
 
-    def divide(self, text: str) -> tuple[str, str, bool]:
+    def split_thought(self, text: str) -> tuple[str, str, bool]:
         """`(thought, rest, closed)`: what is searched for calls is `rest`.
 
         Inline, a thought may go on over several actions, and may call: all of the text is searched.
@@ -158,8 +158,7 @@ def unfinished(thought: str) -> ParsedAction:
     return ParsedAction("", (malformed(problem),), None, thought)
 
 
-# --- json_calls ---
-# Reading calls that are written as JSON, from text that may be anything.
+# Calls written as JSON, parsed from text that may be anything.
 
 MAX_DEPTH = 64
 _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
@@ -287,8 +286,7 @@ def _check(value: Any) -> None:
 _DECODER = JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_constant)
 
 
-# --- arguments ---
-# Formats in which a block of text is a call: which tool a block goes to, and as which argument.
+# Calls written as a block of text: which tool a block calls, and as which argument.
 
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 

@@ -51,13 +51,13 @@ class FencedFormat(ActionFormat):
         return [tool.name for tool in tools if tool.name not in reached]
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = self.divide(text)
+        thought, body, closed = self.split_thought(text)
         if not closed:
             return unfinished(thought)
-        said: list[str] = []
+        outside: list[str] = []
         calls: list[ToolCall] = []
         position = 0
-        for block in _blocks(spoken):
+        for block in _blocks(body):
             target = self.languages.get(block.language)
             if target is None:
                 continue
@@ -65,14 +65,14 @@ class FencedFormat(ActionFormat):
                 calls.append(malformed("the block is not closed; end it with a line of ``` alone"))
             else:
                 calls.append(target.call(block.code, _example(block.language)))
-            said.append(spoken[position : block.start])
+            outside.append(body[position : block.start])
             position = block.stop
             if len(calls) > MAX_CALLS:
                 break
-        beside = "".join([*said, spoken[position:]]).strip()
+        text_outside = "".join([*outside, body[position:]]).strip()
         if not calls:
-            return self.without_calls(beside, thought)
-        return ParsedAction(beside, limited(calls), None, thought)
+            return self.without_calls(text_outside, thought)
+        return ParsedAction(text_outside, limited(calls), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         known = {tool.name: tool for tool in tools}

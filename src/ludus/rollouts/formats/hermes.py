@@ -39,23 +39,23 @@ class HermesFormat(ActionFormat):
         self.answer_tag = answer
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = self.divide(text)
+        thought, body, closed = self.split_thought(text)
         if not closed:
             return unfinished(thought)
-        said: list[str] = []
+        outside: list[str] = []
         calls: list[ToolCall] = []
         position = 0
-        while len(calls) <= MAX_CALLS and (start := spoken.find(OPEN, position)) >= 0:
-            said.append(spoken[position:start])
-            call, position = _read(spoken, start + len(OPEN))
+        while len(calls) <= MAX_CALLS and (start := body.find(OPEN, position)) >= 0:
+            outside.append(body[position:start])
+            call, position = _read(body, start + len(OPEN))
             calls.append(call)
-        rest = spoken[position:]
+        rest = body[position:]
         if not calls and CLOSE in rest:
             calls.append(malformed(f"{OPEN} is missing before {CLOSE}; write {EXAMPLE}"))
-        beside = "".join([*said, rest]).strip()
+        text_outside = "".join([*outside, rest]).strip()
         if not calls:
-            return self.without_calls(beside, thought)
-        return ParsedAction(beside, limited(calls), None, thought)
+            return self.without_calls(text_outside, thought)
+        return ParsedAction(text_outside, limited(calls), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         if not tools:

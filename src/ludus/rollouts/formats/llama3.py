@@ -43,17 +43,17 @@ class Llama3Format(ActionFormat):
         self.answer_tag = answer
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, body, closed = split_thinking(text)
         if not closed:
             return unfinished(thought)
-        before, tag, after = spoken.partition(TAG)
-        if not tag and not spoken.startswith("{"):
-            return self.without_calls(spoken, thought)
-        calls = _read(after if tag else spoken)
+        before, tag, after = body.partition(TAG)
+        if not tag and not body.startswith("{"):
+            return self.without_calls(body, thought)
+        calls = _read(after if tag else body)
         if not tag and not calls:
-            return self.without_calls(spoken, thought)
-        said = before.strip() if tag else ""
-        return ParsedAction(said, limited(calls or [_nothing()]), None, thought)
+            return self.without_calls(body, thought)
+        outside = before.strip() if tag else ""
+        return ParsedAction(outside, limited(calls or [_nothing()]), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         if not tools:

@@ -43,13 +43,13 @@ class PlainFormat(ActionFormat):
         self.take, self.tool, self.argument, self.label = take, tool, argument, label
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, body, closed = split_thinking(text)
         if not closed:
             return unfinished(thought)
-        said, action = self._divide(spoken)
+        outside, action = self._divide(body)
         if not action:
-            return ParsedAction(spoken, (malformed(self._how(), self.tool),), None, thought)
-        return ParsedAction(said, (ToolCall(self.tool, {self.argument: action}),), None, thought)
+            return ParsedAction(body, (malformed(self._how(), self.tool),), None, thought)
+        return ParsedAction(outside, (ToolCall(self.tool, {self.argument: action}),), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         return self._how()
@@ -66,15 +66,15 @@ class PlainFormat(ActionFormat):
         line = f"{self.label} {action}" if self.take == "label" else action
         return f"{text}\n{line}" if text else line
 
-    def _divide(self, spoken: str) -> tuple[str, str]:
-        """What was said, and the action in it."""
+    def _divide(self, body: str) -> tuple[str, str]:
+        """The text outside the action, and the action."""
         if self.take == "text":
-            return "", spoken
+            return "", body
         if self.take == "last_line":
-            said, _, action = spoken.rpartition("\n")
-            return said.strip(), action.strip()
-        said, label, after = spoken.rpartition(self.label)
-        return (said.strip(), after.strip()) if label else (spoken, "")
+            outside, _, action = body.rpartition("\n")
+            return outside.strip(), action.strip()
+        outside, label, after = body.rpartition(self.label)
+        return (outside.strip(), after.strip()) if label else (body, "")
 
     def _how(self) -> str:
         ways = {

@@ -46,19 +46,19 @@ class ReActFormat(ActionFormat):
         return type(self)({name: argument for name, argument in found.items() if argument is not None})
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = split_thinking(text)
+        thought, content, closed = split_thinking(text)
         if not closed:
             return unfinished(thought)
-        parts = _labelled(spoken)
-        said = "\n".join(body for label, body in parts if label in ("", "Thought")).strip()
+        parts = _labelled(content)
+        outside = "\n".join(body for label, body in parts if label in ("", "Thought")).strip()
         for index, (label, body) in enumerate(parts):
             if label == "Final Answer":
-                return ParsedAction(said, (), _until_observation(parts[index:]), thought)
+                return ParsedAction(outside, (), _until_observation(parts[index:]), thought)
             if label in ("Action", "Action Input"):
                 given = parts[index + 1] if index + 1 < len(parts) else ("", "")
-                return ParsedAction(said, (self._call(label, body, given),), None, thought)
+                return ParsedAction(outside, (self._call(label, body, given),), None, thought)
         problem = f"there is neither an Action nor a Final Answer; write\n{EXAMPLE}"
-        return ParsedAction(said, (malformed(problem),), None, thought)
+        return ParsedAction(outside, (malformed(problem),), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         listed = f"You can use these tools:\n{summaries(tools)}\n\n" if tools else ""

@@ -78,29 +78,29 @@ class TagsFormat(ActionFormat):
         return [tool.name for tool in tools if self._given and tool.name not in reached]
 
     def parse(self, text: str) -> ParsedAction:
-        thought, spoken, closed = self.divide(text)
+        thought, body, closed = self.split_thought(text)
         if not closed:
             return unfinished(thought)
-        said: list[str] = []
+        outside: list[str] = []
         calls: list[ToolCall] = []
         position = 0
-        while len(calls) <= MAX_CALLS and (match := self._opening.search(spoken, position)):
+        while len(calls) <= MAX_CALLS and (match := self._opening.search(body, position)):
             tag = match[1]
-            said.append(spoken[position : match.start()])
-            stop = spoken.find(f"</{tag}>", match.end())
-            block = spoken[match.end() : stop if stop >= 0 else len(spoken)]
-            position = stop + len(tag) + 3 if stop >= 0 else len(spoken)
+            outside.append(body[position : match.start()])
+            stop = body.find(f"</{tag}>", match.end())
+            block = body[match.end() : stop if stop >= 0 else len(body)]
+            position = stop + len(tag) + 3 if stop >= 0 else len(body)
             if stop < 0:
                 calls.append(malformed(f"</{tag}> is missing; write {self._example(tag)}"))
             elif tag == self._answer:
                 if not calls:
-                    return ParsedAction("".join(said).strip(), (), block.strip(), thought)
+                    return ParsedAction("".join(outside).strip(), (), block.strip(), thought)
             else:
                 target, inside = self.tags[tag], without_frame(block)
                 inside = without_fence(inside) if target.argument == "code" else inside
                 calls.append(target.call(inside, self._example(tag)))
-        beside = "".join([*said, spoken[position:]]).strip()
-        return ParsedAction(beside, limited(calls or [self._neither()]), None, thought)
+        text_outside = "".join([*outside, body[position:]]).strip()
+        return ParsedAction(text_outside, limited(calls or [self._neither()]), None, thought)
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         known = {tool.name: tool for tool in tools}

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox for judging: sent there as text, so it imports the standard library only."""
+"""Code that runs inside the sandbox: sent there as source text, so it imports the standard library only."""

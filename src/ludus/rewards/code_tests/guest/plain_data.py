@@ -1,4 +1,4 @@
-"""Plain data as text: what crosses between the judge and the judged, and nothing else does.
+"""Plain data as JSON: all that is exchanged between the tests' process and the solution's.
 
 JSON says None, booleans, small integers, finite floats, strings and lists as they are. Everything else is
 an object with one key: "i" a large integer, "f" a float that is not finite, "c" complex, "b" bytes, "a" a

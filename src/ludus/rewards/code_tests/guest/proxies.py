@@ -1,7 +1,7 @@
-"""The solution as the judge sees it: objects that ask the other side, and plain data that comes back.
+"""The solution as the tests see it: proxies that send requests to its process, and plain data that comes back.
 
 What a proxy does not do is as important as what it does. It never lets the solution decide a comparison
-with a value of the judge's: `==` with plain data is False, two proxies cannot be compared for equality at
+with a value of the tests: `==` with plain data is False, two proxies cannot be compared for equality at
 all, and arithmetic and ordering work between proxies only. Otherwise an object that claims to be equal to
 everything, or whose difference from the expected value is always 0, would pass.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _CHUNKS = (8, 64, 512, 4096)
 _MOST_ITEMS = 100_000
 _ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
-"""Exceptions that `map`, `zip` and `all` take for the end of what they go through, and say nothing."""
+"""Exceptions that `map`, `zip` and `all` silently take for the end of their input."""
 
 
 class Stopped(BaseException):
@@ -33,7 +33,7 @@ class Stopped(BaseException):
 
 
 class SolutionClient:
-    """The way to the solution. `generation` counts the processes in which it has been loaded."""
+    """Sends requests to the solution's process. `generation` counts the processes it has been loaded in."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -44,7 +44,7 @@ class SolutionClient:
         self._errors: dict[str, type[Exception]] = {}
 
     def use(self, proxy: Proxy, what: str, *args: Any) -> Any:
-        """What came of using the object; the solution's own exceptions are raised here."""
+        """Use the object and return the result; the solution's exceptions are raised here."""
         answer = self._answer(
             {"do": what, "on": self.number(proxy), "args": [self._encoded(one) for one in args]}
         )
@@ -162,9 +162,9 @@ def _is_named_by_tests(name: str) -> bool:
     return False
 
 
-async def _awaited(link: SolutionClient, proxy: Proxy) -> Any:
+async def _awaited(client: SolutionClient, proxy: Proxy) -> Any:
     """A coroutine of the solution's: it runs there when it is awaited here, one after another."""
-    return link.use(proxy, "await")
+    return client.use(proxy, "await")
 
 
 def restore(old: Any, new: Any) -> None:
@@ -195,7 +195,7 @@ def _between_proxies(what: str) -> Any:
     def method(self: Proxy, other: Any) -> Any:
         if not isinstance(other, Proxy):
             return NotImplemented
-        return self.__dict__["_link"].use(self, what, other)
+        return self.__dict__["_client"].use(self, what, other)
 
     return method
 
@@ -204,39 +204,39 @@ class Proxy:
     """An object of the solution's."""
 
     def __init__(
-        self, link: SolutionClient, number: int, generation: int, path: tuple[str, ...] | None
+        self, client: SolutionClient, number: int, generation: int, path: tuple[str, ...] | None
     ) -> None:
-        self.__dict__.update(_link=link, _number=number, _generation=generation, _path=path)
+        self.__dict__.update(_client=client, _number=number, _generation=generation, _path=path)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):
             # numpy asks the object itself for these, and reads memory wherever the answer says that it is
             raise AttributeError(name)
-        return self.__dict__["_link"].use(self, "get", name)
+        return self.__dict__["_client"].use(self, "get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__["_link"].use(self, "set", name, value)
+        self.__dict__["_client"].use(self, "set", name, value)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.__dict__["_link"].call(self, args, named)
+        return self.__dict__["_client"].call(self, args, named)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.__dict__["_link"].use(self, "item", key)
+        return self.__dict__["_client"].use(self, "item", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.__dict__["_link"].use(self, "setitem", key, value)
+        self.__dict__["_client"].use(self, "setitem", key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self.__dict__["_link"].use(self, "delitem", key)
+        self.__dict__["_client"].use(self, "delitem", key)
 
     def __len__(self) -> int:
-        return _of(int, self.__dict__["_link"].use(self, "len"))
+        return _of(int, self.__dict__["_client"].use(self, "len"))
 
     def __bool__(self) -> bool:
-        return _of(bool, self.__dict__["_link"].use(self, "bool"))
+        return _of(bool, self.__dict__["_client"].use(self, "bool"))
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = self.__dict__["_link"].use(self, "iter")
+        iterator = self.__dict__["_client"].use(self, "iter")
         if not isinstance(iterator, Proxy):
             raise TypeError("iter() gave no iterator")
         total, chunk, done = 0, 0, False
@@ -245,7 +245,7 @@ class Proxy:
             yield from items
             total, chunk = total + len(items), chunk + 1
             if total > _MOST_ITEMS:
-                raise self.__dict__["_link"].stop("it never stops giving items")
+                raise self.__dict__["_client"].stop("it never stops giving items")
 
     def __next__(self) -> Any:
         items, _ = _several(self, 1)
@@ -254,25 +254,27 @@ class Proxy:
         return items[0]
 
     def __str__(self) -> str:
-        return _of(str, self.__dict__["_link"].use(self, "str"))
+        return _of(str, self.__dict__["_client"].use(self, "str"))
 
     def __repr__(self) -> str:
-        return _of(str, self.__dict__["_link"].use(self, "repr"))
+        return _of(str, self.__dict__["_client"].use(self, "repr"))
 
     def __enter__(self) -> Any:
-        return self.__dict__["_link"].use(self, "enter")
+        return self.__dict__["_client"].use(self, "enter")
 
     def __exit__(self, *error: Any) -> None:
-        self.__dict__["_link"].use(self, "exit")
+        self.__dict__["_client"].use(self, "exit")
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Proxy) and self.__dict__["_link"].use(self, "isinstance", value) is True
+        return (
+            isinstance(value, Proxy) and self.__dict__["_client"].use(self, "isinstance", value) is True
+        )
 
     def __neg__(self) -> Any:
-        return self.__dict__["_link"].use(self, "neg")
+        return self.__dict__["_client"].use(self, "neg")
 
     def __abs__(self) -> Any:
-        return self.__dict__["_link"].use(self, "abs")
+        return self.__dict__["_client"].use(self, "abs")
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Proxy) and other is not self:
@@ -292,9 +294,9 @@ class Proxy:
 
 
 def _several(iterator: Proxy, count: int) -> tuple[list[Any], bool]:
-    answer = iterator.__dict__["_link"].use(iterator, "next", count)
+    answer = iterator.__dict__["_client"].use(iterator, "next", count)
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], list):
-        raise iterator.__dict__["_link"].stop("its answer is not understood")
+        raise iterator.__dict__["_client"].stop("its answer is not understood")
     return answer[0][:count], bool(answer[1]) or not answer[0]
 
 

@@ -1,4 +1,4 @@
-"""The judged side: holds the solution, and does with it what the judge asks, one request at a time.
+"""The solution's process: holds the solution, and serves the requests of the tests, one at a time.
 
 The solution shares this process and can change anything in it, this file included. That is expected:
 nothing here is secret, no test and no expected value ever gets here but as the arguments of a call, and
@@ -33,7 +33,7 @@ _numbers: dict[int, int] = {}
 
 
 class _Nowhere(io.RawIOBase):
-    """Swallows what the solution prints while it is judged."""
+    """Discards what the solution prints while it serves a request."""
 
     def writable(self) -> bool:
         return True
@@ -48,9 +48,9 @@ def serve(text: str) -> None:
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Nowhere()), write_through=True, errors="replace")
     try:
         answer = _answer(read(text))
-    except TooLarge as error:  # ours, about what it returned: no error that a test could expect of it
+    except TooLarge as error:  # our error about its value: not one that a test could expect of it
         answer = {"stopped": str(error)}
-    except BaseException as error:  # noqa: BLE001 - whatever the solution raised is the judge's to see
+    except BaseException as error:  # noqa: BLE001 - whatever the solution raised is sent to the tests
         answer = {"raised": _raised(error)}
     finally:
         sys.stdout = out

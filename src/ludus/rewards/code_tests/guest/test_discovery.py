@@ -1,8 +1,8 @@
-"""Whose names the tests use: their own, the judge's, or the solution's.
+"""What tests a source has, and which of the names it uses come from the solution; without running it.
 
 A name that the tests define or import is theirs, a builtin is Python's, and a module that they use without
-importing it (`math.isclose`, `np.allclose`) is imported by the judge. Only what is left may be the
-solution's: one that defines `abs`, `math` or a helper of the tests does not change what they mean by it.
+importing it (`math.isclose`, `np.allclose`) is imported for them. Only what is left may be the solution's: one
+that defines `abs`, `math` or a helper of the tests does not change what they mean by it.
 """
 
 from __future__ import annotations
@@ -124,13 +124,9 @@ def _standard(name: str, attribute: str) -> ModuleType | None:
     return module
 
 
-# --- seen ---
-# What tests a source holds, as far as that can be seen without running it.
-#
-# Understood are `test_*` functions, `Test*` classes and `unittest.TestCase`s with `test*` methods,
-# `check(candidate)` as HumanEval has it, and otherwise the statements at the top level that check something:
-# an assertion, a loop or a `with` that holds some, a call of a function that does. A source that has nothing of
-# this prepares those after it.
+# Test discovery: `test_*` functions, `Test*` classes and `unittest.TestCase`s with `test*` methods, HumanEval's
+# `check(candidate)`, and otherwise top-level statements that check something: an assertion, a loop or a `with`
+# that holds one, a call of a function that does. A source without tests prepares those after it.
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match)
@@ -138,7 +134,7 @@ _BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.TryStar, ast.Match
 
 @dataclass(frozen=True)
 class DiscoveredTests:
-    """One source of tests."""
+    """The tests of one source."""
 
     tree: ast.Module
     holds_tests: bool
@@ -151,8 +147,8 @@ class DiscoveredTests:
     """How many tests that makes."""
 
 
-def look(sources: Sequence[str], entry: str | None, one_each: bool) -> list[DiscoveredTests]:
-    """Look through all of them; `BrokenTests` when none has a test.
+def discover_tests(sources: Sequence[str], entry: str | None, one_each: bool) -> list[DiscoveredTests]:
+    """The tests of each source; `BrokenTests` when none has any.
 
     With `one_each`, the statements of a source are one test together, and later sources may call what earlier
     ones define.
