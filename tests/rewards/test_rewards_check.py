@@ -155,3 +155,11 @@ def test_recipes_name_functions_in_files(tmp_path):
 def test_wrong_recipes_name_the_fix(spec, message):
     with pytest.raises(ConfigError, match=message):
         build_reward(spec)
+
+
+@pytest.mark.parametrize("old", ["Finding", "Problem"])
+def test_old_names_lead_to_the_new_ones(old: str) -> None:
+    import ludus.rewards
+
+    with pytest.raises(ImportError, match=f"is now ludus.rewards.Reward{old}"):
+        getattr(ludus.rewards, old)

@@ -148,6 +148,7 @@ _RENAMED = {
     "Credit": "AdvantageInputs",
     "Estimate": "Advantages",
     "Sampled": "LossInputs",
+    "Turn": "TurnTokens",
     "credit_from": "inputs_from",
 }
 
