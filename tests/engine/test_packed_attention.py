@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
 from ludus.engine import AttentionParams, PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.engine.packed_attention import split_by_length
+from ludus.engine.attention import split_by_length
 
 LENGTHS = [3, 17, 1, 29, 17, 8, 40, 5]
 

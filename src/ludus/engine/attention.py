@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -130,6 +132,26 @@ _HARMLESS = frozenset(
         "logits_to_keep",
     }
 )
+
+
+def split_by_length(
+    lengths: npt.NDArray[np.int64], padding: float, group_tokens: int
+) -> list[tuple[int, int]]:
+    """Ranges of descending `lengths` that share a padded group.
+
+    At most the fraction `padding` of a group is padding, and it has at most `group_tokens` tokens.
+    """
+    ranges: list[tuple[int, int]] = []
+    first, used = 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        width = int(lengths[first])
+        area = (i + 1 - first) * width
+        if i > first and (area > group_tokens or area - used - length > padding * area):
+            ranges.append((first, i))
+            first, used = i, 0
+        used += length
+    ranges.append((first, len(lengths)))
+    return ranges
 
 
 class AttentionContext(Protocol):

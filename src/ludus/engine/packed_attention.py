@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ludus.engine.attention import AttentionParams, attend, causal_mask
+from ludus.engine.attention import AttentionParams, attend, causal_mask, split_by_length
 from ludus.kernels.device import arrays_to_device
 
 log = logging.getLogger(__name__)
@@ -329,7 +329,7 @@ def _padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.b
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     order = np.argsort(-lengths, kind="stable")
     result = []
-    for first, stop in split_by_length(lengths[order]):
+    for first, stop in split_by_length(lengths[order], _PADDING, _GROUP_TOKENS):
         chosen = order[first:stop]
         width = int(lengths[chosen[0]])
         offsets = np.arange(width)[None, :]
@@ -337,20 +337,3 @@ def _padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.b
         index = starts[chosen][:, None] + np.minimum(offsets, last)
         result.append((len(chosen), width, index.reshape(-1), (offsets <= last).reshape(-1)))
     return result
-
-
-def split_by_length(
-    lengths: Ints, padding: float = _PADDING, group_tokens: int = _GROUP_TOKENS
-) -> list[tuple[int, int]]:
-    """Ranges of descending `lengths` that may share a padded group."""
-    ranges: list[tuple[int, int]] = []
-    first, used = 0, 0
-    for i, length in enumerate(lengths.tolist()):
-        width = int(lengths[first])
-        area = (i + 1 - first) * width
-        if i > first and (area > group_tokens or area - used - length > padding * area):
-            ranges.append((first, i))
-            first, used = i, 0
-        used += length
-    ranges.append((first, len(lengths)))
-    return ranges
