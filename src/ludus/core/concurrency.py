@@ -294,43 +294,31 @@ def _is_in_a_loop() -> bool:
     return True
 
 
-_lock = threading.RLock()
-_inside = 0
+_gc_lock = threading.RLock()
+_gc_frozen_by = 0
+"""How many blocks of `frozen_gc` are open."""
 
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """What exists now is left alone by the garbage collector until the end.
+    """Objects that exist now are exempt from garbage collection until the end (`gc.freeze`).
 
-    A process that has imported torch holds a million objects that never become garbage. A full collection walks
-    over all of them, and for that fifth of a second no episode goes on and no GPU is given work. What is made
-    inside is collected as ever; only a cycle among older objects has to wait. May be nested, and entered by
+    A process that has imported torch holds a million objects that never become garbage. A full collection
+    walks over all of them, and for that fifth of a second no episode goes on and no GPU gets work. Objects made
+    inside are collected as usual; only a cycle among older objects has to wait. May be nested, and entered by
     several threads. A heap that somebody else has frozen stays as it is.
     """
-    with _lock:
-        is_ours = _begin()
+    global _gc_frozen_by
+    with _gc_lock:
+        is_ours = _gc_frozen_by > 0 or gc.get_freeze_count() == 0
+        if is_ours and _gc_frozen_by == 0:
+            gc.collect()
+            gc.freeze()
+        _gc_frozen_by += is_ours
     try:
         yield
     finally:
-        if is_ours:
-            with _lock:
-                _end()
-
-
-def _begin() -> bool:
-    """Whether what is frozen now is ours to thaw."""
-    global _inside
-    if _inside == 0:
-        if gc.get_freeze_count() > 0:
-            return False
-        gc.collect()
-        gc.freeze()
-    _inside += 1
-    return True
-
-
-def _end() -> None:
-    global _inside
-    _inside -= 1
-    if _inside == 0:
-        gc.unfreeze()
+        with _gc_lock:
+            _gc_frozen_by -= is_ours
+            if is_ours and _gc_frozen_by == 0:
+                gc.unfreeze()

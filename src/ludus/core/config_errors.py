@@ -1,7 +1,7 @@
-"""What is wrong with a table of settings, in words that name the key as the user writes it, and the fix.
+"""Error messages for a table of settings: the key as the user writes it, the problem, and the fix.
 
-Pydantic says where a problem is in its own terms: the branch of a union that was tried and the tag of a table
-stand among the keys. `_follow` walks the models along such a place, and keeps what a user would write.
+Pydantic's locations hold more than keys: the branch of a union that was tried, and the tag of a table.
+`_follow` walks the models along such a location and keeps the keys only.
 """
 
 from __future__ import annotations
@@ -30,97 +30,59 @@ _KINDS = {
 _WRONG_KIND = ("type", "parsing", "number", "size", "float", "attributes_type")
 
 
-OTHER_FRAMEWORKS_KEYS = {
-    "num_generations": "rl.attempts",
-    "group_size": "rl.attempts",
-    "n": "rl.attempts",
-    "rollout_n": "rl.attempts",
-    "num_samples": "rl.attempts",
-    "n_samples_per_prompt": "rl.attempts",
-    "rollouts_per_example": "rl.attempts",
-    "batch_size": "rl.tasks",
-    "train_batch_size": "rl.tasks",
-    "rollout_batch_size": "rl.tasks",
-    "per_device_train_batch_size": "rl.tasks",
-    "gradient_accumulation_steps": "rl.optimizer.micro_batch_tokens",
-    "ppo_micro_batch_size_per_gpu": "rl.optimizer.micro_batch_tokens",
-    "ppo_max_token_len_per_gpu": "rl.optimizer.micro_batch_tokens",
-    "ppo_mini_batch_size": "rl.updates",
-    "num_iterations": "rl.epochs",
-    "ppo_epochs": "rl.epochs",
-    "num_train_epochs": "warm_start.epochs",
-    "total_epochs": "rl.steps",
-    "max_steps": "rl.steps",
-    "total_training_steps": "rl.steps",
-    "lr": "rl.optimizer.learning_rate",
-    "learning_rate": "rl.optimizer.learning_rate",
-    "lr_scheduler_type": "rl.optimizer.schedule",
-    "warmup_steps": "rl.optimizer.warmup_steps",
-    "weight_decay": "rl.optimizer.weight_decay",
-    "max_grad_norm": "rl.optimizer.max_gradient_norm",
-    "grad_clip": "rl.optimizer.max_gradient_norm",
-    "gradient_checkpointing": "rl.optimizer.activation_memory",
-    "beta": "rl.kl",
-    "kl_coef": "rl.kl",
-    "kl_loss_coef": "rl.kl",
-    "entropy_coeff": "rl.entropy",
-    "entropy_coef": "rl.entropy",
-    "adv_estimator": "rl.algorithm",
-    "advantage_estimator": "rl.algorithm",
-    "loss_type": "rl.algorithm",
-    "loss_agg_mode": "rl.aggregation",
-    "scale_rewards": "rl.algorithm = dr_grpo",
-    "epsilon": "rl.loss_options = { clip_low = 0.2 }",
-    "clip_ratio": "rl.loss_options = { clip_low = 0.2, clip_high = 0.2 }",
-    "clip_ratio_low": "rl.loss_options = { clip_low = 0.2 }",
-    "epsilon_high": "rl.loss_options = { clip_high = 0.28 }",
-    "clip_ratio_high": "rl.loss_options = { clip_high = 0.28 }",
-    "gamma": "rl.options = { discount = 1.0 }",
-    "lam": "rl.options = { lam = 0.95 }",
-    "max_completion_length": "budgets.max_turn_tokens",
-    "max_response_length": "budgets.max_turn_tokens",
-    "max_new_tokens": "budgets.max_turn_tokens",
-    "max_seq_length": "budgets.max_tokens",
-    "max_length": "budgets.max_tokens",
-    "max_model_len": "budgets.max_tokens",
-    "max_assistant_turns": "budgets.max_turns",
-    "temperature": "sampling.temperature",
-    "lora_r": "model.lora.rank",
-    "lora_rank": "model.lora.rank",
-    "r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "lora_dropout": "model.lora.dropout",
-    "target_modules": "model.lora.targets",
-    "lora_target_modules": "model.lora.targets",
-    "model_name_or_path": "model.name",
-    "model_path": "model.name",
-    "base_model": "model.name",
-    "torch_dtype": "model.dtype",
-    "bf16": "model.dtype = bfloat16",
-    "gpu_memory_utilization": "engine.memory",
-    "vllm_gpu_memory_utilization": "engine.memory",
-    "max_num_seqs": "engine.max_running",
-    "max_num_batched_tokens": "engine.tokens_per_step",
-    "dataset": "tasks.train",
-    "dataset_name": "tasks.train",
-    "train_dataset": "tasks.train",
-    "train_files": "tasks.train",
-    "dataset_config": "tasks.train = dataset:NAME:CONFIG@SPLIT",
-    "eval_dataset": "tasks.evaluation",
-    "val_files": "tasks.evaluation",
-    "prompt_key": "tasks.columns = { prompt = question }",
-    "reward_funcs": "rewards",
-    "reward_functions": "rewards",
-    "reward_fn": "rewards",
-    "output_dir": "run.folder",
-    "save_steps": "run.checkpoint_every",
-    "save_freq": "run.checkpoint_every",
-    "save_total_limit": "run.keep_checkpoints",
-    "eval_steps": "evaluation.every",
-    "test_freq": "evaluation.every",
-    "report_to": "run.wandb",
+_KEYS_ELSEWHERE = {
+    "rl.attempts": "num_generations group_size n rollout_n num_samples n_samples_per_prompt "
+    "rollouts_per_example",
+    "rl.tasks": "batch_size train_batch_size rollout_batch_size per_device_train_batch_size",
+    "rl.optimizer.micro_batch_tokens": "gradient_accumulation_steps ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu",
+    "rl.updates": "ppo_mini_batch_size",
+    "rl.epochs": "num_iterations ppo_epochs",
+    "warm_start.epochs": "num_train_epochs",
+    "rl.steps": "total_epochs max_steps total_training_steps",
+    "rl.optimizer.learning_rate": "lr learning_rate",
+    "rl.optimizer.schedule": "lr_scheduler_type",
+    "rl.optimizer.warmup_steps": "warmup_steps",
+    "rl.optimizer.weight_decay": "weight_decay",
+    "rl.optimizer.max_gradient_norm": "max_grad_norm grad_clip",
+    "rl.optimizer.activation_memory": "gradient_checkpointing",
+    "rl.kl": "beta kl_coef kl_loss_coef",
+    "rl.entropy": "entropy_coeff entropy_coef",
+    "rl.algorithm": "adv_estimator advantage_estimator loss_type",
+    "rl.aggregation": "loss_agg_mode",
+    "rl.algorithm = dr_grpo": "scale_rewards",
+    "rl.loss_options = { clip_low = 0.2 }": "epsilon clip_ratio_low",
+    "rl.loss_options = { clip_low = 0.2, clip_high = 0.2 }": "clip_ratio",
+    "rl.loss_options = { clip_high = 0.28 }": "epsilon_high clip_ratio_high",
+    "rl.options = { discount = 1.0 }": "gamma",
+    "rl.options = { lam = 0.95 }": "lam",
+    "budgets.max_turn_tokens": "max_completion_length max_response_length max_new_tokens",
+    "budgets.max_tokens": "max_seq_length max_length max_model_len",
+    "budgets.max_turns": "max_assistant_turns",
+    "sampling.temperature": "temperature",
+    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "target_modules lora_target_modules",
+    "model.name": "model_name_or_path model_path base_model",
+    "model.dtype": "torch_dtype",
+    "model.dtype = bfloat16": "bf16",
+    "engine.memory": "gpu_memory_utilization vllm_gpu_memory_utilization",
+    "engine.max_running": "max_num_seqs",
+    "engine.tokens_per_step": "max_num_batched_tokens",
+    "tasks.train": "dataset dataset_name train_dataset train_files",
+    "tasks.train = dataset:NAME:CONFIG@SPLIT": "dataset_config",
+    "tasks.evaluation": "eval_dataset val_files",
+    "tasks.columns = { prompt = question }": "prompt_key",
+    "rewards": "reward_funcs reward_functions reward_fn",
+    "run.folder": "output_dir",
+    "run.checkpoint_every": "save_steps save_freq",
+    "run.keep_checkpoints": "save_total_limit",
+    "evaluation.every": "eval_steps test_freq",
+    "run.wandb": "report_to",
 }
-"""What TRL, verl and others call a key of a recipe, and what it is called here."""
+"""A key of a recipe, and the words that TRL, verl and others have for it."""
+OTHER_FRAMEWORKS_KEYS = {word: key for key, words in _KEYS_ELSEWHERE.items() for word in words.split()}
 
 
 def problem_lines(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
@@ -136,23 +98,23 @@ def problem_lines(model: type[BaseModel], problems: Iterable[Any]) -> list[str]:
 
 
 def refuse_coercion(model: type[BaseModel], raw: Mapping[str, Any]) -> None:
-    """Raise where a text stands for a number, or a truth does, or either for a truth.
+    """Raise where pydantic would convert text or a bool to a number, or text or a number to a bool.
 
-    Pydantic would convert them. A recipe has kinds of its own for all three, so this is a mistake.
+    TOML has a type of its own for each of them, so this is a mistake in the recipe.
     """
     found: list[Any] = [
         {"type": kind, "loc": (name,), "input": raw[name]}
         for name, field in model.model_fields.items()
-        if name in raw and (kind := _lookalike(field.annotation, raw[name]))
+        if name in raw and (kind := _coercion(field.annotation, raw[name]))
     ]
     if found:
         raise ValidationError.from_exception_data(model.__name__, found)
 
 
-def _lookalike(annotation: Any, value: Any) -> str | None:
-    """Pydantic's name for what is wrong with a value of the wrong kind; None when there is nothing wrong."""
+def _coercion(annotation: Any, value: Any) -> str | None:
+    """Pydantic's name for the problem with a value that it would convert; None when there is none."""
     kinds = set(_kinds(annotation))
-    is_plain = kinds <= {int, float, bool, type(None)}  # a union with others has a say of its own
+    is_plain = kinds <= {int, float, bool, type(None)}  # other unions decide for themselves
     if not is_plain or type(value) in kinds or not isinstance(value, str | bool | int | float):
         return None
     if bool in kinds and not isinstance(value, bool):
@@ -166,10 +128,10 @@ _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str
 
 
 def type_mismatch(annotation: Any, value: Any) -> str | None:
-    """What a value must be that would be taken for something else than it is; None where it would not.
+    """What a value of a wrong scalar type must be ("must be a number"); None where its type fits.
 
-    A text counts as true and a truth as a number; a number is no text, and a fraction no whole number. Whatever
-    else there is, such as numpy's numbers, is for whoever takes it.
+    Python would take text as true and a bool as a number. Types that are no scalars of a recipe, such as
+    numpy's numbers, are not judged.
     """
     kinds = set(_kinds(annotation))
     named = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
@@ -308,11 +270,7 @@ def _tables(hints: Iterable[Any]) -> list[type[BaseModel]]:
 
 def _branches(hint: Any) -> list[Any]:
     """What a value may be: the members of a union, without None and without annotations."""
-    if get_origin(hint) is Annotated:
-        return _branches(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return [b for one in get_args(hint) if one is not type(None) for b in _branches(one)]
-    return [hint]
+    return [kind for kind in _kinds(hint) if kind is not type(None)]
 
 
 def _inside(hint: Any) -> Any:

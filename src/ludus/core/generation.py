@@ -48,17 +48,6 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # made for every action of every episode, so the usual case is one expression
-        if (
-            self.max_tokens >= 1
-            and 0 <= self.temperature < math.inf
-            and 0 < self.top_p <= 1
-            and self.top_k >= 0
-            and 0 <= self.min_p <= 1
-            and 0 < self.repetition_penalty < math.inf
-            and all(self.stop)
-        ):
-            return
         checks = {
             "max_tokens": self.max_tokens >= 1,
             "temperature": 0 <= self.temperature < math.inf,

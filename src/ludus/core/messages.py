@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -221,18 +221,15 @@ class ToolContext:
 slot_release: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar(
     "slot_release", default=None
 )
-"""Set by what runs calls, such as a server: leaves the call's slot to others for the length of a block."""
+"""Set by a server that runs a limited number of calls at once: gives the call's slot back during a block."""
 
 
 @contextmanager
 def released_slot() -> Iterator[None]:
-    """Around a wait for something that other calls hold, and may need a slot of their own to give back."""
-    yielding = slot_release.get()
-    if yielding is None:
+    """Give the call's slot back while it waits for what other calls hold: they may need a slot to finish."""
+    release = slot_release.get()
+    with release() if release is not None else nullcontext():
         yield
-    else:
-        with yielding():
-            yield
 
 
 @runtime_checkable

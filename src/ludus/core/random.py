@@ -12,7 +12,6 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 

@@ -34,11 +34,6 @@ class Registry(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def register(self, name: str, reference: str) -> None:
-        """Add a name; one that is taken by something else is refused."""
-        if self._entries.setdefault(name, reference) != reference:
-            raise ConfigError(f"the {self.kind} {name!r} is already {self._entries[name]}")
-
     def load(self, name: str) -> Any:
         """What a short name or a reference (`module:attribute`, `file.py:attribute`) stands for."""
         if name in self._entries:

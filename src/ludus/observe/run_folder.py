@@ -59,6 +59,13 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.trajectories_path = self.path / "trajectories"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.log_path = self.path / "logs" / "ludus.log"
+        self.tensorboard_path = self.path / "tensorboard"
+        self.curve_path = self.path / "curve.png"
+        self.report_path = self.path / "report.md"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
@@ -66,34 +73,6 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trajectories_path(self) -> Path:
-        return self.path / "trajectories"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def log_path(self) -> Path:
-        return self.path / "logs" / "ludus.log"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def curve_path(self) -> Path:
-        return self.path / "curve.png"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.md"
 
     @property
     def is_run(self) -> bool:

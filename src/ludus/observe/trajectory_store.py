@@ -128,36 +128,29 @@ def select_trajectories(
     path: str | Path, wanted: Callable[[str, int, bool], bool]
 ) -> Iterator[Trajectory]:
     """The trajectories of a file for which `wanted(task, attempt, has_failed)`; no others are decoded."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = ["task_id", "attempt", "failure_boundary"]
-    try:
-        with pq.ParquetFile(path) as file:
-            _check_format(path, (file.schema_arrow.metadata or {}).get(_FORMAT_KEY))
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                columns = [batch.column(name).to_pylist() for name in names]
-                found = [
-                    place
-                    for place, (task, attempt, failed) in enumerate(zip(*columns, strict=True))
-                    if wanted(task, attempt, failed is not None)
-                ]
-                for row in batch.take(pa.array(found, pa.int64())).to_pylist() if found else ():
-                    yield trajectory_of(row)
-    except (pa.ArrowException, OSError, KeyError, ValueError, IndexError, TypeError) as error:
-        raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
+    return (trajectory for _, trajectory in _read(path, wanted))
 
 
-def _read(path: str | Path) -> Iterator[tuple[int, Trajectory]]:
+def _read(
+    path: str | Path, wanted: Callable[[str, int, bool], bool] | None = None
+) -> Iterator[tuple[int, Trajectory]]:
+    """The trajectories, each with the number of its group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not Path(path).is_file():
         raise StoreError(not_there(path, beside_recipe=False))
+    names = ("task_id", "attempt", "failure_boundary")
     try:
         with pq.ParquetFile(path) as file:
             _check_format(path, (file.schema_arrow.metadata or {}).get(_FORMAT_KEY))
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                if wanted is not None:
+                    columns = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+                    found = [
+                        wanted(task, attempt, failed is not None) for task, attempt, failed in columns
+                    ]
+                    batch = batch.filter(pa.array(found, pa.bool_()))
                 for row in batch.to_pylist():
                     yield row["group_id"], trajectory_of(row)
     except (pa.ArrowException, OSError, KeyError, ValueError, IndexError, TypeError) as error:
@@ -243,20 +236,10 @@ def _encodings() -> Json:
     They come from 32-bit arithmetic as a rule, so half of their bytes are zero and compress to nothing.
     """
     numbers = ("logprobs.list.element", "more_sequences.list.element.logprobs.list.element")
-    texts = (
-        "split",
-        "task_id",
-        "target",
-        "envs",
-        "metadata",
-        "stop",
-        "failure_boundary",
-        "failure_kind",
-        "answer",
-    )
+    texts = "split task_id target envs metadata stop failure_boundary failure_kind answer"
     return {
         "compression": "zstd",
-        "use_dictionary": list(texts),
+        "use_dictionary": texts.split(),
         "column_encoding": dict.fromkeys(numbers, "BYTE_STREAM_SPLIT"),
     }
 
