@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
@@ -81,7 +81,10 @@ class _Placement:
     context: ToolContext
     worker: ToolWorker | None = None
     has_state: bool = False
+    """Whether a stateful tool may have run."""
     lost: str = ""
+    """How the worker that held its state ended."""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class PooledHost:
@@ -93,7 +96,6 @@ class PooledHost:
         self._make_worker, self._wanted = make_worker, workers
         self._alive: dict[ToolWorker, set[str]] = {}
         self._placements: dict[str, _Placement] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
         self._facts: dict[str, ToolFacts] = {}
         self._supervisors: list[asyncio.Task[None]] = []
         self._any_alive = asyncio.Event()
@@ -123,7 +125,6 @@ class PooledHost:
             await self._assigned_worker(placement)
         except BaseException:
             self._placements.pop(context.episode, None)
-            self._opening.pop(context.episode, None)
             raise
 
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
@@ -147,7 +148,6 @@ class PooledHost:
 
     async def close(self, context: ToolContext) -> None:
         placement = self._placements.pop(context.episode, None)
-        self._opening.pop(context.episode, None)
         if placement is None or placement.worker is None:
             return
         worker, placement.worker = placement.worker, None
@@ -219,7 +219,7 @@ class PooledHost:
             return placement.worker
         episode = placement.context.episode
         body = {"episode": episode, "task": task_to_json(placement.context.task)}
-        async with self._opening.setdefault(episode, asyncio.Lock()):
+        async with placement.opening:
             for _ in range(_MAX_REPEATS + 1):
                 if placement.worker is not None and placement.worker in self._alive:
                     return placement.worker  # somebody else's call of this episode opened it meanwhile
