@@ -58,7 +58,7 @@ class Budgets(Config):
     """Whether each observation ends with how many turns are left."""
 
     def reminder(self, turns_taken: int) -> str:
-        """What the model is told about the turns it has left."""
+        """The text that tells the model how many turns are left."""
         left = self.max_turns - turns_taken
         return f"[{left} turn{'' if left == 1 else 's'} left]"
 
@@ -161,7 +161,7 @@ class Episode:
     def demonstrate(self, content: str = "", calls: Sequence[ToolCall] = ()) -> Turn:
         """An action that an expert takes in the model's place: recorded like the model's own.
 
-        Its log-probabilities are 0, because nobody sampled it: such an episode is for imitation.
+        Its log-probabilities are 0, because it was not sampled: such an episode is for imitation.
         """
         self._check_turns()
         self._append_pending()
@@ -212,7 +212,7 @@ class Episode:
             raise Aborted("the engine aborted the request")
         is_cut = completion.finish is FinishReason.LENGTH and not may_be_cut
         if is_cut and all(call.fault is not None for call in calls):
-            self._end(StopReason.MAX_TOKENS)  # what it was going to say, nobody knows
+            self._end(StopReason.MAX_TOKENS)  # the rest of the action is unknown
         answer = parsed.answer if parsed.answer is not None else text
         return Turn(text, calls, answer, completion.finish)
 

@@ -180,7 +180,7 @@ class Renderer:
         return list(takewhile(lambda message: message.role == "tool", messages))
 
     def _raw(self, result: Message) -> list[Piece]:
-        """A result in its frame, on lines of its own. The frame is ours; what is in it is not."""
+        """A result in its frame, on lines of its own. The frame is trusted, the result is not."""
         opening, closing = self.format.result_frame
         return [Piece(f"\n{opening}", True), Piece(result.content), Piece(f"{closing}\n", True)]
 
@@ -300,16 +300,16 @@ class Renderer:
 
 
 def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None:
-    """Tools that nobody could call: a mistake if they are all there is, worth a word if they are some."""
+    """Tools that the format cannot call: an error if it can call none, a warning if it can call some."""
     lost = format.unreachable(tools)
-    told = (
+    message = (
         f"the format {format.name!r} has no way to call {', '.join(lost)}: say how in agent.format_options "
         "(docs/formats.md), or choose another agent.format"
     )
     if lost and len(lost) == len(tools):
-        raise ConfigError(told)
+        raise ConfigError(message)
     if lost:
-        log.warning("%s", told)
+        log.warning("%s", message)
 
 
 class RenderCache:

@@ -96,7 +96,7 @@ class ActionFormat(ABC):
 
     @abstractmethod
     def describe(self, tools: Sequence[ToolSpec]) -> str:
-        """What the model has to be told, where the chat template does not tell it."""
+        """The instructions for the model, where the chat template does not give them."""
 
     @abstractmethod
     def render_action(self, text: str, calls: Sequence[ToolCall] = ()) -> str:

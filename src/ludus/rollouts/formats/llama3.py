@@ -29,7 +29,7 @@ _BETWEEN = re.compile(r"[\s;,]*")
 class Llama3Format(ActionFormat):
     """`{"name": ..., "parameters": {...}}`, several separated by `;`. Anything else is the answer.
 
-    Text and calls in one action are told apart by `<|python_tag|>`: the calls follow it.
+    `<|python_tag|>` separates text and calls in one action: the calls follow it.
     """
 
     name: ClassVar[str] = "llama3"

@@ -191,6 +191,13 @@ def _merged(old: Any, new: Any) -> Any:
     return new
 
 
+def _request(what: str) -> Any:
+    def method(self: Proxy, *args: Any) -> Any:
+        return self.__dict__["_client"].use(self, what, *args)
+
+    return method
+
+
 def _between_proxies(what: str) -> Any:
     def method(self: Proxy, other: Any) -> Any:
         if not isinstance(other, Proxy):
@@ -219,15 +226,6 @@ class Proxy:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.__dict__["_client"].call(self, args, named)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.__dict__["_client"].use(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.__dict__["_client"].use(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self.__dict__["_client"].use(self, "delitem", key)
 
     def __len__(self) -> int:
         return _of(int, self.__dict__["_client"].use(self, "len"))
@@ -259,9 +257,6 @@ class Proxy:
     def __repr__(self) -> str:
         return _of(str, self.__dict__["_client"].use(self, "repr"))
 
-    def __enter__(self) -> Any:
-        return self.__dict__["_client"].use(self, "enter")
-
     def __exit__(self, *error: Any) -> None:
         self.__dict__["_client"].use(self, "exit")
 
@@ -270,12 +265,6 @@ class Proxy:
             isinstance(value, Proxy) and self.__dict__["_client"].use(self, "isinstance", value) is True
         )
 
-    def __neg__(self) -> Any:
-        return self.__dict__["_client"].use(self, "neg")
-
-    def __abs__(self) -> Any:
-        return self.__dict__["_client"].use(self, "abs")
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Proxy) and other is not self:
             raise TypeError("two objects of the solution cannot be compared here; compare their data")
@@ -283,6 +272,8 @@ class Proxy:
 
     __hash__ = object.__hash__
 
+    __getitem__, __setitem__, __delitem__ = _request("item"), _request("setitem"), _request("delitem")
+    __enter__, __neg__, __abs__ = _request("enter"), _request("neg"), _request("abs")
     __add__, __sub__ = _between_proxies("add"), _between_proxies("sub")
     __mul__, __truediv__ = _between_proxies("mul"), _between_proxies("truediv")
     __floordiv__, __mod__ = _between_proxies("floordiv"), _between_proxies("mod")
