@@ -279,7 +279,7 @@ def test_a_home_is_a_place(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     places = (recipe.model.name, recipe.run.folder, recipe.tasks.train)
     assert places == tuple(str(base.parent / name) for name in ("m", "r", "t.jsonl"))
-    with pytest.raises(ConfigError, match=r"run\.folder: nobody's home is ~no-such-user"):
+    with pytest.raises(ConfigError, match=r"run\.folder: there is no user ~no-such-user"):
         Recipe.parse({"model": {"name": "m"}, "run": {"folder": "~no-such-user/r"}})
 
 

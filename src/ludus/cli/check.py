@@ -49,7 +49,7 @@ def recipe_findings(
     """
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
-    # torch and transformers are imported from here on: mistakes in the recipe itself are told before
+    # torch and transformers are imported from here on: mistakes in the recipe are reported before
     from ludus.training.models import check_source
     from ludus.training.preflight import check_parts
     from ludus.training.report import idle_patience
@@ -268,7 +268,7 @@ async def _env(factory: object, tasks: list[Task], name: str) -> Findings:
 
 
 def tool_findings(reference: str, arguments: str | None) -> Findings:
-    """A tool as the model is told of it, and what a call gives."""
+    """A tool as the model sees it, and the result of a call."""
     tools = build_toolset([reference])
     context = ToolContext("check", Task.of("check", id="check"))
     try:

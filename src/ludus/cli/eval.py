@@ -194,7 +194,7 @@ def _results(folder: Path | None, recipe: Recipe, settings: Json) -> ResultsFold
 
 
 def _statistics(options: EvalOptions, held_out: Sequence[EvalTasks], attempts: int) -> SummaryOptions:
-    """How to look at what will be measured; several task sets are told apart where nothing else is."""
+    """How to summarise the results; several task sets get a row each unless --by says otherwise."""
     ks = parse_numbers(options.pass_at, "--pass-at")
     if ks and ks[-1] > attempts:
         raise ConfigError(f"pass@{ks[-1]} needs --attempts {ks[-1]} or more, not {attempts}")

@@ -143,7 +143,7 @@ def _run(
         return LocalHost(lambda: load_tools(references))
 
     def ready(address: str) -> None:
-        with suppress(BrokenPipeError):  # whoever started us need not listen
+        with suppress(BrokenPipeError):  # the parent may have closed its end
             told: dict[str, str | int] = {"address": address, "pid": os.getpid()}
             if token_file is not None:
                 told["token_file"] = str(token_file)

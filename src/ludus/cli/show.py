@@ -57,7 +57,7 @@ def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bo
             shown += 1
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read it has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader closed the pipe, as `head` does
         return
     if not shown:
         raise ConfigError(f"no episode in {source} is what was asked for{_hint(source, files, wanted)}")

@@ -43,12 +43,12 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
         assert recipe_path is not None
         recipe = load_recipe(recipe_path, overrides)
         parts = load_parts(recipe)
-    # torch and transformers are imported from here on: what is wrong with a recipe is said before
+    # torch and transformers are imported from here on: mistakes in the recipe are reported before
     from ludus.training.api import train_async
 
     try:
         result = asyncio.run(_until_told(train_async(recipe, parts, run, show=console)))
-    except asyncio.CancelledError:  # by a signal; what was saved has been said
+    except asyncio.CancelledError:  # by a signal; the message about the checkpoint is out
         raise KeyboardInterrupt from None
     _report(console, result, recipe)
 

@@ -3,7 +3,7 @@
 `ThreadExecutor` runs sync functions in daemon threads, so that they never block the event loop.
 
 Who waits for whom. A caller awaits its own future. Jobs wait in one first-in-first-out queue; at most
-`max_workers` threads take from it, and threads are started only when nobody is idle. A deadline counts
+`max_workers` threads take from it, and threads are started only when none is idle. A deadline counts
 from the moment the function starts, so a full queue is never charged to the function.
 
 A thread cannot be killed. One whose job passed its deadline, or whose caller was cancelled, is
@@ -73,7 +73,7 @@ class _Job:
         try:
             self.loop.call_soon_threadsafe(self._settle)
         except RuntimeError:
-            self.dropped = True  # the loop was closed meanwhile: nobody is waiting any more
+            self.dropped = True  # the event loop was closed: no caller waits any more
 
     def _settle(self) -> None:
         if not self.future.done():
@@ -108,7 +108,7 @@ class ThreadExecutor:
 
     @property
     def abandoned(self) -> int:
-        """How many threads are stuck in functions that nobody waits for any more."""
+        """How many threads are stuck in functions whose callers are gone."""
         return self._abandoned
 
     @property
@@ -171,7 +171,7 @@ class ThreadExecutor:
         self._workers += 1
 
     def _drop(self, job: _Job) -> None:
-        """Nobody waits for `job` any more: take it from the queue, or abandon its thread."""
+        """The caller of `job` is gone: take it from the queue, or abandon its thread."""
         with self._changed:
             if job.finished or job.dropped:
                 return

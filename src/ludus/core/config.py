@@ -21,12 +21,12 @@ def _expand_home(place: str) -> str:
         return str(Path(place).expanduser())
     except RuntimeError:
         raise ValueError(
-            f"nobody's home is {Path(place).parts[0]}: name the folder (given: {place!r})"
+            f"there is no user {Path(place).parts[0]}; write the folder in full (given: {place!r})"
         ) from None
 
 
 Place = Annotated[str, AfterValidator(_expand_home)]
-"""A file or folder, or something by a name; what begins with ~ is in a home."""
+"""A path, in which a leading `~` is expanded, or a name."""
 
 
 class Config(BaseModel):
@@ -42,7 +42,7 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _kinds_are_meant(cls, raw: Any) -> Any:
+    def _no_coercion(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping):
             refuse_coercion(cls, raw)
         return raw

@@ -155,4 +155,4 @@ class EngineError(InfraError):
 
 
 class Aborted(LudusError):
-    """The work was cancelled on purpose (shutdown, too stale): nobody's fault."""
+    """The work was cancelled on purpose (shutdown, too stale): neither a fault nor a failure."""

@@ -69,7 +69,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a generation gave. `tokens` are exactly as sampled, the stop token included."""
+    """The result of a generation. `tokens` are exactly as sampled, the stop token included."""
 
     tokens: list[int]
     logprobs: list[float]

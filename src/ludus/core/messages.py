@@ -178,7 +178,7 @@ def _arguments(name: str, given: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as the model is told of it; `parameters` is a JSON Schema."""
+    """A tool as the model sees it; `parameters` is a JSON Schema."""
 
     name: str
     description: str
@@ -197,7 +197,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave. `fault` marks the model's own mistake; `content` then says what was wrong."""
+    """The result of a call. `fault` marks the model's own mistake; `content` then says what was wrong."""
 
     content: str
     reward: float | None = None

@@ -8,9 +8,9 @@ A worked example. The task asks for 2+3, the model calls a tool, reads the resul
     observation  [<result>, 5, </result>]     0 0 0         0 0 0
     action       [five, EOS]                  1 1           -0.2 -0.1
 
-The model is trained on the five tokens whose mask is 1: those it said. What it was given, the tool's
-result included, it is never trained to predict. An end-of-turn token that we add after a cut belongs to
-the observation, because the model did not say it. Tokens are kept as sampled: nothing here is ever
+The model is trained on the five tokens whose mask is 1: those it sampled. The prompt and the tool's
+results are never training targets. An end-of-turn token that we add after a cut belongs to
+the observation, because the model did not sample it. Tokens are kept as sampled: nothing here is ever
 decoded and encoded again, and every derived view below is computed, never stored twice.
 
 With rewards 1 for this attempt and 0 for the other one of its group, GRPO gives each of the five action
@@ -75,7 +75,7 @@ class Segment:
     calls: tuple[ToolCall, ...] = ()
     faults: tuple[Fault, ...] = ()
     reward: float | None = None
-    """The turn's own reward; None when nobody scored it, which is not zero."""
+    """The turn's own reward; None when it was not scored, which is not zero."""
     seconds: float = 0.0
     media: tuple[MediaSpan, ...] = ()
 
@@ -104,7 +104,7 @@ class TokenSequence:
 
     @property
     def logprobs(self) -> list[float]:
-        """One per token; zero where the model said nothing."""
+        """One per token; zero where the model did not sample it."""
         return [
             value
             for segment in self.segments

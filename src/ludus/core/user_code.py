@@ -1,8 +1,7 @@
-"""Errors of user code (tools, rewards, environments, agents, experts): where, whose, and shown once.
+"""Errors of user code (tools, rewards, environments, agents, experts): location, fault attribution, logging.
 
-A message such as `KeyError: 'missing'` helps nobody who has to find it. So what is recorded has the file and
-the line, and the first time that an error comes from a place, its traceback is logged as a warning. After that
-it is counted: a line at the tenth time, the hundredth, and so on.
+A recorded error has its file and line. The first error from a location is logged with its traceback; after that
+it is counted, and logged in one line at the 10th time, the 100th, and so on.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class UserError:
     """Where user code raised it: file:line in function."""
     trace: str
     is_accident: bool
-    """Whether nobody wrote `raise` for it: it came out of an expression in the innermost frame of user code."""
+    """Whether it came out of an expression, not a `raise`, in the innermost frame of user code."""
     is_bug: bool
     """Whether it is a programming error of the code that raised it, rather than of what that was given."""
     about: str

@@ -67,7 +67,7 @@ class _Check:
     ) -> None:
         self._factory, self._task, self._actions, self._name = factory, task, actions, name
         self._guessed: list[ToolCall] = []
-        """Calls that nobody said would work."""
+        """Calls generated from schemas, which the tools may refuse."""
         self._open: list[Any] = []
         self.findings: list[EnvFinding] = []
 
@@ -99,7 +99,9 @@ class _Check:
         except TypeError as error:
             self._error(f"reset is wrong: {error}", "take the task; return text, an Observation or None")
         except Exception as error:  # noqa: BLE001 - user code
-            self._error(f"reset raised {_said(error)}", "make it work for every task of the task set")
+            self._error(
+                f"reset raised {_error_text(error)}", "make it work for every task of the task set"
+            )
         raise _Broken
 
     async def _check_tools(self, env: Any) -> None:
@@ -228,13 +230,15 @@ class _Check:
         try:
             await call_env(getattr(env, "close", Env().close), timeout=_SECONDS)
         except Exception as error:  # noqa: BLE001 - user code
-            self._error(f"close raised {_said(error)}", "let close release what there is, and not fail")
+            self._error(
+                f"close raised {_error_text(error)}", "let close release what there is, and not fail"
+            )
 
     async def _try(self, problem: str, fix: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return await call_env(function, *args, timeout=_SECONDS)
         except Exception as error:
-            self._error(f"{problem}: {_said(error)}", fix)
+            self._error(f"{problem}: {_error_text(error)}", fix)
             raise _Broken from error
 
     def _context(self, env: Any) -> ToolContext:
@@ -251,7 +255,7 @@ class _Check:
             self.findings.append(finding)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 

@@ -1,7 +1,7 @@
 """An environment: something with state and a life cycle that an episode holds for itself.
 
-Users write `Env` subclasses with sync or async methods; the functions below call either kind so that
-nobody is blocked, and turn what they return into one shape.
+Users write `Env` subclasses with sync or async methods; the functions below call either kind
+without blocking the event loop, and normalise what they return.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a plain-text action led to. A reward of None means that nobody scored it."""
+    """What a plain-text action led to. A reward of None means: not scored."""
 
     observation: Observation | str = ""
     reward: float | None = None
@@ -52,8 +52,8 @@ class Env:
     """
 
     step_rewards: ClassVar[str] = "sum"
-    """What an episode is paid: the "sum" of its steps' rewards, or, where each of them is the score so far, the
-    "max" (ScienceWorld in AgentFly) or the "last" one (in AgentGym). A recipe or a task decides first."""
+    """The reward of an episode: the "sum" of its steps' rewards, or, where each of them is the score so far,
+    the "max" (ScienceWorld in AgentFly) or the "last" one (in AgentGym). A recipe or a task decides first."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.

@@ -1,7 +1,7 @@
 """A pool of environments: each episode holds an instance of its own, and gives it back.
 
 Who waits for whom. An episode that asks while all instances are taken waits in a first-in-first-out
-queue, at most `max_wait` seconds. Instances are made by background tasks, when somebody waits and there
+queue, at most `max_wait` seconds. Instances are made by background tasks, when an episode waits and there
 are fewer than `size`; they are reset by the episode that gets them, and closed by background tasks,
 which then free their place. Only `close` waits for a close, so releasing is safe inside a task that is
 being cancelled. A pool belongs to one event loop.
@@ -116,7 +116,7 @@ class InstanceFactory:
             with guard:
                 if is_wanted:
                     return env
-            _close_now(env)  # it came after its deadline: nobody else knows of it
+            _close_now(env)  # it came after its deadline, and no caller has it
             return None
 
         try:
@@ -403,7 +403,7 @@ class EnvPool:
             self._waiting.popleft().set_exception(failure)
 
     def _offer(self, instance: Instance) -> None:
-        """Hand an instance to whoever waits longest, or keep it."""
+        """Hand an instance to the first waiting episode, or keep it idle."""
         if self._is_closed:
             self._retire(instance)
         elif self._waiting:

@@ -99,7 +99,7 @@ async def opened(env: Safe) -> float:
 
 @reward(weight=0.5)
 async def found(env: Safe) -> float:
-    """The share of dials whose number was found: without it, a beginner would hardly ever be paid."""
+    """The share of dials whose number was found; an untrained policy hardly ever gets more."""
     return len(env.found) / len(DIALS)
 
 

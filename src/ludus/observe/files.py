@@ -70,7 +70,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a folder such that nobody ever sees half of it."""
+    """Remove a folder atomically: readers see all of it or nothing."""
     with _temporary(path) as temporary:
         path.rename(temporary)
 

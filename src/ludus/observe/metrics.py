@@ -63,7 +63,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
     Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
     Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
-    Metric("tokens/action", "Mean number of tokens the model said.", "tokens per episode"),
+    Metric("tokens/action", "Mean number of tokens the model sampled.", "tokens per episode"),
     Metric("tokens/observation", "Mean number of tokens tools and environments put there, and the "
            "end-of-turn tokens that were added for the model.", "tokens per episode"),
     Metric(
@@ -161,7 +161,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "nats"),
     Metric("held_out_loss", "Mean of -log p over the assistant's tokens of held-out conversations.",
            "nats"),
-    Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student said: "
+    Metric("reverse_kl", "Mean of log p(student) - log p(teacher) over the tokens that the student sampled: "
            "an estimate of KL(student ‖ teacher).", "nats"),
     Metric("action_tokens", "Tokens of the batch that the loss applies to, counted once whatever `epochs`; "
            "those without advantage included.", "tokens", "sum"),
@@ -254,7 +254,7 @@ _ENDINGS = tuple(
 
 
 def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> dict[str, float]:
-    """The numbers of a batch. A mean over nothing is left out, so that nobody reads it as zero."""
+    """The numbers of a batch. A mean over nothing is left out, since it is not zero."""
     played = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [trajectory for trajectory in played if trajectory.is_trainable]
     metrics: dict[str, float] = {"episodes": len(played), "episodes_scored": len(scored)}

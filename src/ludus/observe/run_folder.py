@@ -179,7 +179,7 @@ class RunWriter(RunFolder):
             raise ConfigError(f"{path} is a file; a run needs a folder")
         text = _recipe_text(recipe)
         if writer.path.is_dir():
-            writer._refuse_content()  # before a lock is left in a folder that is somebody else's
+            writer._refuse_content()  # before a lock is left in a folder of another owner
         _make_folder(writer.path)
         with writer._locked():
             clean_leftovers(writer.path)
@@ -245,7 +245,7 @@ class RunWriter(RunFolder):
     def discard(self) -> None:
         """Take back a run that was begun here and has come to nothing, after it was closed.
 
-        One that has recorded something, or holds what is somebody else's, stays as it is; and so does a folder
+        One that has recorded something, or holds foreign files, stays as it is; and so does a folder
         that was there before.
         """
         with suppress(OSError, LudusError):  # where that cannot be, it stays

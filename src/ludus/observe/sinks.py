@@ -133,7 +133,7 @@ class GuardedSink:
         try:
             self._sink = open_sink()
         except MissingExtraError:
-            raise  # what was asked for is not installed: better said before the run than in it
+            raise  # not installed: fail before the run, not in it
         except Exception as error:  # noqa: BLE001 - a third-party client may raise anything
             self._give_up(error)
 

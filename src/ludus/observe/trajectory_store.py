@@ -92,7 +92,7 @@ def read_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def holds_trajectories(path: str | Path) -> bool:
-    """Whether a Parquet file was written by Ludus, rather than being a table of somebody's own."""
+    """Whether a Parquet file was written by Ludus, as against any other table."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
