@@ -18,9 +18,9 @@ from ludus.training.rollout_worker import (
     KINDS,
     Kind,
     RolloutWorker,
+    broken_kinds,
     has_penalties,
     is_masked,
-    kinds_of,
     penalty,
 )
 from ludus.training.settings import BrokenConfig
@@ -60,8 +60,8 @@ async def kinds_when(
     config = rl(tasks=1, attempts=1, algorithm="reinforce")
     played = await RolloutWorker([one], config, 0).play(0, {})
     [trajectory] = played.groups[0].trajectories
-    assert {k for k in KINDS if played.metrics[f"broken/{k}"]} == kinds_of(trajectory)
-    return set(kinds_of(trajectory))
+    assert {k for k in KINDS if played.metrics[f"broken/{k}"]} == broken_kinds(trajectory)
+    return set(broken_kinds(trajectory))
 
 
 class Patient(ludus.Agent):
@@ -135,8 +135,8 @@ def test_a_call_that_nobody_answered_is_an_error_too() -> None:
         sequence = TokenSequence([Segment(SegmentKind.PROMPT, [0]), action])
         return Trajectory(Task.of("?"), [sequence], stop=StopReason.TERMINATED, reward=0.0)
 
-    assert kinds_of(episode(FinishReason.STOP_TOKEN)) == {"tool_error"}
-    assert kinds_of(episode(FinishReason.LENGTH)) == set()
+    assert broken_kinds(episode(FinishReason.STOP_TOKEN)) == {"tool_error"}
+    assert broken_kinds(episode(FinishReason.LENGTH)) == set()
 
 
 def test_treatments() -> None:

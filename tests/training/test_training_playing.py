@@ -28,8 +28,8 @@ def only_odd_teach(task: str, attempt: int) -> str:
     return first_is_right(task, attempt) if int(task[-1]) % 2 else "right"
 
 
-async def play_steps(player: RolloutWorker, steps: range) -> list[RolloutBatch]:
-    return [await player.play(step, {}) for step in steps]
+async def play_steps(worker: RolloutWorker, steps: range) -> list[RolloutBatch]:
+    return [await worker.play(step, {}) for step in steps]
 
 
 async def test_one_set_plays_what_a_plain_loop_would() -> None:
@@ -127,8 +127,8 @@ async def test_sets_share_the_places_in_flight() -> None:
 
 async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     one = task_set(tasks(50), only_odd_teach)
-    player = RolloutWorker([one], rl(tasks=4, refill={"rounds": 10}), 1)
-    first = await player.play(0, {})
+    worker = RolloutWorker([one], rl(tasks=4, refill={"rounds": 10}), 1)
+    first = await worker.play(0, {})
     order = [task.id for task in items_of_step(tasks(50), 0, 50, 1)]
     assert all(int(task) % 2 for task in ids(first))
     plain = order[:4]
@@ -138,15 +138,15 @@ async def test_groups_without_signal_are_replaced_by_further_tasks() -> None:
     # replacements come from where the order goes on, and the next step goes on after them
     used = [*ids(first), *(group.task.id for group in first.dropped)]
     assert sorted(used) == sorted(order[: len(used)])
-    second = await player.play(1, {})
+    second = await worker.play(1, {})
     then = [*ids(second), *(group.task.id for group in second.dropped)]
     assert sorted(then) == sorted(order[len(used) : len(used) + len(then)])
 
 
 async def test_refills_are_bounded() -> None:
     fake = engine(lambda task, attempt: "right")
-    player = RolloutWorker([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
-    played = await player.play(0, {})
+    worker = RolloutWorker([task_set(tasks(3), fake)], rl(tasks=4, refill={"rounds": 2}), 0)
+    played = await worker.play(0, {})
     assert len(fake.calls) == 4 * 2 * 3  # tasks, attempts, the first round and two more
     assert len(played.groups) == 4 and len(played.dropped) == 8
     assert played.metrics["refilled"] == 0 and played.metrics["without_signal"] == 4
@@ -180,9 +180,9 @@ def mixed_sets() -> list[TaskSet]:
 async def test_a_resumed_player_plays_what_it_would_have_played(stopped_after: int) -> None:
     config = rl(tasks=3, refill={"rounds": 2}, attempts=3, keep_attempts=2)
     whole = [seen(p) for p in await play_steps(RolloutWorker(mixed_sets(), config, 9), range(5))]
-    player = RolloutWorker(mixed_sets(), config, 9)
-    await play_steps(player, range(stopped_after))
-    state = json.loads(json.dumps(player.state_dict()))
+    worker = RolloutWorker(mixed_sets(), config, 9)
+    await play_steps(worker, range(stopped_after))
+    state = json.loads(json.dumps(worker.state_dict()))
     again = RolloutWorker(mixed_sets(), config, 9)
     again.load_state_dict(state)
     # the last step may not have been learnt from when it was saved: it can be played again
@@ -204,19 +204,19 @@ async def test_a_cancelled_step_leaves_the_player_as_it_was() -> None:
 
     fake = engine(only_odd_teach, seconds=seconds)
     config = rl(refill={"rounds": 3})
-    player = RolloutWorker([task_set(tasks(7), fake)], config, 2)
+    worker = RolloutWorker([task_set(tasks(7), fake)], config, 2)
     whole = await play_steps(RolloutWorker([task_set(tasks(7), only_odd_teach)], config, 2), range(2))
-    await player.play(0, {})
-    state = player.state_dict()
+    await worker.play(0, {})
+    state = worker.state_dict()
     limit = len(fake.calls) + 8  # the whole first round, so that it hangs among the refills
-    running = asyncio.create_task(player.play(1, {}))
+    running = asyncio.create_task(worker.play(1, {}))
     await hanging.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert player.state_dict() == state and not fake.in_flight and not fake.sessions
+    assert worker.state_dict() == state and not fake.in_flight and not fake.sessions
     limit = 10_000
-    assert seen(await player.play(1, {})) == seen(whole[1])
+    assert seen(await worker.play(1, {})) == seen(whole[1])
 
 
 async def test_an_error_in_one_set_ends_the_others() -> None:
@@ -261,8 +261,8 @@ async def test_resampling_keeps_some_of_each_and_masks_follow_them() -> None:
 
 
 async def test_resampling_draws_anew_in_every_step() -> None:
-    player = RolloutWorker([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
-    kept = [[t.attempt for t in p.groups[0].trajectories] for p in await play_steps(player, range(8))]
+    worker = RolloutWorker([task_set(tasks(1))], rl(tasks=1, attempts=4, keep_attempts=2), 0)
+    kept = [[t.attempt for t in p.groups[0].trajectories] for p in await play_steps(worker, range(8))]
     assert len({tuple(attempts) for attempts in kept}) > 1
 
 
@@ -348,16 +348,16 @@ async def test_a_curriculum_moves_budgets_and_difficulty() -> None:
 
     given = [*tasks(2, "easy", difficulty=1), *tasks(6, "hard", difficulty=2)]
     one = task_set(given, lambda task, attempt: called("look"), tools=[look], budgets={"max_turns": 9})
-    player = RolloutWorker([one], rl(), 0)
-    short = await player.play(0, {"budgets.max_turns": 2.0, "tasks.difficulty": 1})
+    worker = RolloutWorker([one], rl(), 0)
+    short = await worker.play(0, {"budgets.max_turns": 2.0, "tasks.difficulty": 1})
     assert {t.turns for g in short.groups for t in g.trajectories} == {2}
     assert {i[:4] for i in ids(short)} == {"easy"}
-    longer = await player.play(1, {"budgets.max_turns": 3.7, "tasks.difficulty": 2})
+    longer = await worker.play(1, {"budgets.max_turns": 3.7, "tasks.difficulty": 2})
     assert {t.turns for g in longer.groups for t in g.trajectories} == {3}
     assert "hard" in {i[:4] for i in ids(longer)}
     assert one.rollout.budgets.max_turns == 9
     with pytest.raises(ConfigError, match=r"the curriculum.*\n.*max_turns"):
-        await player.play(2, {"budgets.max_turns": 0})
+        await worker.play(2, {"budgets.max_turns": 0})
 
 
 @ludus.reward
@@ -382,8 +382,8 @@ def well_formed() -> float:
 
 
 async def rewards_at(values: dict[str, float], *rewards: Any) -> list[dict[str, float]]:
-    player = RolloutWorker([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
-    played = await player.play(0, values)
+    worker = RolloutWorker([task_set(tasks(1), rewards=rewards)], rl(tasks=1), 0)
+    played = await worker.play(0, values)
     return [t.rewards for t in played.groups[0].trajectories]
 
 

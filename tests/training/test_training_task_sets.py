@@ -22,7 +22,7 @@ from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step, nex
 weights_of_sets = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
 
 
-def dealt(sampler: TaskSampler, size: int, hardest: float | None = None) -> list[str]:
+def sampled(sampler: TaskSampler, size: int, hardest: float | None = None) -> list[str]:
     return [one.task.id for one in sampler.sample(size, hardest)]
 
 
@@ -36,7 +36,7 @@ def test_one_set_is_dealt_as_batches_were(count: int, step: int, size: int, seed
     sampler = TaskSampler([task_set(tasks(count))], seed)
     for _ in range(step):
         sampler.sample(size)
-    assert dealt(sampler, size) == [str(i) for i in expected]
+    assert sampled(sampler, size) == [str(i) for i in expected]
 
 
 @given(weights_of_sets, st.integers(1, 200))
@@ -67,7 +67,7 @@ def two_sets() -> list[TaskSet]:
 
 def test_every_task_of_a_set_comes_once_in_its_epoch() -> None:
     sampler = TaskSampler(two_sets(), seed=7)
-    drawn = [task for _ in range(8) for task in dealt(sampler, 5)]
+    drawn = [task for _ in range(8) for task in sampled(sampler, 5)]
     of_a, of_b = ([task for task in drawn if task[0] == name] for name in "ab")
     assert (len(of_a), len(of_b)) == (30, 10)
     for own in (of_a, of_b):
@@ -102,9 +102,9 @@ def test_a_deck_goes_on_from_its_saved_state() -> None:
 def test_tasks_that_are_too_hard_are_passed_over() -> None:
     easy, hard = tasks(3, "e", difficulty=1), tasks(3, "h", difficulty=5.5)
     sampler = TaskSampler([task_set([*easy, *hard, *tasks(1, "unknown")])], seed=0)
-    assert set(dealt(sampler, 8, hardest=1)) == {"e0", "e1", "e2", "unknown0"}
-    assert set(dealt(sampler, 2, hardest=-1)) == {"unknown0"}
-    assert "h0" in dealt(sampler, 14, hardest=6)
+    assert set(sampled(sampler, 8, hardest=1)) == {"e0", "e1", "e2", "unknown0"}
+    assert set(sampled(sampler, 2, hardest=-1)) == {"unknown0"}
+    assert "h0" in sampled(sampler, 14, hardest=6)
     with pytest.raises(ConfigError, match=r"difficulty of at most -1.*start"):
         TaskSampler([task_set(easy)], seed=0).sample(1, hardest=-1)
     with pytest.raises(ConfigError, match="must be a number, not 'low'"):

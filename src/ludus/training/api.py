@@ -433,7 +433,7 @@ def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
         run.add_sink(lambda: WandbSink(run.path, project=project, name=run.name, recipe=raw))
 
 
-# What a person sees of a run while it trains, from a shell, a script or a notebook alike.
+# Progress on the terminal or in a notebook.
 
 _OWN = {
     "pairs": "pairs",

@@ -118,7 +118,7 @@ def load_learner(folder: Path, learner: Learner) -> None:
     learner.load_state_dict(state)
 
 
-# The model that a stage started from, for those that weigh the distance to it.
+# The reference model: the weights that a stage started from, for a KL penalty, DPO, or returning to them.
 
 SYNCED = "reference.pt"
 """A reference that follows the policy, in a checkpoint."""

@@ -174,15 +174,11 @@ def without_progress_bars() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-# GGUF files: a whole model in one file, unpacked into a folder in Hugging Face format.
-#
-# transformers maps names and shapes. It reads the file anew for each question and de-quantises on one core, so
-# here it is given a reader that is shared and a de-quantiser that uses all cores.
-#
-# The tokenizer is read here: how transformers does it differs from version to version, down to which token ends
-# a turn. What the file says is followed: its vocabulary, its merges, its special tokens, its chat template. How
-# text is split before merging is a mere name in the file; where that name is not known here, transformers'
-# reading is the start.
+# Unpacking. transformers maps names and shapes; it is given a shared reader and a parallel de-quantiser,
+# because its own reads the file anew for each question and de-quantises on one core. The tokenizer is read
+# here, from the file's vocabulary, merges, special tokens and chat template, because transformers' versions
+# differ in it, down to the token that ends a turn. How text is split before merging is a mere name in the file;
+# for names that are not known here, transformers' tokenizer is the start.
 
 _CONTROL = 3
 """The type of a token that never comes from text."""

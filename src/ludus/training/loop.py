@@ -58,7 +58,7 @@ OnStep = Callable[[str, int, int, dict[str, float]], None]
 
 
 class Trainer:
-    """Runs the stages of a recipe in a workshop, and writes them into a run folder."""
+    """Runs the stages of a recipe in a run context, and writes them into a run folder."""
 
     def __init__(self, context: RunContext, run: RunWriter, on_step: OnStep | None = None) -> None:
         self.context = context

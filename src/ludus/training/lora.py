@@ -290,10 +290,9 @@ def require_peft() -> Any:
     return peft
 
 
-# What lies in an adapter's folder, and whether it can be taken as it is.
-#
-# peft fills up what is missing with random numbers, loads weights into the base that no checkpoint would keep,
-# and takes whatever a configuration asks for. What Ludus would sample, train or save otherwise is refused here.
+# Adapter folders. peft fills missing weights with random numbers, loads weights into the base that no
+# checkpoint would keep, and takes whatever a configuration asks for: what Ludus cannot sample, train or save is
+# refused here.
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What peft calls them."""
@@ -458,8 +457,6 @@ def saved_name(name: str) -> str:
     bare = name.replace(".default.", ".").removesuffix(".default")
     return bare.removesuffix(".weight") if "lora_magnitude_vector" in bare else bare
 
-
-# What tells a model's weights from others of the same shape, without reading all of them.
 
 _PLACES = 256
 """How many numbers of each tensor are looked at."""

@@ -335,7 +335,7 @@ def _is_noise(name: str) -> bool:
     return "drop" in name or name.endswith(("jitter_noise", "jitter_eps"))
 
 
-# Whether a hub has a model, asked once: what loads it asks file by file, and for most of a minute.
+# Asking a hub once whether it has a model: transformers asks file by file, for most of a minute.
 
 _PATIENCE = 10.0
 _known: set[str] = set()

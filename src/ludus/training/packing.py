@@ -1,7 +1,11 @@
-"""Training rows: the sequences of trajectories, ready to be laid end to end.
+"""Sequence packing: from trajectories to rows, and from rows to packed micro-batches without padding.
 
 A row is one sequence of a trajectory, with the prefix it shares with its ancestors in front. The prefix is
-context: its actions are trained where they were first said, and nowhere else.
+context: its actions are trained where they were first sampled, and nowhere else.
+
+Tensors over the tokens of all rows, in the order given, have T in their names. Indexing goes through numpy:
+torch would wake one thread per core, and on a busy host the last of them keeps the GPU waiting for
+milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.kernels import arrays_to_device
 
 State = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
-"""What the model was told just before a turn: the tokens and the media of each segment."""
+"""The observations just before a turn: the tokens and the media of each segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,13 @@ class Row:
     tokens: list[int]
     action_mask: list[bool]
     observation_mask: list[bool]
-    """True at the observations that are the row's own: trained on for ablations alone."""
+    """True at the row's own observations: trained on in ablations alone."""
     logprobs: list[float]
     trajectory: int
     turns: list[Segment]
     """The actions that are the row's own and have tokens."""
     states: list[State]
-    """For each of them, what was heard since the action before it; empty where that was nothing."""
+    """For each of them, the observations since the action before it."""
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -92,7 +96,7 @@ def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State
 
 
 def concat_lists(lists: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Tensor:
-    """Lists of numbers as one tensor, by way of numpy, which reads a list several times faster than torch."""
+    """Lists as one tensor, through numpy, which reads a list several times faster than torch."""
     pieces = [np.array(numbers, dtype=dtype) for numbers in lists]
     return torch.from_numpy(np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype))
 
@@ -103,7 +107,7 @@ def concat_masks(masks: Iterable[Sequence[bool]]) -> Tensor:
 
 
 def engine_logprobs(rows: Sequence[Row]) -> Tensor:
-    """What the engine reported for each token; 0 where it said nothing."""
+    """The log-probabilities that the engine reported; 0 where it reported none."""
     return concat_lists([row.logprobs for row in rows], np.float32)
 
 
@@ -120,11 +124,6 @@ def trajectory_ids(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.repeat(numbers, counts))
 
 
-# Packing: rows lie end to end, without padding. Tensors over all rows, in the order given, have T in their
-# names. Indexing goes through numpy: torch would wake one thread per core, and on a busy host the last of them
-# keeps the GPU waiting for milliseconds.
-
-
 def advantage_inputs(
     rows: Sequence[Row],
     trajectories: Sequence[Trajectory],
@@ -135,9 +134,8 @@ def advantage_inputs(
 ) -> AdvantageInputs:
     """The estimator's view of all rows laid end to end.
 
-    A total includes what the turns were paid, as the scorer has it. Two turns of a group have the same anchor
-    where the model had been told the same just before: the observation, not the history, is the state. A
-    critic's values and a divergence's penalties are for the caller to add.
+    A trajectory's reward includes its turns' rewards, as the scorer has it. Two turns of a group have the same
+    anchor where the observation just before was the same. The caller adds a critic's values and KL penalties.
 
     Args:
         rows: From `rows_of(trajectories)`.
@@ -209,7 +207,7 @@ def micro_batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Some of the rows end to end, and where their tokens lie among those of all rows."""
+    """A micro-batch of rows end to end, and the places of their tokens among those of all rows."""
 
     lengths: list[int]
     tokens_T: Tensor
@@ -229,7 +227,7 @@ class PackedRows:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device. To a GPU it goes from pinned memory: any other copy waits until the GPU has caught up."""
+    """On the device. Copies to a GPU go through pinned memory: others wait until the GPU has caught up."""
     return _all_to_device([tensor], device)[0]
 
 
@@ -252,7 +250,7 @@ def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
 
 
 def split_point(lengths: Sequence[int]) -> tuple[int, int]:
-    """(rows, tokens) of the first of two halves: at least a row each, and as even as whole rows allow."""
+    """(rows, tokens) of the first half: at least a row each, and as even as whole rows allow."""
     if len(lengths) < 2:
         raise ValueError("a single row cannot be halved")
     ends = list(accumulate(lengths))
@@ -326,7 +324,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What is known about every token of all rows."""
+    """Training inputs for every token of all rows."""
 
     trained_T: Tensor
     behaviour_T: Tensor

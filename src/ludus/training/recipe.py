@@ -382,7 +382,7 @@ PER_SET = ("success", "reward", "turns", "episodes")
 """What a step tells of each task set, where there are several: sets/NAME/success, ..."""
 
 
-# What only a whole recipe shows to be wrong: settings of one table that another one leaves without effect.
+# Checks across tables: settings that another table leaves without effect.
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -465,11 +465,10 @@ def _most_said(stage: RLConfig, recipe: Recipe, own: Mapping[str, float]) -> int
     return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))
 
 
-# Paths in a recipe: looked for beside the recipe, and made absolute, so that a run can go on from any folder.
-#
-# What a recipe reads (tasks, demonstrations, pairs, code as file.py:name, databases, model folders, folders of
-# datasets) is taken from the recipe's folder where it is there, and else from the working directory. What a run
-# writes (`run.folder`, a new recording) is in the working directory.
+# Path resolution: what a recipe reads (tasks, demonstrations, pairs, code as file.py:name, databases, model
+# folders, datasets) is looked for beside the recipe, then in the working directory, and made absolute, so that
+# a run can be resumed from any folder. What a run writes (`run.folder`, a new recording) is in the working
+# directory.
 
 _FILE = re.compile(
     r"(?P<path>.+\.(?:jsonl|json|parquet|py|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"

@@ -1,16 +1,16 @@
-"""From tasks to the groups that a step learns from.
+"""The rollout worker: from tasks to the groups of episodes that a step learns from.
 
-    deal      tasks of all sets, by their weights          (task_sets)
+    sample    tasks of all sets, by their weights (`TaskSampler`)
     play      all sets at once, on one engine
-    shape     prices for length and for broken episodes    (shaping, broken)
-    resample  GRPO-RoC: keep a telling share of each group
-    refill    DAPO: groups without signal are replaced by groups of further tasks, and so on
+    shape     penalties for length and for broken episodes, added to the reward
+    resample  GRPO-RoC: keep a share of each group
+    refill    DAPO's dynamic sampling: replace groups without signal by groups of further tasks
 
-Who waits for whom: the sets of a round run at the same time and share the places in flight among them, in
-proportion to their tasks (where there are too few places for that, one set after the other); a round of refills
-begins when the round before has ended, and there are at most `refill.rounds` of them. Which episode ends first
-decides nothing: groups stand in the order of their tasks, and every draw has a key of its own. Cancelling
-`play` cancels every episode and leaves the player as it was.
+Concurrency: the sets of a round run at the same time and share `max_in_flight` in proportion to their tasks
+(one after the other where that leaves a set none). A round of refills begins when the round before has ended;
+there are at most `refill.rounds` of them. Which episode ends first decides nothing: groups stand in the order
+of their tasks, and every draw has a key of its own. Cancelling `play` cancels every episode and leaves the
+worker as it was.
 """
 
 from __future__ import annotations
@@ -48,48 +48,49 @@ class RolloutBatch:
     """The task set of each group."""
     metrics: dict[str, float]
     dropped: list[Group] = field(default_factory=list)
-    """What was played and is not learnt from: replaced groups, and attempts that resampling left out."""
+    """Not learned from: groups that were replaced, and attempts that resampling left out."""
 
 
 class RolloutWorker:
-    """Plays the steps of a stage, and knows which tasks come next."""
+    """Plays the steps of a stage."""
 
     def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings, seed: int) -> None:
         self._sets = list(sets)
         self._settings = settings
         self._seed = seed
         self._samplers = {0: TaskSampler(self._sets, seed)}
-        """The deck with which a step begins: the last one played, and the one after it."""
+        """The task sampler at the beginning of a step: of the last one played, and of the one after it."""
 
     async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
-        """The groups of a step of the stage, under the settings that a curriculum has it at.
-
-        The same step can be played again, and is the same then; but for that, steps follow each other.
-        """
+        """The groups of a step, under a curriculum's values. The same step can be played again."""
         sampler = self._sampler_at(step).copy()
-        table = _Table(self._sets, self._settings, self._rollouts(values))
+        step_rollouts = _StepRollouts(self._sets, self._settings, self._rollouts(values))
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
-        dealt = sampler.sample(self._settings.tasks, hardest)
-        groups = await table.play(dealt, seed)
+        sampled = sampler.sample(self._settings.tasks, hardest)
+        groups = await step_rollouts.play(sampled, seed)
         refilled = 0
         for number in range(self._settings.refill.rounds if self._settings.refill else 0):
-            empty = [place for place, group in enumerate(groups) if not table.teaches(group)]
-            further = sampler.sample_from([dealt[place].set for place in empty], hardest)
-            found = await table.play(further, key(seed, "refill", number))
+            empty = [
+                place for place, group in enumerate(groups) if not step_rollouts.is_informative(group)
+            ]
+            further = sampler.sample_from([sampled[place].set for place in empty], hardest)
+            found = await step_rollouts.play(further, key(seed, "refill", number))
             for place, group in zip(empty, found, strict=True):
-                table.dropped[dealt[place].set].append(groups[place])
+                step_rollouts.dropped[sampled[place].set].append(groups[place])
                 groups[place] = group
-                refilled += table.teaches(group)
+                refilled += step_rollouts.is_informative(group)
         self._samplers = {step: self._samplers[step], step + 1: sampler}
-        sets, masked = [one.set for one in dealt], table.masked(groups)
-        metrics = table.metrics(groups, sets) | {"masked": len(masked)}
+        sets, masked = [one.set for one in sampled], step_rollouts.masked(groups)
+        metrics = step_rollouts.metrics(groups, sets) | {"masked": len(masked)}
         if self._settings.refill is not None:
             metrics["refilled"] = refilled
-            metrics["without_signal"] = sum(not table.teaches(group) for group in groups)
-        return RolloutBatch(groups, masked, sets, metrics, [g for one in table.dropped for g in one])
+            metrics["without_signal"] = sum(not step_rollouts.is_informative(group) for group in groups)
+        return RolloutBatch(
+            groups, masked, sets, metrics, [g for one in step_rollouts.dropped for g in one]
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last step played began, and where it ended: a step that was cut off begins again."""
+        """Where the last step began and where it ended: a step that was cut off begins again."""
         return {str(step): sampler.state_dict() for step, sampler in self._samplers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +102,7 @@ class RolloutWorker:
     def _sampler_at(self, step: int) -> TaskSampler:
         if step not in self._samplers:
             known = " or ".join(map(str, self._samplers))
-            raise ValueError(f"step {step} cannot begin here: this player stands at step {known}")
+            raise ValueError(f"step {step} cannot begin here: this worker is at step {known}")
         return self._samplers[step]
 
     def _rollouts(self, values: Mapping[str, float]) -> list[Rollout]:
@@ -126,18 +127,14 @@ class RolloutWorker:
 def budgets_at(
     budgets: Budgets, values: Mapping[str, float], limits: Mapping[str, float] | None = None
 ) -> Budgets:
-    """The budgets with those that a curriculum sets, whole numbers all of them.
-
-    A curriculum takes the place of the recipe's budgets, in which all sets share. A limit that a task set has
-    of its own stays: of the two, the smaller one holds.
-    """
+    """The budgets with those that a curriculum sets. A task set's own limits stay: the smaller one holds."""
     moved = {n.removeprefix(BUDGETS): int(v) for n, v in values.items() if n.startswith(BUDGETS)}
     held = {name: min(value, (limits or {}).get(name, value)) for name, value in moved.items()}
     return Budgets.parse({**budgets.model_dump(), **held}, "the curriculum") if held else budgets
 
 
-class _Table:
-    """One step's playing: rollouts as they are now, and what has been dropped so far, by set."""
+class _StepRollouts:
+    """One step: each set's rollout, and what has been dropped so far, by set."""
 
     def __init__(
         self, sets: Sequence[TaskSet], settings: RolloutSettings, rollouts: Sequence[Rollout]
@@ -146,27 +143,29 @@ class _Table:
         self._resampled = 0
         self.dropped: list[list[Group]] = [[] for _ in sets]
 
-    async def play(self, dealt: Sequence[SampledTask], seed: int) -> list[Group]:
+    async def play(self, sampled: Sequence[SampledTask], seed: int) -> list[Group]:
         """A group for each task, in order, shaped and resampled."""
-        numbers = sorted({one.set for one in dealt})
-        places = {number: self._places(number, dealt) for number in numbers}
+        numbers = sorted({one.set for one in sampled})
+        places = {number: self._places(number, sampled) for number in numbers}
         if all(places.values()):
-            finished = await self._at_once([self._play_set(n, dealt, seed, places[n]) for n in numbers])
+            finished = await self._at_once(
+                [self._play_set(n, sampled, seed, places[n]) for n in numbers]
+            )
         else:
-            finished = [await self._play_set(n, dealt, seed, self._in_flight(n)) for n in numbers]
+            finished = [await self._play_set(n, sampled, seed, self._in_flight(n)) for n in numbers]
         groups_of = {number: iter(groups) for number, groups in zip(numbers, finished, strict=True)}
-        groups = [next(groups_of[one.set]) for one in dealt]
+        groups = [next(groups_of[one.set]) for one in sampled]
         return [
             self._kept(group, one.set, key(seed, "resample", place))
-            for place, (group, one) in enumerate(zip(groups, dealt, strict=True))
+            for place, (group, one) in enumerate(zip(groups, sampled, strict=True))
         ]
 
     def _in_flight(self, number: int) -> int:
         return self._rollouts[number].max_in_flight
 
-    def _places(self, number: int, dealt: Sequence[SampledTask]) -> int:
-        """A set's share of the places in flight, by its tasks; 0 where there are too few to share."""
-        return self._in_flight(number) * sum(one.set == number for one in dealt) // len(dealt)
+    def _places(self, number: int, sampled: Sequence[SampledTask]) -> int:
+        """A set's share of `max_in_flight`, by its tasks; 0 where there are too few to share."""
+        return self._in_flight(number) * sum(one.set == number for one in sampled) // len(sampled)
 
     async def _at_once(self, playing: Sequence[Coroutine[Any, Any, list[Group]]]) -> list[list[Group]]:
         running = [asyncio.create_task(one) for one in playing]
@@ -178,9 +177,9 @@ class _Table:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _play_set(
-        self, number: int, dealt: Sequence[SampledTask], seed: int, places: int
+        self, number: int, sampled: Sequence[SampledTask], seed: int, places: int
     ) -> list[Group]:
-        tasks = [one.task for one in dealt if one.set == number]
+        tasks = [one.task for one in sampled if one.set == number]
         rollout = self._rollouts[number]
         own = seed_of_set(seed, number, self._sets[number].name)
         playing = replace(rollout, max_in_flight=places)
@@ -195,7 +194,7 @@ class _Table:
 
     def _kept(self, group: Group, set_number: int, draw: int) -> Group:
         for one in group.trajectories:
-            shape(one, self._settings)
+            shape_reward(one, self._settings)
         if self._settings.keep_attempts is None:
             return group
         group, leaving = resample(group, self._settings.keep_attempts, draw)
@@ -204,12 +203,12 @@ class _Table:
             self._resampled += len(leaving)
         return group
 
-    def teaches(self, group: Group) -> bool:
-        """Whether attempts differ in reward, and one of them is in the loss."""
+    def is_informative(self, group: Group) -> bool:
+        """Whether its attempts differ in reward, and one of them is in the loss."""
         return has_signal(group) and not all(map(self._is_masked, group.trainable))
 
     def masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
-        """Where the attempts are that stay out of the loss."""
+        """The attempts that stay out of the loss."""
         return frozenset(
             (number, place)
             for number, group in enumerate(groups)
@@ -218,11 +217,11 @@ class _Table:
         )
 
     def _is_masked(self, trajectory: Trajectory) -> bool:
-        return is_masked(kinds_of(trajectory), self._settings.broken)
+        return is_masked(broken_kinds(trajectory), self._settings.broken)
 
     def metrics(self, groups: Sequence[Group], sets: Sequence[int]) -> dict[str, float]:
-        """What is broken among the groups; and by set, over all that was played, how it went."""
-        kinds = Counter(kind for g in groups for one in g.trajectories for kind in kinds_of(one))
+        """Counts of broken episodes; and each set's own metrics, over all that was played."""
+        kinds = Counter(kind for g in groups for one in g.trajectories for kind in broken_kinds(one))
         metrics: dict[str, float] = {f"broken/{kind}": kinds[kind] for kind in KINDS}
         if self._settings.keep_attempts is not None:
             metrics["resampled"] = self._resampled
@@ -239,24 +238,22 @@ def _label(group: Group) -> tuple[str, int]:
     return group.task.id, group.trajectories[0].attempt
 
 
-# What a step does to episodes after they were played and scored: prices, penalties, and who stays.
-#
-# What counts as a success is settled before any price is put on it, and noted as the part "success": a right
-# answer does not become a wrong one by being long.
+# Reward shaping. Success is decided before any penalty, and noted as the part "success": a right answer does
+# not become a wrong one by being long.
 
 OVERLONG, BROKEN = "overlong", "broken"
-"""The parts of the reward under which prices and penalties are shown."""
+"""The parts of the reward that hold the penalties."""
 
 
-def shape(trajectory: Trajectory, settings: RolloutSettings) -> None:
-    """Add the price of length and the penalties of broken episodes to the total, and show them as parts."""
+def shape_reward(trajectory: Trajectory, settings: RolloutSettings) -> None:
+    """Add the penalties for length and for broken episodes to the reward, and show them as its parts."""
     if trajectory.reward is None or not trajectory.is_trainable:
         return
     added: dict[str, float] = {}
     if settings.overlong is not None:
-        added[OVERLONG] = price_of_length(trajectory, settings.overlong)
+        added[OVERLONG] = length_penalty(trajectory, settings.overlong)
     if has_penalties(settings.broken):
-        added[BROKEN] = penalty(kinds_of(trajectory), settings.broken)
+        added[BROKEN] = penalty(broken_kinds(trajectory), settings.broken)
     if not added:
         return
     if taken := added.keys() & trajectory.rewards.keys():
@@ -268,17 +265,14 @@ def shape(trajectory: Trajectory, settings: RolloutSettings) -> None:
     trajectory.reward += sum(added.values())
 
 
-def price_of_length(trajectory: Trajectory, config: OverlongConfig) -> float:
-    """What the tokens that were said cost: from 0 down to minus the price."""
+def length_penalty(trajectory: Trajectory, config: OverlongConfig) -> float:
+    """DAPO's soft overlong punishment, from 0 down to minus the price."""
     said = torch.tensor(float(sum(len(action.tokens) for action in trajectory.actions)))
     return config.price * float(overlong_penalty(said, longest=config.longest, buffer=config.buffer))
 
 
 def resample(group: Group, keep: int, key: int) -> tuple[Group, list[Trajectory]]:
-    """GRPO-RoC: the group with `keep` of its scored attempts, and those that leave it.
-
-    Attempts that failed through our fault stay where they are: they are in no baseline, and are counted.
-    """
+    """GRPO-RoC: the group with `keep` of its scored attempts, and the others. Failed attempts stay."""
     scored = [number for number, one in enumerate(group.trajectories) if one.is_trainable]
     attempts = [group.trajectories[number] for number in scored]
     kept = resample_on_correct(
@@ -302,9 +296,8 @@ def _untidiness(trajectory: Trajectory) -> float:
     )
 
 
-# Episodes that went wrong by the model's doing: which kind of wrong, and what becomes of them.
-#
-# What failed through our fault is no broken episode; it is in no loss and no baseline anyway.
+# Broken episodes: those that went wrong by the model's fault. Failures of ours are in no loss and no baseline
+# anyway.
 
 Kind = Literal["no_answer", "over_length", "tool_error", "timed_out", "void_turn"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -312,8 +305,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _TOO_LONG = frozenset({Fault.TOOL_TIMEOUT, Fault.LIMIT})
 
 
-def kinds_of(trajectory: Trajectory) -> frozenset[Kind]:
-    """All that is broken about an episode; nothing for one that cannot be trained on."""
+def broken_kinds(trajectory: Trajectory) -> frozenset[Kind]:
+    """What is broken about an episode; nothing for one that cannot be trained on."""
     if not trajectory.is_trainable:
         return frozenset()
     faults = {fault for action in trajectory.actions for fault in _faults(action)}
@@ -344,13 +337,13 @@ def has_penalties(config: BrokenConfig) -> bool:
 
 
 def _faults(action: Segment) -> set[Fault]:
-    """The faults of a turn. A call that was cut off by a limit is malformed too, but that is no error."""
+    """The faults of a turn. A call that a token limit cut off is malformed, but that is no tool error."""
     unanswered = () if action.finish is FinishReason.LENGTH else action.calls
     return {*action.faults, *(call.fault for call in unanswered if call.fault is not None)}
 
 
 def _has_void_turn(trajectory: Trajectory) -> bool:
-    """Whether a turn holds neither a call nor an answer. What a cut turn would have held, nobody knows."""
+    """Whether a turn holds neither a call nor an answer; turns that were cut off do not count."""
     silent = [
         number
         for number, action in enumerate(trajectory.actions)

@@ -1,4 +1,4 @@
-"""Everything a run needs, put together: model, engine, pools, rollout. Closed as one."""
+"""The run context: model, engine, environments, tools and task sets of a run, built and closed together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FITTING_SAMPLE = 64
 
 @dataclass(slots=True)
 class RunContext:
-    """The assembled run. Use it as an async context manager; leaving it stops and closes everything."""
+    """What a run works with. Use it as an async context manager; leaving it closes everything."""
 
     recipe: Recipe
     parts: Parts
@@ -196,7 +196,7 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
 
 
 def _scorer(parts: Parts) -> Scorer:
-    """Environments may pay alone. Then an episode that they paid nothing is worth 0, and not unscored."""
+    """Where environments are the only source of reward, an episode without one has 0, and is not unscored."""
     alone = bool(parts.envs) and not (parts.rewards or parts.group_rewards)
     return Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None)
 
@@ -299,6 +299,6 @@ async def close_task_sets(sets: Sequence[TaskSet]) -> None:
 
 
 def updates_until(progress: RunProgress, recipe: Recipe) -> int:
-    """How often the weights have changed by then: in every step of a stage that learns."""
+    """The policy version: one for every step of a stage that learns."""
     steps = [steps_of(config) for config in recipe.stages[: progress.stage]] + [progress.done]
     return sum(count for count, config in zip(steps, recipe.stages, strict=False) if learns(config))

@@ -366,7 +366,7 @@ StageConfig = Annotated[
 ]
 
 
-# Settings of a stage that contradict each other, or would have no effect: refused when they are read.
+# Checks: settings that contradict each other, or would have no effect, are refused when a recipe is read.
 
 PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
 PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}

@@ -1,7 +1,8 @@
-"""Several task sets in one run: each with its own tasks, tools, rewards and budgets, mixed by weights.
+"""The task sampler: which tasks a step gets, from one or several task sets mixed by weights.
 
-A `Deck` deals the tasks of a step. It has a cursor for each set, because a set is walked through at a pace
-of its own: refills take further tasks, and tasks that are too hard yet are passed over.
+Within a set, every task comes once an epoch, in an order that the seed and the epoch decide. The sampler has a
+cursor for each set: refills take further tasks, and tasks above a curriculum's difficulty are skipped.
+Everything is a function of seed, position and weights, so that a resumed run sees the tasks it would have seen.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class SampledTask(NamedTuple):
 class Cursor:
     """How far one set has been used."""
 
-    dealt: int = 0
-    """Tasks dealt by weight; refills are not counted, for they replace what was."""
+    sampled: int = 0
+    """Tasks sampled by weight; refills do not count."""
     place: int = 0
     """The next place in the set's endless order."""
 
 
 @dataclass(slots=True)
 class TaskSampler:
-    """Deals tasks from several sets by their weights. A copy deals the same ones, independently."""
+    """Samples tasks from several sets by their weights. A copy samples the same ones, independently."""
 
     sets: Sequence[TaskSet]
     seed: int
@@ -71,23 +72,23 @@ class TaskSampler:
 
     def sample(self, size: int, hardest: float | None = None) -> list[SampledTask]:
         """The next `size` tasks, from all sets by their weights; none above the difficulty `hardest`."""
-        numbers = next_sets([one.weight for one in self.sets], [c.dealt for c in self.cursors], size)
+        numbers = next_sets([one.weight for one in self.sets], [c.sampled for c in self.cursors], size)
         tasks = self.sample_from(numbers, hardest)
         for number, cursor in enumerate(self.cursors):
-            self.cursors[number] = replace(cursor, dealt=cursor.dealt + numbers.count(number))
+            self.cursors[number] = replace(cursor, sampled=cursor.sampled + numbers.count(number))
         return tasks
 
     def sample_from(self, numbers: Sequence[int], hardest: float | None = None) -> list[SampledTask]:
-        """One further task for each of these set numbers: replacements, which no weight counts."""
-        dealt = {
+        """One further task from each of these sets: replacements, which do not count for the weights."""
+        sampled = {
             number: iter(self._advance(number, numbers.count(number), hardest))
             for number in sorted(set(numbers))
         }
-        return [SampledTask(number, next(dealt[number])) for number in numbers]
+        return [SampledTask(number, next(sampled[number])) for number in numbers]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            one.name: {"dealt": cursor.dealt, "place": cursor.place}
+            one.name: {"dealt": cursor.sampled, "place": cursor.place}
             for one, cursor in zip(self.sets, self.cursors, strict=True)
         }
 
@@ -108,7 +109,7 @@ class TaskSampler:
         seed = seed_of_set(self.seed, number, one.name)
         chosen: list[Task] = []
         place = cursor.place
-        for index in walk(len(one.tasks), place, seed):
+        for index in epoch_order(len(one.tasks), place, seed):
             if len(chosen) == size:
                 break
             place += 1
@@ -127,27 +128,22 @@ def seed_of_set(seed: int, number: int, name: str) -> int:
 
 
 def difficulty_of(task: Task) -> float:
-    """What the task's metadata say; a task that says nothing is never too hard."""
+    """The difficulty in the task's metadata; a task without one is never too hard."""
     value = task.metadata.get("difficulty", -math.inf)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"task {task.id!r}: its difficulty must be a number, not {value!r:.60}")
     return float(value)
 
 
-# Which tasks a step gets: every task once an epoch, in an order that the seed and the epoch decide.
-#
-# All of it is pure, a function of seed, position and weights, so that a resumed run sees exactly the tasks it
-# would have seen.
-
 T = TypeVar("T")
 
 
 def items_of_step(items: Sequence[T], step: int, size: int, seed: int) -> list[T]:
     """The `size` items of step number `step`; a batch that crosses an epoch's end goes on in the next."""
-    return [items[i] for i in islice(walk(len(items), step * size, seed), size)]
+    return [items[i] for i in islice(epoch_order(len(items), step * size, seed), size)]
 
 
-def walk(count: int, place: int, seed: int) -> Iterator[int]:
+def epoch_order(count: int, place: int, seed: int) -> Iterator[int]:
     """The numbers below `count` from a place on, epoch by epoch, for ever: each of them once an epoch."""
     while True:
         epoch, offset = divmod(place, count)

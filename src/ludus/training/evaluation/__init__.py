@@ -1,5 +1,3 @@
-"""Evaluation of models: what was measured with how much certainty, played once and kept in a folder.
-
-`summary` is the statistics of episodes, `study` plays models under several budgets, `results` keeps what was
-played, `report` and `plot` show it, `players` opens a model wherever it is.
+"""Evaluation of models: `evaluate` opens a model and plays tasks, `summary` has the statistics, `study`
+compares models and keeps what was played in a folder, `report` shows it.
 """

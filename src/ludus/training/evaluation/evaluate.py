@@ -1,4 +1,4 @@
-"""Measuring a policy on tasks it does not learn from."""
+"""Evaluating a model, wherever it is, on tasks that it does not learn from."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def evaluation_seed(seed: int) -> int:
     return key("evaluation", seed)
 
 
-# Opening a model, wherever it is, such that it can play: a folder, the hub, a run, a server's address.
+# Models to evaluate: a folder, a name on the hub, a run, a server's address.
 
 _WEIGHTS = (".safetensors", ".bin", ".json")
 

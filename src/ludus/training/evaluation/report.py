@@ -247,7 +247,7 @@ def _has_budgets(study: Study) -> bool:
     return len({measured.turns for measured in study.measured}) > 1
 
 
-# A study as a picture: pass@k over k, success over turns. Matplotlib's own state is not touched.
+# Plots: pass@k over k, success over turns. Matplotlib's global state is not touched.
 
 _LONGEST_LABEL = 48
 Points = list[tuple[int, Estimate]]

@@ -1,4 +1,4 @@
-"""What a stage of a run is: a number of steps, each of which either happens whole or not at all."""
+"""A stage of a run: a number of steps, each of which either happens whole or not at all."""
 
 from __future__ import annotations
 
@@ -133,9 +133,6 @@ def check_readable(trajectories: Sequence[Trajectory], model: nn.Module, what: s
                 )
 
 
-# Stopping when too much of what we are responsible for is broken: training would be on luck.
-
-
 def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool = True) -> None:
     """Raise when a larger share of the episodes failed through our fault, or (`scored`) none was scored."""
     failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
@@ -150,9 +147,6 @@ def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool
             f"{len(failures)} of {played} episodes failed through no fault of the model's, more than "
             f"max_failures = {max_failures:g} allows. {most_frequent_failure(failures)}"
         )
-
-
-# Where a step's time went.
 
 
 def timing_metrics(groups: Sequence[Group], playing: float, training: float) -> dict[str, float]:

@@ -278,8 +278,6 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
     return learner.step(packs_of(rows, columns, budget), objective)
 
 
-# Learning from preferences (DPO, IPO, SimPO, KTO), mined from played groups or given.
-
 log = logging.getLogger(__name__)
 
 _STATE = "preference.json"

@@ -1,4 +1,4 @@
-"""Supervised learning on demonstrations."""
+"""Supervised fine-tuning (SFT): on demonstrations, and on one's own best episodes (rejection sampling)."""
 
 from __future__ import annotations
 
@@ -94,12 +94,6 @@ def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
     return -float(logprobs_of(learner.model, rows, said_T, 1.0, budget)[said_T].double().mean())
 
 
-# What stages are given to learn from: demonstrations and pairs, as far as the model can read them.
-#
-# A run of several stages looks at all of it before the first step: a file that cannot be read is not worth the
-# hours of training that come before its stage.
-
-
 async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
     """The trajectories to imitate."""
     source = demonstrations_of(config, context.recipe, context.parts)
@@ -126,17 +120,15 @@ def has_expert(context: RunContext, config: SFTConfig) -> bool:
     return callable(demonstrations_of(config, context.recipe, context.parts))
 
 
-# Rejection sampling, and AgentEvol's iteration of it: explore, filter, imitate, repeat.
-#
-# Xi et al., "AgentGym: Evolving Large Language Model-based Agents across Diverse Environments", 2024,
-# arXiv:2406.04151.
-
-
 _KEPT, _STATE = "kept.parquet", "rejection.json"
 
 
 class RejectionStage(Stage):
-    """Imitate one's own best episodes."""
+    """Rejection sampling: imitate one's own best episodes. With several rounds, it is AgentEvol's iteration.
+
+    Xi et al., "AgentGym: Evolving Large Language Model-based Agents across Diverse Environments", 2024,
+    arXiv:2406.04151.
+    """
 
     phase = "rejection sampling"
     prefix = "rejection"
