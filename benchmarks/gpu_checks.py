@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from ludus.core.generation import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
-from ludus.training.logprobs import logprobs_of
-from ludus.training.packing import Row
+from ludus.training import Row, logprobs_of
 
 TOKENS = 10_240
 NEW = 64

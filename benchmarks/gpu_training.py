@@ -47,9 +47,7 @@ from ludus.engine import (
     set_activation_checkpointing,
     use_ludus_attention,
 )
-from ludus.training.learner import Learner
-from ludus.training.packing import Columns, Pack, Row, packs_of
-from ludus.training.settings import OptimizerConfig
+from ludus.training import Columns, Learner, OptimizerConfig, Pack, Row, packs_of
 
 TOKENS = 16384
 PEAK = 989e12

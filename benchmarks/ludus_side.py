@@ -17,7 +17,7 @@ import ludus
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.envs.safe import expert, training_tasks
-from ludus.training.api import load_recipe
+from ludus.training import load_recipe
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "safe.toml"
 

@@ -38,7 +38,7 @@ from ludus.rewards import Scorer
 from ludus.rollouts import Agent, Budgets, Demonstrator, HFTokenizer, Renderer, Rollout, load_tokenizer
 from ludus.rollouts.formats import load_format
 from ludus.tools import as_toolset
-from ludus.training.models import fit_tokenizer
+from ludus.training import fit_tokenizer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "directory.py"
 WORK, REST = 0.0008, 0.0004

@@ -33,8 +33,7 @@ from ludus.envs.safe import training_tasks
 from ludus.rollouts import Renderer, load_tokenizer
 from ludus.rollouts.formats import load_format
 from ludus.tools import LocalTools
-from ludus.training.api import load_recipe
-from ludus.training.task_sampler import items_of_step
+from ludus.training import items_of_step, load_recipe
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

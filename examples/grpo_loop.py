@@ -29,8 +29,7 @@ from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout
 from ludus.rollouts.formats import load_format
 from ludus.tools import LocalTools
-from ludus.training.models import load_model
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training import ModelConfig, ScratchConfig, load_model
 
 SEED = 0
 WARM_STEPS, WARM_BATCH, WARM_RATE = 200, 16, 3e-3

@@ -16,8 +16,7 @@ from ludus.cli.main import app, run_command
 from ludus.core.generation import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import read_trajectories
-from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model
 
 MODULE = '''
 import ludus

@@ -18,8 +18,7 @@ from ludus.engine import EmbeddedEngine, use_ludus_attention
 from ludus.engine.cuda import runner as cuda_runner
 from ludus.engine.cuda.kv_cache import KVShape
 from ludus.engine.model_runner import why_not_fused
-from ludus.training.models import load_model
-from ludus.training.recipe import ModelConfig
+from ludus.training import ModelConfig, load_model
 
 HALF = [torch.bfloat16, torch.float16]
 

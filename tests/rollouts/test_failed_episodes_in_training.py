@@ -19,10 +19,7 @@ from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool
-from ludus.training.learner import Learner
-from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import OptimizerConfig, RLConfig
-from ludus.training.update import policy_update
+from ludus.training import Learner, OptimizerConfig, RLConfig, RolloutBatch, policy_update
 
 LOST = 1
 """The attempt that fails."""

@@ -21,7 +21,7 @@ from ludus.envs.safe import Safe, expert, held_out_tasks, opened
 from ludus.rollouts import Agent, Demonstrator, Episode, Renderer
 from ludus.rollouts.formats import load_format
 from ludus.tools import tool
-from ludus.training.conversations import trajectory_of
+from ludus.training import trajectory_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents.py"
 

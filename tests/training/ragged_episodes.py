@@ -22,9 +22,7 @@ from ludus.algos import Attempt, TurnTokens
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import use_ludus_attention
-from ludus.training.learner import Learner
-from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import OptimizerConfig
+from ludus.training import Learner, OptimizerConfig, RolloutBatch
 
 VOCABULARY = 40
 HEARD = [[1, 2], [3], [4, 5, 6]]

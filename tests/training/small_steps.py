@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.engine import use_ludus_attention
-from ludus.training.learner import Learner
-from ludus.training.packing import Columns, Pack, Row, packs_of
-from ludus.training.settings import OptimizerConfig
+from ludus.training import Columns, Learner, OptimizerConfig, Pack, Row, packs_of
 
 VOCABULARY = 50
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ludus.core.failures import ConfigError
 from ludus.engine import use_ludus_attention
-from ludus.training.models import fit_tokenizer, load_model, scratch_model
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model, scratch_model
 
 
 @pytest.fixture

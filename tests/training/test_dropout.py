@@ -23,8 +23,8 @@ from transformers import (
 )
 
 import ludus
-from ludus.training.models import fit_tokenizer, load_model, without_dropout
-from ludus.training.recipe import ModelConfig
+from ludus.training import ModelConfig, fit_tokenizer, load_model
+from ludus.training.models import without_dropout
 
 MAKERS: dict[str, Any] = {
     "gpt2": lambda size: GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2)),

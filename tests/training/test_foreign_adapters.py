@@ -19,9 +19,17 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import ludus
 from ludus.core.failures import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.training.lora import adapter_reference, fingerprint
-from ludus.training.models import check_source, fit_tokenizer, load_model, scratch_model
-from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
+from ludus.training import (
+    ModelConfig,
+    Recipe,
+    ScratchConfig,
+    adapter_reference,
+    check_source,
+    fit_tokenizer,
+    load_model,
+    scratch_model,
+)
+from ludus.training.lora import fingerprint
 
 
 @pytest.fixture(scope="module")

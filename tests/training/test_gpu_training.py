@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import checkpointed_layers, use_ludus_attention
+from ludus.training import Pack, action_logprobs
 from ludus.training.learner import measure
-from ludus.training.logprobs import action_logprobs, linear_logprobs
-from ludus.training.packing import Pack
+from ludus.training.logprobs import linear_logprobs
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -18,13 +18,23 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 import ludus
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
-from ludus.training.learner import Learner
-from ludus.training.logprobs import action_logprobs, logprobs_of
-from ludus.training.lora import adapter_reference, save_adapter
-from ludus.training.models import fit_tokenizer, load_model, scratch_model
-from ludus.training.packing import Columns, Row, packs_of
-from ludus.training.recipe import ModelConfig, Recipe, ScratchConfig
-from ludus.training.settings import OptimizerConfig
+from ludus.training import (
+    Columns,
+    Learner,
+    ModelConfig,
+    OptimizerConfig,
+    Recipe,
+    Row,
+    ScratchConfig,
+    action_logprobs,
+    adapter_reference,
+    fit_tokenizer,
+    load_model,
+    logprobs_of,
+    packs_of,
+    save_adapter,
+    scratch_model,
+)
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -279,7 +289,7 @@ def test_gradients_with_a_shared_reference_are_those_with_a_copy(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bare: bool, is_fused: bool
 ) -> None:
     """The reference is read between the policy's forward and backward pass, of the same module."""
-    from ludus.training.learner import frozen
+    from ludus.training import frozen
 
     if is_fused:
         monkeypatch.setattr("ludus.engine.model_runner.unavailable", lambda device: None)
@@ -559,8 +569,7 @@ def test_other_people_s_adapters_have_a_reference_too(
 def test_what_peft_cannot_adapt_is_told(base: Path) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    from ludus.training.lora import add_adapter
-    from ludus.training.recipe import LoraConfig
+    from ludus.training import LoraConfig, add_adapter
 
     shape = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4)
     with pytest.raises(ConfigError, match="peft cannot adapt 'a state-space model'"):

@@ -13,9 +13,15 @@ from training_helpers import TINY, Chatty, add, even, tasks
 import ludus
 from ludus.engine import PackedContext, fused_linear, hidden_states, use_ludus_attention
 from ludus.kernels import low_rank_unusable
-from ludus.training.lora import adapter_reference, save_adapter
-from ludus.training.models import fit_tokenizer, load_model, scratch_model
-from ludus.training.recipe import ModelConfig, ScratchConfig
+from ludus.training import (
+    ModelConfig,
+    ScratchConfig,
+    adapter_reference,
+    fit_tokenizer,
+    load_model,
+    save_adapter,
+    scratch_model,
+)
 
 pytestmark = pytest.mark.gpu
 LORA = {"rank": 8, "alpha": 16}

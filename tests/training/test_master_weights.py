@@ -13,10 +13,8 @@ from small_steps import imitation, learner_of, packs, rows_of_lengths, small_mod
 from torch import Tensor, nn
 
 from ludus.core.failures import LudusError
-from ludus.training.learner import Learner
-from ludus.training.logprobs import action_logprobs
+from ludus.training import Learner, OptimizerConfig, action_logprobs
 from ludus.training.optimizer import GradientAccumulator, MasterAdamW, MasterWeights, total_norm
-from ludus.training.settings import OptimizerConfig
 
 ROWS = rows_of_lengths([9, 14, 6])
 STEPS = 250

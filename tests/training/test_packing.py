@@ -16,8 +16,8 @@ from ludus.core.trajectory import (
     TokenSequence,
     Trajectory,
 )
-from ludus.training.packing import Columns, advantage_inputs, packs_of, rows_of, take_rows
-from ludus.training.task_sampler import items_of_step
+from ludus.training import Columns, items_of_step, packs_of, rows_of
+from ludus.training.packing import advantage_inputs, take_rows
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 

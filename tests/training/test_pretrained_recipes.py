@@ -9,9 +9,14 @@ import pytest
 
 from ludus.engine import FakeEngine
 from ludus.rollouts import HFTokenizer
-from ludus.training import load_parts, load_recipe
-from ludus.training.models import fit_tokenizer
-from ludus.training.run_context import build_task_sets, close_task_sets, play_expert
+from ludus.training import (
+    build_task_sets,
+    close_task_sets,
+    fit_tokenizer,
+    load_parts,
+    load_recipe,
+    play_expert,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ("smollm2_directory", "smollm2_safe", "smollm2_safe_lora")

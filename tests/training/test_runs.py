@@ -28,17 +28,25 @@ from ludus.envs import Step
 from ludus.observe import RunFolder, undefined
 from ludus.rollouts import HFTokenizer, Renderer, load_tokenizer
 from ludus.rollouts.formats import load_format
-from ludus.training import Parts, Recipe, load_parts
+from ludus.training import (
+    Learner,
+    OptimizerConfig,
+    Parts,
+    Recipe,
+    RunProgress,
+    ScratchConfig,
+    build_rollout,
+    fit_tokenizer,
+    load_parts,
+    save_model,
+    scratch_model,
+    trajectory_of,
+)
 from ludus.training.api import check_extension, finished_text, resolve
-from ludus.training.checkpoint import RunProgress, save_learner, save_model
-from ludus.training.conversations import trajectory_of
-from ludus.training.learner import Learner
-from ludus.training.models import fit_tokenizer, scratch_model, scratch_parameters
+from ludus.training.checkpoint import save_learner
+from ludus.training.models import scratch_parameters
 from ludus.training.parts import demonstrations_of, resolve_part
-from ludus.training.recipe import ScratchConfig
 from ludus.training.report import best_of, idle_patience, is_exhausted
-from ludus.training.run_context import build_rollout
-from ludus.training.settings import OptimizerConfig
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:

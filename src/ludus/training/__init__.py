@@ -8,28 +8,110 @@ from ludus.core.registry import lazy_exports
 
 if TYPE_CHECKING:
     from ludus.training.api import Result, evaluate, rollout, train, train_async
+    from ludus.training.checkpoint import RunProgress, save_model
+    from ludus.training.conversations import read_conversations, read_labelled, read_pairs, trajectory_of
+    from ludus.training.critic import Critic
+    from ludus.training.curriculum import Curriculum, CurriculumConfig
     from ludus.training.evaluation.evaluate import Evaluation
-    from ludus.training.learner import Learner
+    from ludus.training.learner import Learner, frozen
+    from ludus.training.logprobs import action_logprobs, logprobs_of
     from ludus.training.loop import Trainer
-    from ludus.training.parts import Parts, load_parts
-    from ludus.training.recipe import Recipe, load_recipe
-    from ludus.training.run_context import RunContext, build_run_context
+    from ludus.training.lora import adapter_reference, add_adapter, save_adapter
+    from ludus.training.models import check_source, fit_tokenizer, load_model, scratch_model
+    from ludus.training.packing import Columns, Pack, Row, packs_of, rows_of
+    from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
+    from ludus.training.preflight import check_parts
+    from ludus.training.recipe import (
+        LoraConfig,
+        ModelConfig,
+        Recipe,
+        ScratchConfig,
+        TaskSetConfig,
+        load_recipe,
+    )
+    from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
+    from ludus.training.run_context import (
+        RunContext,
+        build_rollout,
+        build_run_context,
+        build_task_sets,
+        close_task_sets,
+        play_expert,
+    )
+    from ludus.training.settings import (
+        BrokenConfig,
+        CriticConfig,
+        OptimizerConfig,
+        PreferenceConfig,
+        RLConfig,
+        RolloutSettings,
+    )
+    from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step
+    from ludus.training.update import policy_update, sft_step
 
 __all__ = [
+    "BrokenConfig",
+    "Columns",
+    "Critic",
+    "CriticConfig",
+    "Curriculum",
+    "CurriculumConfig",
     "Evaluation",
     "Learner",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Pack",
     "Parts",
+    "PreferenceConfig",
+    "RLConfig",
     "Recipe",
     "Result",
+    "RolloutBatch",
+    "RolloutSettings",
+    "RolloutWorker",
+    "Row",
     "RunContext",
+    "RunProgress",
+    "ScratchConfig",
+    "TaskSampler",
+    "TaskSet",
+    "TaskSetConfig",
+    "TaskSetSpec",
     "Trainer",
+    "action_logprobs",
+    "adapter_reference",
+    "add_adapter",
+    "build_rollout",
     "build_run_context",
+    "build_task_sets",
+    "check_parts",
+    "check_source",
+    "close_task_sets",
     "evaluate",
+    "fit_tokenizer",
+    "frozen",
+    "items_of_step",
+    "load_model",
     "load_parts",
     "load_recipe",
+    "logprobs_of",
+    "packs_of",
+    "play_expert",
+    "policy_update",
+    "read_conversations",
+    "read_labelled",
+    "read_pairs",
     "rollout",
+    "rows_of",
+    "save_adapter",
+    "save_model",
+    "scratch_model",
+    "sft_step",
+    "task_set_specs",
     "train",
     "train_async",
+    "trajectory_of",
 ]
 
 __getattr__, __dir__ = lazy_exports(__name__)

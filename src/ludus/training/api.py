@@ -263,8 +263,8 @@ async def play(
     """Put everything together, play these tasks of these sets, take it apart again."""
     if not any(tasks.values()):
         raise ConfigError("there are no tasks to play: set tasks.train, or pass tasks=")
-    player = await find_model(recipe.model.name, recipe)
-    async with player.open(recipe, parts) as sets:
+    model = await find_model(recipe.model.name, recipe)
+    async with model.open(recipe, parts) as sets:
         chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
         with frozen_gc():
             return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)

@@ -184,7 +184,7 @@ class _StepRollouts:
         own = seed_of_set(seed, number, self._sets[number].name)
         playing = replace(rollout, max_in_flight=places)
         groups = {_label(group): group async for group in playing.groups(tasks, own)}
-        # a task that was dealt twice has its second group with the attempts that follow the first's
+        # a task that was sampled twice has its second group with the attempts that follow the first's
         seen: Counter[str] = Counter()
         ordered = []
         for task in tasks:

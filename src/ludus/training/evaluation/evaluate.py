@@ -213,7 +213,7 @@ async def find_model(
     remote: RemoteOptions | None = None,
     key: str | None = None,
 ) -> EvalModel:
-    """The player that a user's words mean.
+    """The model that a user names.
 
     A run's folder stands for its newest checkpoint, an address without a model for the only one there.
     """

@@ -12,7 +12,7 @@ from training_helpers import TINY, even, expert, tasks
 
 import ludus
 from ludus.core.failures import ConfigError
-from ludus.training.preflight import check_parts
+from ludus.training import check_parts
 
 RL = {"kind": "rl", "steps": 1, "tasks": 2, "attempts": 2}
 SFT = {"kind": "sft", "steps": 1}

@@ -22,10 +22,7 @@ from training_helpers import TINY, expert, tasks
 import ludus
 from ludus.core.failures import ConfigError
 from ludus.observe import undefined
-from ludus.training.checkpoint import save_model
-from ludus.training.learner import frozen
-from ludus.training.models import load_model
-from ludus.training.recipe import ModelConfig
+from ludus.training import ModelConfig, frozen, load_model, save_model
 from ludus.training.stages.distillation import distill
 
 

@@ -34,11 +34,7 @@ from torch import nn
 
 from ludus.algos import ALGORITHMS
 from ludus.core.failures import ConfigError
-from ludus.training.critic import Critic
-from ludus.training.learner import frozen
-from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import CriticConfig, RLConfig
-from ludus.training.update import policy_update
+from ludus.training import Critic, CriticConfig, RLConfig, RolloutBatch, frozen, policy_update
 
 advantages = references("reference_advantages")
 losses = references("reference_losses")

@@ -32,21 +32,27 @@ from ludus.engine import (
     hidden_states,
     set_activation_checkpointing,
 )
+from ludus.training import (
+    Critic,
+    CriticConfig,
+    Learner,
+    OptimizerConfig,
+    Pack,
+    action_logprobs,
+    logprobs_of,
+)
 from ludus.training import critic as critic_module
 from ludus.training import learner as learner_module
 from ludus.training import logprobs as logprobs_module
-from ludus.training.critic import Critic, ValueTargets
-from ludus.training.learner import BUSY_TOKENS, ActivationCosts, Learner, measure, plan_micro_batches
-from ludus.training.logprobs import action_logprobs, logprobs_of
+from ludus.training.critic import ValueTargets
+from ludus.training.learner import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 from ludus.training.packing import (
     MicroBatchSplitter,
-    Pack,
     PackedRows,
     concat_masks,
     is_out_of_memory,
     pack_rows,
 )
-from ludus.training.settings import CriticConfig, OptimizerConfig
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
 ROWS = rows_of_lengths(LENGTHS)

@@ -12,14 +12,23 @@ import torch
 from ludus.core.failures import Boundary, Failure
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.training import Parts, Recipe, build_run_context
-from ludus.training.learner import Learner
-from ludus.training.logprobs import action_logprobs
-from ludus.training.packing import Columns, Pack, packs_of, rows_of
-from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.run_context import RunContext
-from ludus.training.settings import OptimizerConfig, RLConfig
-from ludus.training.update import policy_update, sft_step
+from ludus.training import (
+    Columns,
+    Learner,
+    OptimizerConfig,
+    Pack,
+    Parts,
+    Recipe,
+    RLConfig,
+    RolloutBatch,
+    RunContext,
+    action_logprobs,
+    build_run_context,
+    packs_of,
+    policy_update,
+    rows_of,
+    sft_step,
+)
 
 
 async def played(context: RunContext, temperature: float = 1.0) -> list[Group]:

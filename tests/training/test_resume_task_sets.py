@@ -15,8 +15,7 @@ from ludus.core.messages import ToolContext
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.engine import FakeEngine
-from ludus.training import Parts, Recipe, Result
-from ludus.training.run_context import build_task_sets, close_task_sets
+from ludus.training import Parts, Recipe, Result, build_task_sets, close_task_sets
 
 RL = {"kind": "rl", "steps": 3, "tasks": 4, "attempts": 2, "optimizer": {"learning_rate": 1e-2}}
 

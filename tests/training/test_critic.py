@@ -16,10 +16,8 @@ from torch import nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.task import Task
 from ludus.core.trajectory import StopReason, TokenSequence, Trajectory
-from ludus.training.critic import Critic, explained_variance
-from ludus.training.packing import rows_of
-from ludus.training.settings import CriticConfig, RLConfig
-from ludus.training.update import policy_update
+from ludus.training import Critic, CriticConfig, RLConfig, policy_update, rows_of
+from ludus.training.critic import explained_variance
 
 Kind = Literal["model", "head"]
 BOTH: list[Kind] = ["model", "head"]

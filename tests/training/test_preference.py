@@ -31,14 +31,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.rollouts import Renderer
 from ludus.rollouts.formats import load_format
-from ludus.training.conversations import (
-    parse_conversations,
-    read_conversations,
-    read_labelled,
-    read_pairs,
-)
-from ludus.training.learner import frozen
-from ludus.training.settings import PreferenceConfig
+from ludus.training import PreferenceConfig, frozen, read_conversations, read_labelled, read_pairs
+from ludus.training.conversations import parse_conversations
 from ludus.training.stages.preference import Pair, labelled_of, pair_of, pairs_of, prefer
 
 BETA = 0.3

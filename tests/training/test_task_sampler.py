@@ -9,15 +9,22 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playing_parts import RENDERER, right, task_set, tasks
+from worker_parts import RENDERER, right, task_set, tasks
 
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.engine import FakeEngine
-from ludus.training.parts import Parts
-from ludus.training.recipe import Recipe, TaskSetConfig
-from ludus.training.run_context import build_task_sets, close_task_sets
-from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step, next_sets
+from ludus.training import (
+    Parts,
+    Recipe,
+    TaskSampler,
+    TaskSet,
+    TaskSetConfig,
+    build_task_sets,
+    close_task_sets,
+    items_of_step,
+)
+from ludus.training.task_sampler import next_sets
 
 weights_of_sets = st.lists(st.floats(0.01, 100), min_size=2, max_size=6)
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from playing_parts import called, engine, ids, right, rl, seen, task_set, tasks
+from worker_parts import called, engine, ids, right, rl, seen, task_set, tasks
 
 import ludus
 from ludus.core.failures import ConfigError, EngineError
@@ -15,8 +15,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.rewards import FormatGate
-from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
-from ludus.training.task_sampler import TaskSet, items_of_step
+from ludus.training import RolloutBatch, RolloutWorker, TaskSet, items_of_step
 
 
 def first_is_right(task: str, attempt: int) -> str:

@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
-from ludus.training.curriculum import Curriculum, CurriculumConfig
-from ludus.training.recipe import Recipe
+from ludus.training import Curriculum, CurriculumConfig, Recipe
 
 TURNS = "budgets.max_turns"
 

@@ -12,9 +12,7 @@ import pytest
 
 import ludus
 from ludus.core.failures import ConfigError
-from ludus.training import models
-from ludus.training.models import check_source, load_model
-from ludus.training.recipe import ModelConfig
+from ludus.training import ModelConfig, check_source, load_model, models
 
 
 class Hub(ThreadingHTTPServer):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.training import models
+from ludus.training import ModelConfig, check_source, load_model, models
 from ludus.training.gguf import (
     LISTING,
     SHORT_NAMES,
@@ -24,8 +24,7 @@ from ludus.training.gguf import (
     dequantize_in_threads,
     located,
 )
-from ludus.training.models import check_source, device_of, dtype_of, load_model
-from ludus.training.recipe import ModelConfig
+from ludus.training.models import device_of, dtype_of
 
 VOCABULARY = 261
 SIZES = {"width": 64, "heads": 2, "layers": 2, "wide": 96}

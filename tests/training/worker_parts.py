@@ -13,9 +13,7 @@ from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Renderer, Rollout
 from ludus.rollouts.formats import load_format
 from ludus.tools import as_toolset
-from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import RLConfig, RolloutSettings
-from ludus.training.task_sampler import TaskSet
+from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSet
 
 RENDERER = Renderer(ByteTokenizer(), load_format("hermes"))
 

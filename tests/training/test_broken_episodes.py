@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from playing_parts import called, rl, task_set, tasks
+from worker_parts import called, rl, task_set, tasks
 
 import ludus
 from ludus.core.failures import EngineError, Fault, ToolFault
@@ -14,16 +14,8 @@ from ludus.core.generation import FinishReason
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.training.rollout_worker import (
-    KINDS,
-    Kind,
-    RolloutWorker,
-    broken_kinds,
-    has_penalties,
-    is_masked,
-    penalty,
-)
-from ludus.training.settings import BrokenConfig
+from ludus.training import BrokenConfig, RolloutWorker
+from ludus.training.rollout_worker import KINDS, Kind, broken_kinds, has_penalties, is_masked, penalty
 
 
 @ludus.tool

@@ -12,8 +12,8 @@ from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
 
 from ludus.engine import head_logits, plain_head
-from ludus.training import logprobs
-from ludus.training.logprobs import action_logprobs, chunk_rows, linear_logprobs
+from ludus.training import action_logprobs, logprobs
+from ludus.training.logprobs import chunk_rows, linear_logprobs
 
 ROWS = rows_of_lengths([9, 14, 6, 12])
 
