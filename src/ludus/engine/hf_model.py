@@ -53,8 +53,8 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the embedding: tokens enter there, and the KV cache is there."""
-    device: torch.device = unwrapped(model).get_input_embeddings().weight.device
+    """The device of the decoder's embedding (a critic has a decoder and no embedding of its own)."""
+    device: torch.device = decoder_of(model).get_input_embeddings().weight.device
     return device
 
 
