@@ -1,9 +1,8 @@
 """GRPO in one flat file: task, rollout, reward, advantage, loss, optimizer step, in order. No trainer class.
 
-A support desk with four teams. The agent reads a ticket with one tool and assigns it with another: two turns,
-with an observation in between that the loss must not touch. A tiny model is made from scratch. Demonstrations,
-right on half of the tickets, teach it the syntax of a tool call. GRPO teaches it which team is right, and is
-measured on tickets that neither stage has seen. About a minute on two CPU cores:
+A support desk with four teams: the agent reads a ticket and assigns it by a tool call. A tiny model is made
+from scratch. Demonstrations, right on half of the tickets, teach it the syntax of the call. GRPO teaches it
+which team is right, and is measured on tickets that neither stage has seen. One to two minutes on a CPU:
 
     python examples/grpo_loop.py
 
@@ -32,57 +31,53 @@ from ludus.tools import LocalTools
 from ludus.training import ModelConfig, ScratchConfig, load_model
 
 SEED = 0
+BETAS = (0.9, 0.99)
 WARM_STEPS, WARM_BATCH, WARM_RATE = 200, 16, 3e-3
-STEPS, TASKS, ATTEMPTS, RATE = 20, 12, 8, 1e-3  # an RL step plays TASKS x ATTEMPTS episodes
+STEPS, TASKS, ATTEMPTS, UPDATES, RATE = 20, 16, 8, 2, 1e-3  # a step plays TASKS x ATTEMPTS episodes
 
 # 1. Tasks: a prompt, and a target that only the reward sees.
 
 TEAMS = {"Charged twice": "billing", "No login": "access", "No signal": "network", "Lost parcel": "mail"}
-WHO = [
-    "baker",
-    "school",
-    "pilot",
-    "farmer",
-    "nurse",
-    "museum",
-    "singer",
-    "bank",
-    "lawyer",
-    "clown",
-    "painter",
-    "judge",
-]
+WHO = (
+    *(
+        "baker",
+        "school",
+        "pilot",
+        "farmer",
+        "nurse",
+        "museum",
+        "singer",
+        "bank",
+        "lawyer",
+        "clown",
+        "judge",
+    ),
+    *("poet", "miner", "tailor", "sailor", "hotel", "garage", "dentist", "florist", "printer", "choir"),
+)
 TICKETS = [(f"{what}, says a {who}.", team) for who in WHO for what, team in TEAMS.items()]
 random.Random(SEED).shuffle(TICKETS)
 
 
 def task(number: int, copy: int = 0) -> ludus.Task:
-    return ludus.Task.of(f"Ticket {number}", TICKETS[number][1], id=f"{number}-{copy}")
+    return ludus.Task.of(*TICKETS[number], id=f"{number}-{copy}")
 
 
 HELD_OUT = [task(number) for number in range(3, len(TICKETS), 5)]
-TRAIN = [task(number, copy) for number in range(len(TICKETS)) if number % 5 != 3 for copy in range(8)]
+TRAIN = [task(number, copy) for number in range(len(TICKETS)) if number % 5 != 3 for copy in range(4)]
 
 
 # 2. Tools, and an expert who shows how to call them.
 
 
 @ludus.tool
-async def read(ticket: int) -> str:
-    """Read a ticket."""
-    if not 0 <= ticket < len(TICKETS):
-        raise ludus.ToolFault(f"there is no ticket {ticket}")
-    return TICKETS[ticket][0]
-
-
-@ludus.tool
 async def assign(to: str) -> ludus.ToolResult:
     """Assign the ticket to a team."""
+    if to not in TEAMS.values():
+        raise ludus.ToolFault(f"there is no team {to!r}")  # an observation that the model can learn from
     return ludus.ToolResult("assigned", terminated=True)  # ends the episode
 
 
 def expert(given: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
-    yield ludus.ToolCall("read", {"ticket": int(given.id.split("-")[0])})
     teams = [given.target, given.target, *TEAMS.values()]
     yield ludus.ToolCall("assign", {"to": random.Random(given.id).choice(teams)})
 
@@ -92,6 +87,7 @@ def expert(given: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
 
 @ludus.reward(name="success")
 async def right(trajectory: ludus.Trajectory, target: str) -> float:
+    """1 when the ticket went to the right team."""
     return float(any(call.arguments.get("to") == target for call in trajectory.calls))
 
 
@@ -143,9 +139,7 @@ def grpo_loss(model: nn.Module, groups: Sequence[ludus.Group]) -> Tensor:
         action_T=action_T,
     )
     advantages_T = grpo(inputs).advantages_T  # (r - mean) / std within the group, on each action token
-    sampled_T = torch.tensor(
-        [p for t in trajectories for p in t.logprobs]
-    )  # as the engine reported them
+    sampled_T = torch.tensor([p for t in trajectories for p in t.logprobs])  # as the engine saw them
     loss_A, _ = clipped_surrogate(
         LossInputs(
             logprobs_A=action_logprobs(model, trajectories),
@@ -165,7 +159,7 @@ def rollout(engine: Engine, tokenizer: Tokenizer, agent: ludus.Agent | None = No
         engine,
         Renderer(tokenizer, load_format("hermes")),
         Scorer([right]),
-        LocalTools([read, assign]),
+        LocalTools([assign]),
         agent=agent or ludus.Agent(),
         budgets=Budgets(max_turns=2, max_turn_tokens=24),
         attempts=1 if agent else ATTEMPTS,
@@ -185,7 +179,7 @@ async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
     """Train, print, and return the success on held-out tickets."""
     # a tokenizer is fitted to what the expert's episodes look like; a pretrained model brings its own
     by_bytes = ByteTokenizer()
-    shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN[::8], SEED)
+    shown = await played(rollout(FakeEngine([]), by_bytes, Demonstrator(expert)), TRAIN[::2], SEED)
     segments = [s for group in shown for t in group.trajectories for s in t.sequences[0].segments]
     texts = [by_bytes.decode(segment.tokens) for segment in segments]
     model, tokenizer = load_model(
@@ -204,18 +198,19 @@ async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
         await engine.resume()
 
     print(f"at the start          {mean_reward(await played(policy, HELD_OUT, SEED)):6.1%}")
-    optimizer = torch.optim.AdamW(model.parameters(), WARM_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), WARM_RATE, betas=BETAS, weight_decay=0)
     demonstrations = [t for group in await played(teacher, TRAIN, SEED) for t in group.trajectories]
     for step in range(warm_steps):
         batch = random.Random(key(SEED, "sft", step)).sample(demonstrations, WARM_BATCH)
         await update(optimizer, sft_loss(model, batch))
     print(f"after the warm start  {mean_reward(await played(policy, HELD_OUT, SEED)):6.1%}")
 
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=BETAS, weight_decay=0)
     for step in range(steps):
         tasks = random.Random(key(SEED, "rl", step)).sample(TRAIN, TASKS)
         groups = await played(policy, tasks, key(SEED, step))
-        await update(optimizer, grpo_loss(model, groups))
+        for _ in range(UPDATES):  # from the second one on, importance ratios differ from 1
+            await update(optimizer, grpo_loss(model, groups))
         print(f"step {step + 1:3}  reward {mean_reward(groups):.3f}")
     final = mean_reward(await played(policy, HELD_OUT, SEED))
     print(f"after GRPO            {final:6.1%}")
