@@ -34,7 +34,7 @@ from ludus.training import (
 async def played(context: RunContext, temperature: float = 1.0) -> list[Group]:
     # a random model hardly ever ends its turn, so any letter ends it
     sampling = Sampling(temperature=temperature, stop=tuple(string.ascii_letters))
-    rollout = replace(context.rollout, sampling=sampling)
+    rollout = replace(context.rollout, sampling=sampling, attempts=context.recipe.rl.attempts)
     return [group async for group in rollout.groups(context.parts.tasks[:3], seed=1)]
 
 
