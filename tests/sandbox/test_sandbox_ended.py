@@ -24,11 +24,11 @@ from ludus.sandbox import (
     SessionEnded,
     SessionLost,
     close_shared_sandboxes,
-    layers,
+    isolation,
 )
-from ludus.sandbox.body import Body, Request
 from ludus.sandbox.cgroups import ControlGroup
-from ludus.sandbox.inside import watch
+from ludus.sandbox.guest import watch
+from ludus.sandbox.guest_process import GuestProcess, GuestRequest
 from ludus.tools.library import build_toolset
 
 HANG = (
@@ -129,7 +129,7 @@ async def test_a_session_that_no_code_has_run_in_is_ours(
 ) -> None:
     session = await box.session(limits=LIMITS.model_copy(update={"wall_seconds": 0.2}))
     never = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(Body, "ask", lambda *given, **named: Request(never))
+    monkeypatch.setattr(GuestProcess, "ask", lambda *given, **named: GuestRequest(never))
     with pytest.raises(SessionLost):
         await session.write("x", b"1")
     await session.close()
@@ -155,7 +155,7 @@ async def test_a_session_that_made_room_for_others_stays_ours(
 ) -> None:
     counter = tmp_path / "memory.events"
     counter.write_text("oom_kill 0\n")
-    monkeypatch.setattr(layers, "make_group", lambda: ControlGroup([tmp_path], 1 << 30))
+    monkeypatch.setattr(isolation, "make_group", lambda: ControlGroup([tmp_path], 1 << 30))
     async with Sandbox(SandboxConfig(workers=1)) as box, await box.session() as session:
         running = asyncio.create_task(session.python("import time; time.sleep(60)"))
         await asyncio.sleep(0.5)

@@ -26,12 +26,12 @@ from ludus.sandbox import (
     SandboxConfig,
     SandboxError,
     SandboxUnavailable,
-    network,
+    worker,
 )
 from ludus.sandbox.cgroups import ControlGroup
-from ludus.sandbox.inside import watch, zygote
-from ludus.sandbox.inside.life import Bounds, Plan
-from ludus.sandbox.worker import Worker
+from ludus.sandbox.guest import watch
+from ludus.sandbox.guest.confinement import GuestLimits
+from ludus.sandbox.worker import SandboxWorker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
 IN_FLIGHT = """
@@ -166,15 +166,19 @@ async def test_sparse_files_are_copied_as_sparse_files(box: Sandbox) -> None:
 async def test_a_fork_that_fails_by_our_fault_is_ours_and_harms_nobody(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adopt = Worker.adopt
+    adopt = SandboxWorker.adopt
 
-    def far_too_small(worker: Worker, pid: int, parent: int, limits: Limits, *, copy: bool) -> object:
+    def far_too_small(
+        worker: SandboxWorker, pid: int, parent: int, limits: Limits, *, copy: bool
+    ) -> object:
         return adopt(worker, pid, parent, limits.model_copy(update={"disk_mb": -1}), copy=copy)
 
     async with await box.session() as session:
         await session.python("x = 1")
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "adopt", far_too_small)  # a tmpfs that the kernel refuses to mount
+            patch.setattr(
+                SandboxWorker, "adopt", far_too_small
+            )  # a tmpfs that the kernel refuses to mount
             with pytest.raises(SandboxError, match="could not be completed"):
                 await session.snapshot()
         assert (await session.python("x")).value == "1"
@@ -184,7 +188,9 @@ async def test_a_fork_that_fails_by_our_fault_is_ours_and_harms_nobody(
 @pytest.mark.parametrize("status", ["2**70", "-1", "2**40", "True", "'0'", "float('nan')"])
 async def test_a_forged_status_of_a_fork_is_a_result(box: Sandbox, status: str) -> None:
     async with await box.session() as session:
-        forged = f"{INTERNALS}\ninside['branching'].status_of = lambda *_: {status}"
+        forged = (
+            f"{INTERNALS}\nassert '_exit_status' in inside\ninside['_exit_status'] = lambda *_: {status}"
+        )
         assert (await session.python(forged)).ok
         async with await session.fork() as twin:
             ended = await twin.python("import os; os._exit(3)")
@@ -202,7 +208,7 @@ async def test_what_a_session_needs_to_be_forked_lets_its_code_out_of_nothing(bo
 
 
 async def test_a_network_that_is_the_machines_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "program", lambda: None)
+    monkeypatch.setattr(worker, "slirp_program", lambda: None)
     with pytest.raises(SandboxUnavailable, match=r"loopback.*slirp4netns.*accept_risk"):
         await Sandbox(SandboxConfig(workers=1, network=True)).start()
     async with Sandbox(SandboxConfig(workers=1, network=True, accept_risk=True)) as box:
@@ -214,7 +220,7 @@ async def test_a_network_that_is_the_machines_own_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.skipif(
-    network.program() is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
+    worker.slirp_program() is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
     reason="slirp4netns or its device is not there",
 )
 async def test_a_network_of_its_own_reaches_others_and_not_our_loopback() -> None:
@@ -225,7 +231,7 @@ async def test_a_network_of_its_own_reaches_others_and_not_our_loopback() -> Non
         way.connect(("192.0.2.254", 9))
         ours = way.getsockname()[0]  # an address of this machine that is not its loopback
         with socket.create_server((ours, 0)) as public:
-            gateway = (network.GATEWAY, secret.getsockname()[1])
+            gateway = (worker.GATEWAY, secret.getsockname()[1])
             places = [public.getsockname(), secret.getsockname(), gateway]
             code = (
                 "import socket\n"
@@ -285,7 +291,7 @@ def test_an_ordinary_user_with_a_part_of_the_hierarchy_gets_a_control_group(tmp_
             os.chown(path, 65534, 65534)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder).chmod(0o777)
-            paths = [str(Path(__file__).parent), str(Path(network.__file__).parents[2])]
+            paths = [str(Path(__file__).parent), str(Path(worker.__file__).parents[2])]
             done = subprocess.run(
                 [
                     "sh",
@@ -361,26 +367,23 @@ async def test_forks_share_their_memory_and_pay_for_copies(box: Sandbox) -> None
     assert copied.outcome is Outcome.MEMORY, copied.text()
 
 
-def test_a_long_count_of_memory_holds_up_no_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_count_of_memory_delays_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each count takes longer than this test may: whoever waited for one would never be served."""
     monkeypatch.setattr(watch, "_proportional", lambda _: time.sleep(600))
-    host, link = socket.socketpair()
-    with host, link:
-        plan = Plan(True, 0, False, False, (), "", None, 0)
-        worker = zygote.Zygote(link, plan)
-        worker._sessions[1], worker._bounds[1] = os.getpid(), Bounds(1.0, 1, 1000, 1, 1, 1)
-        held = subprocess.Popen(["sleep", "600"])
-        try:
-            for _ in range(3):
-                worker._look_after({1})
-            (helper,) = worker._counts
-        finally:
-            held.kill()
-            held.wait()
+    monkeypatch.setattr(watch, "_COUNT_REST", 1e9)
+    monitor = watch.UsageMonitor({1: os.getpid()}, {1: GuestLimits(1.0, 1, 1000, 1, 1, 1)}, 0)
+    held = subprocess.Popen(["sleep", "600"])
+    try:
+        for _ in range(3):
+            assert monitor.check_totals({1}) == []
+        (helper,) = monitor.counters
         os.kill(helper, 9)
         _, status = os.waitpid(helper, 0)
-        worker._counted(*worker._counts.pop(helper), status)
-        assert worker._next_counts and 1 in worker._sessions, "a helper that was killed says nothing"
+        assert monitor.counted(helper, status) == [], "a helper that was killed says nothing"
+        assert monitor.check_totals({1}) == [] and not monitor.counters, "the next count waits"
+    finally:
+        held.kill()
+        held.wait()
 
 
 def _fake_slirp(folder: Path, help_text: str) -> Path:
@@ -404,16 +407,16 @@ def _fake_slirp(folder: Path, help_text: str) -> Path:
 async def test_slirp4netns_is_confined_as_far_as_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_text: str, confined: list[str]
 ) -> None:
-    monkeypatch.setattr(network, "program", lambda: str(_fake_slirp(tmp_path, help_text)))
+    monkeypatch.setattr(worker, "slirp_program", lambda: str(_fake_slirp(tmp_path, help_text)))
     ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-    slirp = network.Slirp(os.getpid(), ready.set_result)
+    slirp = worker.Slirp(os.getpid(), ready.set_result)
     assert await ready is None
     given = (tmp_path / "arguments").read_text().split()
     assert [option for option in given if option.startswith("--enable")] == confined
     beats = 0
-    worker = Worker({"uid": None}, ControlGroup([], 0), lambda _: None)
-    worker._slirp = slirp
-    closing = asyncio.create_task(worker.close())
+    started = SandboxWorker({"uid": None}, ControlGroup([], 0), lambda _: None)
+    started._slirp = slirp
+    closing = asyncio.create_task(started.close())
     while not closing.done():
         beats += 1
         await asyncio.sleep(0.01)

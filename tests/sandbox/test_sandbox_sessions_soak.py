@@ -35,9 +35,9 @@ from ludus.sandbox import (
     SessionLost,
     Snapshot,
     close_shared_sandboxes,
+    isolation,
     shared_sandbox,
 )
-from ludus.sandbox import layers as sandbox_layers
 
 _GUARD_SECONDS = 50.0
 _LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256)
@@ -50,12 +50,12 @@ in_both = pytest.mark.parametrize("sandbox", ["namespaces", "bare"], indirect=Tr
 @contextlib.contextmanager
 def arranged(arrangement: str) -> Iterator[None]:
     """With namespaces, or as on a machine that refuses them."""
-    orders = sandbox_layers._orders
+    orders = isolation._arrangements
     host.arrange(bare=arrangement == "bare")
     try:
         yield
     finally:
-        sandbox_layers._orders = orders
+        isolation._arrangements = orders
 
 
 @pytest.fixture
@@ -532,14 +532,14 @@ async def test_lies_about_a_fork_harm_nobody_else(what: str) -> None:
         said = await session.python(
             INTERNALS
             + f"""
-def branch(link, *rest):
+def fork(link, *rest):
     import os, time
     frames.close_all(rest[-1])
     {HOSTILE_FORKS[what]}
     frames.send(link, {{"forked": p}})
     return link
-assert "_branch" in inside
-inside["_branch"] = branch
+assert "_fork" in inside
+inside["_fork"] = fork
 """
         )
         assert said.ok, said.text()
@@ -555,8 +555,8 @@ async def test_a_fork_that_never_answers_is_given_up(sandbox: Sandbox) -> None:
     session = await sandbox.session(limits=_LIMITS.model_copy(update={"wall_seconds": 1.0}))
     said = await session.python(
         INTERNALS
-        + "import time\nassert hasattr(inside['branching'], 'reopen_files')\n"
-        + "inside['branching'].reopen_files = lambda *a: time.sleep(1000)"
+        + "import time\nassert '_reopen_files' in inside\n"
+        + "inside['_reopen_files'] = lambda *a: time.sleep(1000)"
     )
     assert said.ok, said.text()
     with pytest.raises((CannotFork, SandboxError, SessionEnded)):

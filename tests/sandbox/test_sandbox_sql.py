@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from ludus.core.failures import ConfigError, InfraError
 from ludus.sandbox import Sandbox, SandboxConfig
+from ludus.sandbox.guest.sql_sqlite import Sqlite
 from ludus.sandbox.sql import Blob, Database, LongText, SqlLimits, SqlProblem, read_schema, run_query
-from ludus.sandbox.sql.inside.sqlite_engine import Sqlite
 
 SQL, REFUSED, TIMEOUT, MEMORY = SqlProblem.SQL, SqlProblem.REFUSED, SqlProblem.TIMEOUT, SqlProblem.MEMORY
 on_sandbox = pytest.mark.asyncio(loop_scope="module")

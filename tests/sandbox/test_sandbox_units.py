@@ -17,14 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.failures import ConfigError
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, SandboxUnavailable, layers
-from ludus.sandbox.capture import Capture
+from ludus.sandbox import (
+    Execution,
+    Limits,
+    Outcome,
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxUnavailable,
+    isolation,
+)
 from ludus.sandbox.cgroups import ControlGroup, make_group
-from ludus.sandbox.endings import execution_of, unfinished
-from ludus.sandbox.errors import SandboxError
-from ludus.sandbox.inside import branching, frames, kernel, seccomp
-from ludus.sandbox.link import Link
-from ludus.sandbox.worker import Ending
+from ludus.sandbox.guest import confinement, frames, kernel, seccomp
+from ludus.sandbox.guest_io import ControlChannel, OutputPipe
+from ludus.sandbox.result import ProcessExit, execution_of, unfinished
 
 HEADERS = st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()))
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
@@ -66,7 +72,7 @@ def test_descriptors_travel_with_a_frame_and_are_usable() -> None:
 async def test_what_is_no_frame_ends_the_link(data: bytes) -> None:
     ours, theirs = socket.socketpair()
     closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-    link = Link(ours, lambda *_: pytest.fail("it was taken for a frame"), closed.set_result)
+    link = ControlChannel(ours, lambda *_: pytest.fail("it was taken for a frame"), closed.set_result)
     theirs.sendall(data)
     assert await asyncio.wait_for(closed, 5) is not None
     link.close()
@@ -81,7 +87,7 @@ async def test_a_flood_of_descriptors_ends_the_link() -> None:
     ours, theirs = socket.socketpair()
     before = _open_descriptors()
     closed: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-    Link(ours, lambda *_: None, closed.set_result)
+    ControlChannel(ours, lambda *_: None, closed.set_result)
     for _ in range(20):
         if closed.done():
             break
@@ -153,14 +159,14 @@ needs_x86 = pytest.mark.skipif(kernel.MACHINE != "x86_64", reason="the numbers h
     ],
 )
 def test_the_filter_refuses_what_it_should(number: int, argument: int, expected: int) -> None:
-    code = seccomp.program(network=False, branching=0, own_pid=None)
+    code = seccomp.program(network=False, fork_flags=0, own_pid=None)
     assert _verdict(code, number, argument) == expected
 
 
 @needs_x86
 def test_the_filter_knows_other_machines_and_the_way_to_fork() -> None:
-    flags = kernel.clone_flags(branching.NAMESPACES)
-    code = seccomp.program(network=True, branching=flags, own_pid=77)
+    flags = kernel.clone_flags(confinement.NAMESPACES)
+    code = seccomp.program(network=True, fork_flags=flags, own_pid=77)
     assert _verdict(code, 0, arch=0x40000003) == KILL
     assert _verdict(code, 56, flags) == ALLOW
     assert _verdict(code, 56, flags | kernel.CLONE_NEWNET) == EPERM
@@ -183,7 +189,7 @@ def test_what_the_inside_says_can_be_written() -> None:
 
 @needs_x86
 def test_files_are_not_leased() -> None:
-    code = seccomp.program(network=False, branching=0, own_pid=None)
+    code = seccomp.program(network=False, fork_flags=0, own_pid=None)
     leases = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETOWN, fcntl.F_SETSIG)
     assert {_verdict(code, 72, 3, command) for command in leases} == {EPERM}
     usual = (fcntl.F_DUPFD_CLOEXEC, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_SETLK, fcntl.F_GETOWN, 1031)
@@ -192,7 +198,7 @@ def test_files_are_not_leased() -> None:
 
 @needs_x86
 def test_send_buffers_stay_as_they_are() -> None:
-    code = seccomp.program(network=False, branching=0, own_pid=None)
+    code = seccomp.program(network=False, fork_flags=0, own_pid=None)
     pretended = 0x00050000
     assert [_verdict(code, 54, 3, 1, option) for option in (7, 32)] == [
         pretended
@@ -222,7 +228,7 @@ def test_the_numbers_are_the_kernels(header: str, column: int) -> None:
 @needs_x86
 @pytest.mark.parametrize("sees_others", [False, True])
 def test_the_limit_on_processes_is_not_for_code_to_set(sees_others: bool) -> None:
-    code = seccomp.program(network=False, branching=0, own_pid=None, sees_others=sees_others)
+    code = seccomp.program(network=False, fork_flags=0, own_pid=None, sees_others=sees_others)
     nproc, others = 6, [0, 7]
     for somewhere in (1, 1 << 32, 0x7F00_0000_1000):
         assert _verdict(code, 302, 0, nproc, somewhere) == EPERM
@@ -234,7 +240,7 @@ def test_the_limit_on_processes_is_not_for_code_to_set(sees_others: bool) -> Non
 
 @given(st.integers(0, 456))
 def test_every_path_of_the_filter_ends(number: int) -> None:
-    code = seccomp.program(network=False, branching=0x30020011, own_pid=1)
+    code = seccomp.program(network=False, fork_flags=0x30020011, own_pid=1)
     assert _verdict(code, number, arch=seccomp._ARCHITECTURE[kernel.MACHINE]) in (ALLOW, EPERM, ENOSYS)
 
 
@@ -245,7 +251,7 @@ async def _captured(pieces: list[bytes], limit: int) -> tuple[str, bool, int]:
         nonlocal overflows
         overflows += 1
 
-    capture = Capture(limit, overflow)
+    capture = OutputPipe(limit, overflow)
     writer = os.dup(capture.writer)
     capture.close_writer()
     os.set_blocking(writer, False)
@@ -295,17 +301,21 @@ def test_whatever_the_inside_says_is_a_result(said: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("ending", "stopped", "expected"),
     [
-        (Ending(7 << 8), None, (Outcome.EXITED, 7, None)),
-        (Ending(int(signal.SIGSEGV)), None, (Outcome.KILLED, None, "SIGSEGV")),
-        (Ending(int(signal.SIGKILL), cpu_seconds=3.0), None, (Outcome.CPU, None, None)),
-        (Ending(int(signal.SIGKILL), cpu_seconds=0.1), None, (Outcome.KILLED, None, "SIGKILL")),
-        (Ending(int(signal.SIGKILL)), Outcome.TIMEOUT, (Outcome.TIMEOUT, None, None)),
-        (Ending(int(signal.SIGKILL), excess="memory"), Outcome.TIMEOUT, (Outcome.MEMORY, None, None)),
-        (Ending(None), None, (Outcome.KILLED, None, None)),
+        (ProcessExit(7 << 8), None, (Outcome.EXITED, 7, None)),
+        (ProcessExit(int(signal.SIGSEGV)), None, (Outcome.KILLED, None, "SIGSEGV")),
+        (ProcessExit(int(signal.SIGKILL), cpu_seconds=3.0), None, (Outcome.CPU, None, None)),
+        (ProcessExit(int(signal.SIGKILL), cpu_seconds=0.1), None, (Outcome.KILLED, None, "SIGKILL")),
+        (ProcessExit(int(signal.SIGKILL)), Outcome.TIMEOUT, (Outcome.TIMEOUT, None, None)),
+        (
+            ProcessExit(int(signal.SIGKILL), excess="memory"),
+            Outcome.TIMEOUT,
+            (Outcome.MEMORY, None, None),
+        ),
+        (ProcessExit(None), None, (Outcome.KILLED, None, None)),
     ],
 )
 def test_a_silent_end_is_explained_by_the_kernel(
-    ending: Ending, stopped: Outcome | None, expected: tuple[Outcome, int | None, str | None]
+    ending: ProcessExit, stopped: Outcome | None, expected: tuple[Outcome, int | None, str | None]
 ) -> None:
     result = unfinished(ending, stopped, Limits(cpu_seconds=2))
     assert (result.outcome, result.exit_code, result.signal) == expected
@@ -379,14 +389,14 @@ def test_a_group_tells_how_many_the_kernel_has_ended(tmp_path: Path, name: str, 
 
 async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker without any layer but seccomp: its probe finds the doors open, and says so."""
-    arrangements = layers._orders
+    arrangements = isolation._arrangements
 
     def weakened(config: SandboxConfig, reasons: dict[str, str]) -> Any:
         bare = list(arrangements(config, reasons))[1]
         reasons["namespaces"] = "switched off for this test"
         return [{**bare, "landlock": False, "uid": None}]
 
-    monkeypatch.setattr(layers, "_orders", weakened)
+    monkeypatch.setattr(isolation, "_arrangements", weakened)
     with pytest.raises(SandboxUnavailable, match=r"still reaches: .*files.*accept_risk"):
         async with Sandbox(SandboxConfig(workers=1)):
             pass
@@ -398,14 +408,14 @@ async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pyte
 async def test_weaker_isolation_is_not_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = layers._tried
+    real = isolation._try_arrangement
 
     async def refuse_namespaces(worker: Any, order: dict[str, Any], *rest: Any) -> Any:
         if order["namespaces"]:
             raise SandboxError("refused for this test")
         return await real(worker, order, *rest)
 
-    monkeypatch.setattr(layers, "_tried", refuse_namespaces)
+    monkeypatch.setattr(isolation, "_try_arrangement", refuse_namespaces)
     async with Sandbox(SandboxConfig(workers=1, accept_risk=True)) as box:
         assert (await box.python("1 + 1")).value == "2"
     assert "without namespaces" in caplog.text

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core.messages import ToolResult
-from ludus.serve.admission import Admission, Ticket
-from ludus.serve.journal import Entry, Journal, Outcome
-from ludus.serve.problems import Problem
+from ludus.serve.admission import Admission, RequestError, Ticket
+from ludus.serve.service import CallOutcome, CallRecord, IdempotencyCache
 from ludus.tools.wire import CallBody, ErrorKind
 
 EVENTS = st.lists(
@@ -47,7 +46,7 @@ def test_limits_hold_and_nobody_waits_who_could_run(
                 lane = [one for one in waiting if (one[0] == tool)]
                 try:
                     ticket = admission.enter(tool)
-                except Problem as problem:
+                except RequestError as problem:
                     assert problem.kind is ErrorKind.OVERLOADED and not problem.started
                     assert problem.retry_after and problem.retry_after > 0
                     assert len(waiting) >= queue and (not may_run(tool) or lane)
@@ -85,10 +84,10 @@ async def test_a_deadline_in_the_queue() -> None:
     admission = Admission(1, 10, {})
     loop = asyncio.get_running_loop()
     running = admission.enter("x")
-    with pytest.raises(Problem, match="deadline"):
+    with pytest.raises(RequestError, match="deadline"):
         admission.enter("x", loop.time() - 1)
     late = admission.enter("x", loop.time() + 0.01)
-    with pytest.raises(Problem, match="not run") as caught:
+    with pytest.raises(RequestError, match="not run") as caught:
         await late.granted()
     assert caught.value.kind is ErrorKind.EXPIRED and not caught.value.started
     late.leave()
@@ -100,8 +99,8 @@ def call(key: str, name: str = "f") -> CallBody:
     return CallBody(key=key, name=name)
 
 
-async def finished(journal: Journal, key: str, chars: int = 1) -> Entry:
-    async def work(entry: Entry) -> tuple[Outcome, bool]:
+async def finished(journal: IdempotencyCache, key: str, chars: int = 1) -> CallRecord:
+    async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
         return ToolResult("x" * chars), True
 
     entry = journal.start("s", call(key), work)
@@ -111,37 +110,37 @@ async def finished(journal: Journal, key: str, chars: int = 1) -> Entry:
 
 
 async def test_what_is_forgotten_is_known_to_be_forgotten() -> None:
-    journal = Journal(600.0, keep_calls=2, keep_bytes=10**6)
+    journal = IdempotencyCache(600.0, keep_calls=2, keep_bytes=10**6)
     assert not journal.may_have_forgotten(10_000)
     first, _, _ = [await finished(journal, key) for key in "abc"]
     assert journal.find("s", call("a")) is None and journal.find("s", call("c")) is not None
     assert journal.find("other session", call("c")) is None
     age = asyncio.get_running_loop().time() - first.arrived
     assert journal.may_have_forgotten(age + 0.001), "its first attempt may be the one that was forgotten"
-    with pytest.raises(Problem, match="different call"):
+    with pytest.raises(RequestError, match="different call"):
         journal.find("s", call("c", "g"))
 
 
 async def test_the_journal_is_bounded_in_size_and_age() -> None:
-    journal = Journal(600.0, keep_calls=100, keep_bytes=5_000)
+    journal = IdempotencyCache(600.0, keep_calls=100, keep_bytes=5_000)
     for key in "abcdef":
         await finished(journal, key, chars=1_000)
     assert 0 < len(journal) < 5
-    short = Journal(0.01, keep_calls=100, keep_bytes=10**6)
+    short = IdempotencyCache(0.01, keep_calls=100, keep_bytes=10**6)
     await finished(short, "a")
     await asyncio.sleep(0.05)
     assert short.find("s", call("a")) is None and len(short) == 0
 
 
 async def test_a_call_cancelled_before_it_began_is_finished_all_the_same() -> None:
-    journal = Journal(600.0, 10, 10**6)
+    journal = IdempotencyCache(600.0, 10, 10**6)
 
-    async def work(entry: Entry) -> tuple[Outcome, bool]:
+    async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
         raise AssertionError("it never runs")
 
     entry = journal.start("s", call("a"), work)
     assert entry.task is not None and entry.done is not None
     entry.task.cancel()
     await asyncio.wait_for(entry.done.wait(), 5)
-    assert isinstance(entry.outcome, Problem) and not entry.outcome.started
+    assert isinstance(entry.outcome, RequestError) and not entry.outcome.started
     assert journal.find("s", call("a")) is None, "nothing ran, so it may be asked for again"

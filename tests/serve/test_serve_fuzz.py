@@ -16,7 +16,7 @@ from schemathesis.checks import (
 )
 from server_process import ServerProcess
 
-from ludus.serve.api import openapi_document
+from ludus.serve.openapi import openapi_document
 
 SCHEMA = schemathesis.openapi.from_dict(openapi_document("test"))
 SCHEMA.config.generation.update(modes=list(schemathesis.GenerationMode))

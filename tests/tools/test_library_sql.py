@@ -197,8 +197,8 @@ def say(*arguments):
     os.write(1, {text})
     return {{"done": "ok", "code": 0}}
 frame = sys._getframe()
-while "commands" not in frame.f_globals: frame = frame.f_back
-frame.f_globals["commands"].run_program = say
+while frame.f_code.co_name != "_serve": frame = frame.f_back
+frame.f_globals["run_program"] = say
 """
 RESULT = '"rows": [[1]], "total": 1, "counted": true, "changed": null'
 FORGED = {

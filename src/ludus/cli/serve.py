@@ -127,7 +127,7 @@ def _run(
     quiet: bool,
 ) -> None:
     from ludus.serve import ToolServer, serve_until_told
-    from ludus.serve.logs import log_as_json
+    from ludus.serve.telemetry import log_as_json
     from ludus.tools.hosting import LocalHost, ProcessHost, ToolHost, load_tools
 
     log_as_json(level=logging.WARNING if quiet else logging.INFO)

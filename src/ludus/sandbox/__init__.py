@@ -1,19 +1,21 @@
 """Running what a model wrote: isolated Python, shell commands and programs, one-shot or in live sessions.
 
-`Sandbox` is where it runs, `Session` a private world that stays between turns and can be forked, `Execution`
-what came of it. `Limits` and `SandboxConfig` say how much it may take.
+`Sandbox` runs code, `Session` is a private environment that keeps its state between turns and can be forked,
+`Execution` is a result. `Limits` and `SandboxConfig` are the settings. `ludus.sandbox.sql` runs SQL.
 """
 
-from ludus.sandbox.config import Limits, SandboxConfig
-from ludus.sandbox.errors import (
+from ludus.sandbox.config import (
     CannotFork,
+    Limits,
+    SandboxConfig,
     SandboxError,
     SandboxUnavailable,
     SessionEnded,
     SessionLost,
 )
-from ludus.sandbox.execution import Execution, Outcome
-from ludus.sandbox.layers import Layers
+from ludus.sandbox.guest_io import bundle, call
+from ludus.sandbox.isolation import Layers
+from ludus.sandbox.result import Execution, Outcome
 from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
 from ludus.sandbox.session import Session, Snapshot
 
@@ -31,6 +33,8 @@ __all__ = [
     "SessionEnded",
     "SessionLost",
     "Snapshot",
+    "bundle",
+    "call",
     "close_shared_sandboxes",
     "shared_sandbox",
 ]

@@ -1,4 +1,4 @@
-"""What a sandbox allows, as settings."""
+"""Settings of a sandbox, and the errors it raises. What goes wrong in the guest is an `Execution` instead."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 from pydantic import Field
 
 from ludus.core.config import Config
+from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 
 
 class Limits(Config):
-    """What one session may take. Reaching a limit is a result that says so, never an exception."""
+    """Limits of one session. Exceeding a limit is a result that says so, never an exception."""
 
     wall_seconds: float = Field(default=10.0, gt=0, le=86_400)
     """Seconds that one execution may last."""
     cpu_seconds: float = Field(default=10.0, gt=0, le=86_400)
-    """Processor seconds that one execution may use, in each process."""
+    """CPU seconds that one execution may use, in each process."""
     memory_mb: int = Field(default=512, ge=16)
     """Memory for each process, and for all of the session's processes together."""
     processes: int = Field(default=64, ge=1)
@@ -27,29 +28,64 @@ class Limits(Config):
     disk_mb: int = Field(default=64, ge=1)
     """All files of the session together; held in memory."""
     output_bytes: int = Field(default=64_000, ge=100)
-    """What is kept of each of standard output and standard error; the middle of longer ones is left out."""
+    """Bytes kept of each of stdout and stderr; the middle of longer output is left out."""
 
 
 class SandboxConfig(Config):
     """Where and how model-written code runs."""
 
     workers: int | None = Field(default=None, ge=1)
-    """Warm interpreters that sessions are forked from; one for each core when left out."""
+    """Fork servers (warm interpreters) that sessions are forked from; one for each core when left out."""
     preload: tuple[str, ...] = ()
     """Modules that are imported once, before any code arrives, such as numpy."""
     limits: Limits = Limits()
-    """What a session may take unless it is given limits of its own."""
+    """Limits of a session, unless it is given its own."""
     readable: tuple[str, ...] = ()
     """Files and folders of this machine that sessions can read, under the same path."""
     network: bool = False
-    """Let the code use the network, by slirp4netns; without it `accept_risk` shares the machine's own."""
+    """Let the code use the network through slirp4netns; without it, `accept_risk` shares the machine's own."""
     accept_risk: bool = False
     """Run even where the machine allows less isolation than untrusted code needs."""
     max_sessions: int = Field(default=4096, ge=1)
     """Sessions and executions alive at one time; further ones wait."""
     max_starting: int = Field(default=4, ge=1)
-    """Executions in their first tenth of a second, for each warm interpreter; further ones wait."""
+    """Executions in their first tenth of a second, for each worker; further ones wait."""
 
     @property
     def worker_count(self) -> int:
         return self.workers or len(os.sched_getaffinity(0))
+
+
+class SandboxError(InfraError):
+    """The sandbox failed: an infrastructure failure, never the model's fault."""
+
+    def __init__(self, message: str, *, retriable: bool = True, replay: bool | None = None) -> None:
+        super().__init__(Boundary.SANDBOX, message, retriable=retriable, replay=replay)
+
+
+class SessionLost(SandboxError):
+    """A session and its state are lost through no fault of the code in it: only replaying helps."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retriable=False, replay=True)
+
+
+class SandboxUnavailable(ConfigError):
+    """This machine allows too little isolation for untrusted code."""
+
+
+class CannotFork(LudusError):
+    """The session's state cannot be duplicated: it has threads, child processes or open pipes."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this session cannot be forked now: {reason}")
+        self.reason = reason
+
+
+class SessionEnded(LudusError):
+    """The code in a session ended or hung it between two requests: the model's fault; its state is lost."""
+
+    def __init__(self, message: str, *, hung: bool = False) -> None:
+        super().__init__(message)
+        self.hung = hung
+        """Whether it stopped answering, and was killed for that."""

@@ -1,12 +1,12 @@
-"""The sandbox: warm interpreters, and the sessions and one-shot executions that are forked from them.
+"""The sandbox: workers (fork servers), and the sessions and one-shot executions that are forked from them.
 
-A one-shot Python program runs in a slot, which is used again when the program has provably left nothing in it;
-all else is forked for itself.
+A one-shot Python program runs in a slot, which is reused when the program has provably left nothing in it;
+everything else gets a fork of its own.
 
-Who waits for whom. An execution waits for a place among those alive (`max_sessions`), then for a worker with
-fewer than `max_starting` young executions: those in their first tenth of a second, which is when they cost
-processor time; older ones mostly sleep, and do not hold up others. A worker that dies is replaced by the next
-caller that finds it dead; executions that were in it are run again elsewhere, sessions are lost and say so.
+Who waits for whom. An execution waits for capacity (`max_sessions`), then for a worker with fewer than
+`max_starting` starting executions: those in their first tenth of a second, which is when they cost CPU time;
+older ones mostly sleep and do not delay others. A worker that dies is replaced; executions that were in it are
+run again elsewhere, and its sessions are lost (`SessionLost`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from ludus.core.messages import released_slot
-from ludus.sandbox.body import Body
-from ludus.sandbox.closing import ClosedAtExit
-from ludus.sandbox.config import Limits, SandboxConfig
-from ludus.sandbox.errors import SandboxError, SessionLost
-from ludus.sandbox.execution import Execution
-from ludus.sandbox.layers import Layers, prepare
-from ludus.sandbox.session import Session
-from ludus.sandbox.worker import Worker
+from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SessionLost
+from ludus.sandbox.guest_process import GuestProcess
+from ludus.sandbox.isolation import Layers, prepare
+from ludus.sandbox.result import Execution
+from ludus.sandbox.session import ClosedAtExit, Session
+from ludus.sandbox.worker import SandboxWorker
 
-_YOUNG_SECONDS = 0.1
+_STARTING_SECONDS = 0.1
 _IDLE_SECONDS = 2.0
 _ATTEMPTS = 5
 Files = Mapping[str, bytes | str]
@@ -42,20 +40,20 @@ class Sandbox(ClosedAtExit):
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
         self._layers: Layers | None = None
-        self._workers: list[Worker] = []
+        self._workers: list[SandboxWorker] = []
         self._changing = asyncio.Lock()
-        self._alive = asyncio.Semaphore(self.config.max_sessions)
-        self._queue: deque[asyncio.Future[Worker]] = deque()
+        self._capacity = asyncio.Semaphore(self.config.max_sessions)
+        self._queue: deque[asyncio.Future[SandboxWorker]] = deque()
         self._background: set[asyncio.Task[None]] = set()
-        self._idle: list[_Idle] = []
-        """Slots that are free, each of which still has its place among those alive."""
+        self._idle: list[_IdleSlot] = []
+        """Free slots, each of which still holds capacity."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._closed = False
         self.replaced = 0
         """How many workers died and were replaced."""
 
     async def start(self) -> Layers:
-        """Start the workers now rather than at the first use, and say which layers hold."""
+        """Start the workers now rather than at the first use; returns which layers hold."""
         async with self._changing:
             if self._closed:
                 raise SandboxError("the sandbox is closed", retriable=False)
@@ -65,21 +63,23 @@ class Sandbox(ClosedAtExit):
             missing = self.config.worker_count - len(self._workers)
             if missing > 0:
                 layers = self._layers
-                started = [Worker(layers.order, layers.group, self._on_death) for _ in range(missing)]
+                started = [
+                    SandboxWorker(layers.settings, layers.group, self._on_death) for _ in range(missing)
+                ]
                 try:
                     told = await asyncio.gather(*(w.start() for w in started), return_exceptions=True)
-                except asyncio.CancelledError:  # those that are up already would belong to nobody
+                except asyncio.CancelledError:  # nothing else would close those that have started
                     await asyncio.gather(*(worker.close() for worker in started))
                     raise
                 self._workers += [worker for worker in started if worker.is_alive]
                 for answer in told:
                     if isinstance(answer, BaseException):
                         raise answer
-                # One that died while others were still starting was not known yet when its death was told.
+                # `_on_death` does not know workers that died while others were still starting.
                 dead = [worker for worker in started if not worker.is_alive]
                 if dead:
                     await asyncio.gather(*(worker.close() for worker in dead))
-                    raise SandboxError("a warm interpreter ended as soon as it had started")
+                    raise SandboxError("a fork server ended as soon as it had started")
             return self._layers
 
     @property
@@ -89,19 +89,19 @@ class Sandbox(ClosedAtExit):
 
     @property
     def alive(self) -> int:
-        """Sessions and executions there are now."""
+        """How many sessions and executions there are now."""
         return sum(worker.sessions for worker in self._workers) - len(self._idle)
 
     async def python(
         self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
     ) -> Execution:
-        """Run a Python program from start to end in a world of its own."""
+        """Run a Python program in a fresh environment."""
         return await self._once("python", code, stdin, files, limits)
 
     async def shell(
         self, command: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
     ) -> Execution:
-        """Run a bash command in a world of its own."""
+        """Run a bash command in a fresh environment."""
         return await self._once("shell", command, stdin, files, limits)
 
     async def run(
@@ -112,13 +112,13 @@ class Sandbox(ClosedAtExit):
         files: Files | None = None,
         limits: Limits | None = None,
     ) -> Execution:
-        """Run a program in a world of its own."""
+        """Run a program in a fresh environment."""
         return await self._once("run", argv, stdin, files, limits)
 
     async def session(self, *, files: Files | None = None, limits: Limits | None = None) -> Session:
-        """A world that stays until it is closed."""
-        _, session, place = await self._open(limits or self.config.limits, one_shot=False, is_slot=False)
-        place.give_back()  # what a session runs, and when, is not known yet
+        """An environment that keeps its state until it is closed."""
+        _, session, start = await self._open(limits or self.config.limits, one_shot=False, is_slot=False)
+        start.release()  # what a session runs, and when, is not known yet
         try:
             await session.put(files)
         except BaseException:
@@ -137,14 +137,14 @@ class Sandbox(ClosedAtExit):
                 self._sweeping.cancel()
             await asyncio.gather(*(worker.close() for worker in workers))
             if self._layers is not None:
-                self._layers.tidy()
+                self._layers.remove()
         for waiting in self._queue:
             if not waiting.done():
                 waiting.set_exception(SandboxError("the sandbox was closed", retriable=False))
         self._queue.clear()
 
     def abandon(self) -> None:
-        """End everything without an event loop: theirs is closed, or the interpreter is about to end."""
+        """End everything without an event loop: it is closed, or the interpreter is about to exit."""
         self._closed = True
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -152,7 +152,7 @@ class Sandbox(ClosedAtExit):
         for worker in workers:
             worker.wait_for_end()
         if self._layers is not None:
-            self._layers.tidy()
+            self._layers.remove()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -166,19 +166,19 @@ class Sandbox(ClosedAtExit):
         files: Files | None,
         limits: Limits | None,
     ) -> Execution:
-        """One execution in a session of its own; one that a dying worker took along is run again."""
+        """Run something in its own session; run it again if it was lost with its worker."""
         limits = limits or self.config.limits
         await self._started()
         is_slot = what == "python" and not files and self._has_slots
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                worker, session, place = await self._open(limits, one_shot=True, is_slot=is_slot)
+                worker, session, start = await self._open(limits, one_shot=True, is_slot=is_slot)
                 try:
                     await session.put(files)
                     run = {"python": session.python, "shell": session.shell, "run": session.run}[what]
                     said = await run(code, stdin=stdin)
                 finally:
-                    await self._put_back(worker, session, place)
+                    await self._put_back(worker, session, start)
                 return session.accounted(said)
             except SandboxError as lost:
                 can_be_repeated = lost.retriable or isinstance(lost, SessionLost)
@@ -197,36 +197,36 @@ class Sandbox(ClosedAtExit):
 
     async def _open(
         self, limits: Limits, *, one_shot: bool, is_slot: bool
-    ) -> tuple[Worker, Session, _Place]:
-        """A session or a slot, its worker, and its place among the worker's young ones."""
+    ) -> tuple[SandboxWorker, Session, _StartPermit]:
+        """A session or a slot, its worker, and its permit to start there."""
         await self._started()
-        while self._idle and self._alive.locked():
+        while self._idle and self._capacity.locked():
             await self._idle.pop(0).session.close()
-        if self._alive.locked():
+        if self._capacity.locked():
             with released_slot():
-                await self._alive.acquire()
+                await self._capacity.acquire()
         else:
-            await self._alive.acquire()
+            await self._capacity.acquire()
         try:
-            worker = await self._young_place()
+            worker = await self._acquire_start()
         except BaseException:
-            self._alive.release()
+            self._capacity.release()
             raise
-        place = _Place(self, worker)
+        start = _StartPermit(self, worker)
         idle = self._idle_slot(worker, limits) if is_slot else None
         if idle is not None:
-            self._alive.release()  # it has a place already
-            return worker, idle, place
-        body = self._spawned(worker, place, limits, one_shot=one_shot, is_slot=is_slot)
+            self._capacity.release()  # the slot holds some already
+            return worker, idle, start
+        guest = self._spawn(worker, start, limits, one_shot=one_shot, is_slot=is_slot)
         try:
-            await body.opened()
+            await guest.opened()
         except BaseException:
-            await body.end()
+            await guest.end()
             raise
-        return worker, Session(body, limits, self._alive, is_slot=is_slot), place
+        return worker, Session(guest, limits, self._capacity, is_slot=is_slot), start
 
-    def _idle_slot(self, worker: Worker, limits: Limits) -> Session | None:
-        """A free slot of this worker, the one that was used last: most of its memory is still at hand."""
+    def _idle_slot(self, worker: SandboxWorker, limits: Limits) -> Session | None:
+        """A free slot of this worker: the one used last, whose memory is still in the caches."""
         for idle in reversed(self._idle):
             if idle.worker is worker and idle.session.limits == limits:
                 self._idle.remove(idle)
@@ -235,20 +235,20 @@ class Sandbox(ClosedAtExit):
                 self._later(idle.session.close())
         return None
 
-    async def _put_back(self, worker: Worker, session: Session, place: _Place) -> None:
+    async def _put_back(self, worker: SandboxWorker, session: Session, start: _StartPermit) -> None:
         """Keep a slot that is proven clean for the next program; close anything else."""
         free = sum(idle.worker is worker for idle in self._idle)
-        has_room = free < self.config.max_starting and not self._alive.locked() and not self._closed
+        has_room = free < self.config.max_starting and not self._capacity.locked() and not self._closed
         if session.is_reusable and has_room:
             loop = asyncio.get_running_loop()
-            self._idle.append(_Idle(worker, session, loop.time()))
+            self._idle.append(_IdleSlot(worker, session, loop.time()))
             self._sweeping = self._sweeping or loop.call_later(_IDLE_SECONDS, self._sweep)
         else:
             await session.close()
-        place.give_back()
+        start.release()
 
     def _sweep(self) -> None:
-        """Close slots that nobody has wanted for a while: each holds some memory."""
+        """Close slots that were not used for a while: each holds some memory."""
         loop = asyncio.get_running_loop()
         old = [idle for idle in self._idle if idle.since <= loop.time() - _IDLE_SECONDS]
         self._idle = [idle for idle in self._idle if idle not in old]
@@ -257,48 +257,54 @@ class Sandbox(ClosedAtExit):
         self._sweeping = loop.call_later(_IDLE_SECONDS, self._sweep) if self._idle else None
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that nobody waits for, but that `close` waits for."""
+        """Run something in the background that only `close` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _spawned(
-        self, worker: Worker, place: _Place, limits: Limits, *, one_shot: bool, is_slot: bool
-    ) -> Body:
+    def _spawn(
+        self,
+        worker: SandboxWorker,
+        start: _StartPermit,
+        limits: Limits,
+        *,
+        one_shot: bool,
+        is_slot: bool,
+    ) -> GuestProcess:
         ours, theirs = socket.socketpair()
         try:
             process = worker.spawn(theirs, limits, one_shot=one_shot, slot=is_slot)
         finally:
             theirs.close()
-        process.ended.add_done_callback(lambda _: place.give_back())
-        return Body(process, ours, self._alive)
+        process.ended.add_done_callback(lambda _: start.release())
+        return GuestProcess(process, ours, self._capacity)
 
-    async def _young_place(self) -> Worker:
+    async def _acquire_start(self) -> SandboxWorker:
         if self._closed:
             raise SandboxError("the sandbox was closed", retriable=False)
         worker = self._least_loaded()
         if worker is not None and not self._queue:
             worker.starting += 1
             return worker
-        waiting: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[SandboxWorker] = asyncio.get_running_loop().create_future()
         self._queue.append(waiting)
         try:
             return await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._leave(waiting.result())
+                self._release_start(waiting.result())
             else:
                 with contextlib.suppress(ValueError):
                     self._queue.remove(waiting)
             raise
 
-    def _least_loaded(self) -> Worker | None:
+    def _least_loaded(self) -> SandboxWorker | None:
         free = [worker for worker in self._workers if worker.is_alive]
         free = [worker for worker in free if worker.starting < self.config.max_starting]
         return min(free, key=lambda worker: (worker.starting, worker.sessions), default=None)
 
-    def _leave(self, worker: Worker) -> None:
-        """A young place is free again: the first in the queue gets it."""
+    def _release_start(self, worker: SandboxWorker) -> None:
+        """One execution less is starting: the first in the queue may start."""
         worker.starting -= 1
         self._serve_queue()
 
@@ -309,7 +315,7 @@ class Sandbox(ClosedAtExit):
                 worker.starting += 1
                 waiting.set_result(worker)
 
-    def _on_death(self, worker: Worker) -> None:
+    def _on_death(self, worker: SandboxWorker) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
             self._idle = [idle for idle in self._idle if idle.worker is not worker]
@@ -317,12 +323,12 @@ class Sandbox(ClosedAtExit):
                 self.replaced += 1
                 self._later(self._replace(worker))
 
-    async def _replace(self, dead: Worker) -> None:
-        """A new worker in place of a dead one; those who wait for one are told if that fails."""
+    async def _replace(self, dead: SandboxWorker) -> None:
+        """Start a new worker in place of a dead one; if that fails, so do the callers that wait for one."""
         await dead.close()
         try:
             await self.start()
-        except Exception as error:  # noqa: BLE001 - told to those who wait
+        except Exception as error:  # noqa: BLE001 - raised in the callers that wait
             while self._queue:
                 waiting = self._queue.popleft()
                 if not waiting.done():
@@ -332,26 +338,26 @@ class Sandbox(ClosedAtExit):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Idle:
-    """A slot that is free, and since when."""
+class _IdleSlot:
+    """A free slot, and since when."""
 
-    worker: Worker
+    worker: SandboxWorker
     session: Session
     since: float
 
 
-class _Place:
-    """One young execution's place at a worker, given back once."""
+class _StartPermit:
+    """Counts one execution as starting at a worker; released once, after a tenth of a second at the latest."""
 
-    def __init__(self, sandbox: Sandbox, worker: Worker) -> None:
+    def __init__(self, sandbox: Sandbox, worker: SandboxWorker) -> None:
         self._sandbox, self._worker, self._held = sandbox, worker, True
-        self._timer = asyncio.get_running_loop().call_later(_YOUNG_SECONDS, self.give_back)
+        self._timer = asyncio.get_running_loop().call_later(_STARTING_SECONDS, self.release)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._held:
             self._held = False
             self._timer.cancel()
-            self._sandbox._leave(self._worker)
+            self._sandbox._release_start(self._worker)
 
 
 _shared: dict[asyncio.AbstractEventLoop, dict[SandboxConfig, Sandbox]] = {}
@@ -370,7 +376,7 @@ def shared_sandbox(config: SandboxConfig | None = None) -> Sandbox:
 
 
 async def close_shared_sandboxes() -> None:
-    """Close those of this event loop; whoever needs one afterwards gets a new one."""
+    """Close those of this event loop; a later `shared_sandbox` starts a new one."""
     boxes = _shared.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(box.close() for box in boxes.values()))
 

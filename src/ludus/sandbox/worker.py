@@ -1,89 +1,83 @@
-"""A warm interpreter seen from outside: started, asked for sessions, and replaced when it dies.
+"""Workers: the host's side of a fork server (`guest/fork_server.py`), and its network.
 
-Who waits for whom. `start` waits for the interpreter's preloading. After that nothing here waits: requests are
+Who waits for whom. `start` waits for the fork server's preloading. After that nothing here waits: requests are
 written to its socket, and its events (a session ended, a fork has its files) arrive on the event loop and are
-handed to the session they belong to. The interpreter ends when its socket is closed, also by our death, and
-every session ends with it.
+handed to the session they belong to. The fork server ends when its socket is closed, also by the host's death,
+and every session ends with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ludus.sandbox.cgroups import ControlGroup
-from ludus.sandbox.config import Limits
-from ludus.sandbox.errors import SandboxError
-from ludus.sandbox.inside.life import Bounds
-from ludus.sandbox.link import Link
-from ludus.sandbox.network import Slirp
+from ludus.sandbox.config import Limits, SandboxError
+from ludus.sandbox.guest_io import ControlChannel
+from ludus.sandbox.result import ProcessExit
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
 _USERS_EACH, _WORKERS_APART = 1_000_000, 2_000
-# Another process on this machine counts its workers too, and most likely begins somewhere else.
+RESOLVER = "nameserver 10.0.2.3\n"
+"""slirp4netns's own name server, which asks the machine's."""
+GATEWAY = "10.0.2.2"
+"""The address of the machine's loopback, if slirp4netns did not disable it."""
+_SLIRP_OPTIONS = ("--configure", "--mtu=65520", "--disable-host-loopback")
+_HARDENING = ("--enable-sandbox", "--enable-seccomp")
+"""Options that confine slirp4netns itself, which parses hostile traffic; older versions lack some."""
+# Starts at random, so that workers of other processes on this machine get other user ids.
 _counter = itertools.count(secrets.randbelow(_WORKERS_APART))
-_ROOM = Path(__file__).parent
-# The packages above `inside` are replaced by empty ones, so that the warm interpreter loads none of them.
+_PACKAGE = Path(__file__).parent.parent
+# The packages above `guest` are replaced by empty ones, so that the fork server loads none of their code.
 _BOOTSTRAP = """
 import sys, types
 root, link = sys.argv[1], int(sys.argv[2])
 for name, path in (("ludus", root), ("ludus.sandbox", root + "/sandbox")):
     sys.modules[name] = module = types.ModuleType(name)
     module.__path__ = [path]
-from ludus.sandbox.inside import zygote
+from ludus.sandbox.guest import fork_server
 for name in [name for name in sys.modules if name.partition(".")[0] == "ludus"]:
     del sys.modules[name]
-zygote.main(link)
+fork_server.main(link)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a session's process ended."""
+class ProcessHandle:
+    """A guest process, as its worker knows it."""
 
-    status: int | None
-    """As `os.wait` gives it; None when nobody could ask."""
-    cpu_seconds: float = 0.0
-    peak_mb: float = 0.0
-    excess: str | None = None
-    """The limit on the session as a whole for which it was ended."""
-
-
-class Process:
-    """The process of one session, as far as its worker knows it."""
-
-    def __init__(self, worker: Worker, number: int) -> None:
+    def __init__(self, worker: SandboxWorker, number: int) -> None:
         self.worker, self.number = worker, number
         loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[Ending] = loop.create_future()
+        self.ended: asyncio.Future[ProcessExit] = loop.create_future()
         self.adopted: asyncio.Future[bool] = loop.create_future()
         self._is_wide = False
         self.widened: asyncio.Future[None] | None = None
-        """Done when its worker has changed how many processes it may have."""
+        """Done when the fork server has changed its process limit."""
         self.excess: str | None = None
         self.problem: str | None = None
         """Why it could not be started, or was lost."""
         self.was_killed = False
-        """Whether its end was our doing."""
+        """Whether the host killed it."""
         self._is_watched = False
         self.refused: str | None = None
-        """Why it could not be completed, where the code in it has made that impossible."""
+        """Why a fork could not be completed, where the code in it has made that impossible."""
 
     def kill(self) -> None:
-        """End it and all it started; `ended` tells when that is done.
+        """Kill it and all it started; `ended` is done when it is gone.
 
-        Told once: hostile code may give as many reasons to be ended as it can write frames.
+        Sent once: hostile code may give as many reasons to be killed as it can write frames.
         """
         if self.ended.done() or self.was_killed:
             return
@@ -94,12 +88,12 @@ class Process:
         self.worker.tell({"op": "signal", "id": self.number, "signal": which})
 
     def watch(self) -> None:
-        """Hold all its processes together to its limits without delay, until `unwatch`."""
+        """Check all its processes together against its limits often, until `unwatch`."""
         self._is_watched = True
         self.worker.tell({"op": "watch", "id": self.number})
 
     async def widen(self, wide: bool) -> None:
-        """Let forks of it have processes beside its own; or, if it is not forked after all, its own alone."""
+        """Raise its process limit to leave room for forks; or lower it again, if it is not forked after all."""
         if self._is_wide != wide:
             self._is_wide = wide
             self.widened = asyncio.get_running_loop().create_future()
@@ -112,31 +106,31 @@ class Process:
             self.worker.tell({"op": "unwatch", "id": self.number})
 
 
-class Worker:
-    """One warm interpreter."""
+class SandboxWorker:
+    """A fork server (a warm interpreter), from which sessions are forked."""
 
     def __init__(
-        self, order: dict[str, Any], group: ControlGroup, on_death: Callable[[Worker], None]
+        self, order: dict[str, Any], group: ControlGroup, on_death: Callable[[SandboxWorker], None]
     ) -> None:
         self._order = dict(order)
-        if order["uid"] is not None:  # no two workers give their sessions the same users
+        if order["uid"] is not None:  # each worker has its own range of user ids
             self._order["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
             self._order["users"] = _USERS_EACH
         self.group = group
         self._on_death = on_death
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, ProcessHandle] = {}
         self._numbers = itertools.count(1)
-        self._link: Link | None = None
+        self._link: ControlChannel | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._slirp: Slirp | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self.is_alive = False
         self.starting = 0
-        """Executions of it in their first moments."""
+        """Its executions in their first tenth of a second."""
 
     @property
     def pid(self) -> int:
-        """The process that was started; with namespaces, the warm interpreter is its child."""
+        """The process that was started; the fork server is its child."""
         return self._popen.pid if self._popen else 0
 
     @property
@@ -144,11 +138,11 @@ class Worker:
         return len(self._processes)
 
     async def start(self) -> dict[str, Any]:
-        """Wait until sessions can be forked; `SandboxError` says why not."""
+        """Start it and wait until sessions can be forked; `SandboxError` says why not."""
         ours = self._launch()
-        self.group.add(self.pid)  # before it starts anything, so that everything it starts is in there
+        self.group.add(self.pid)  # before it starts anything: children inherit the group
         self._ready = asyncio.get_running_loop().create_future()
-        self._link = Link(ours, self._on_frame, self._on_close)
+        self._link = ControlChannel(ours, self._on_frame, self._on_close)
         self._link.send(self._order)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -156,7 +150,9 @@ class Worker:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"no warm interpreter within {_START_SECONDS:g} seconds") from None
+                raise SandboxError(
+                    f"the fork server did not start within {_START_SECONDS:g} seconds"
+                ) from None
             raise
         self.is_alive = True
         return told
@@ -166,35 +162,41 @@ class Worker:
         ours, theirs = socket.socketpair()
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOTSTRAP, str(_ROOM.parent), str(theirs.fileno())],
+                [sys.executable, "-I", "-c", _BOOTSTRAP, str(_PACKAGE), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # else every fork would look up for itself what its parent has not called yet
+                # resolve symbols once, not lazily in every fork
                 env={**_environment(), "LD_BIND_NOW": "1"},
                 start_new_session=True,
             )
         except OSError as error:
             ours.close()
-            raise SandboxError(f"a warm interpreter could not be started: {error}") from error
+            raise SandboxError(f"a fork server could not be started: {error}") from error
         finally:
             theirs.close()
         return ours
 
     def spawn(
         self, control: socket.socket, limits: Limits, *, one_shot: bool = False, slot: bool = False
-    ) -> Process:
-        """Fork a session that talks over `control`, or a slot, which runs one-shot programs."""
+    ) -> ProcessHandle:
+        """Fork a session with `control` as its control socket, or a slot, which runs one-shot programs."""
         process = self._new_process()
-        bounds = asdict(bounds_of(limits))
-        bounds["processes"] += slot  # its first process runs no program
-        header = {"op": "spawn", "id": process.number, "bounds": bounds}
+        guest_limits = {
+            "cpu_seconds": limits.cpu_seconds,
+            "memory_mb": limits.memory_mb,
+            "processes": limits.processes + slot,  # a slot's first process runs no program
+            "open_files": limits.open_files,
+            "file_mb": limits.file_mb,
+            "disk_mb": limits.disk_mb,
+        }
+        header = {"op": "spawn", "id": process.number, "limits": guest_limits}
         header |= {"one_shot": one_shot, "slot": slot}
         self.tell(header, (control.fileno(),))
         return process
 
-    def adopt(self, pid: int, parent: int, limits: Limits, *, copy: bool) -> Process:
-        """Look after a session that another one forked; `adopted` tells when it has its files."""
+    def adopt(self, pid: int, parent: int, limits: Limits, *, copy: bool) -> ProcessHandle:
+        """Take over a session that another one forked; `adopted` is done when it has its files."""
         process = self._new_process()
         header = {"op": "adopt", "id": process.number, "parent": parent, "pid": pid}
         self.tell({**header, "copy": copy, "disk_mb": limits.disk_mb})
@@ -205,7 +207,7 @@ class Worker:
             self._link.send(header, fds=fds)
 
     async def close(self) -> None:
-        """End the interpreter and with it all its sessions."""
+        """End the fork server and with it all its sessions."""
         if self._link is not None:
             self._link.close()
             self._on_close(None)
@@ -219,14 +221,14 @@ class Worker:
             await asyncio.to_thread(self._slirp.close)
 
     def abandon(self) -> None:
-        """Tell it to end, where there is no event loop any more; `wait_for_end` waits for it."""
+        """Tell it to end without an event loop; `wait_for_end` waits for it."""
         self.is_alive = False
         if self._link is not None:
             self._link.abandon()
             self._link = None
 
     def wait_for_end(self) -> None:
-        """It ends by itself and takes its sessions along; what is killed leaves that to the kernel, later."""
+        """Wait until it has ended with all its sessions; kill it if that takes too long."""
         if self._popen is not None and self._popen.returncode is None:
             try:
                 self._popen.wait(_END_SECONDS)
@@ -236,11 +238,9 @@ class Worker:
         if self._slirp is not None:
             self._slirp.close()
 
-    def _new_process(self) -> Process:
-        process = Process(self, next(self._numbers))
-        if (
-            self._link is None
-        ):  # it died after it was chosen: nobody would ever tell how the process ended
+    def _new_process(self) -> ProcessHandle:
+        process = ProcessHandle(self, next(self._numbers))
+        if self._link is None:  # it died after it was chosen: no event would ever come
             _lose(process)
         else:
             self._processes[process.number] = process
@@ -274,7 +274,7 @@ class Worker:
             if event == "failed":
                 process.problem = str(header["error"])
             peak = header.get("peak_kb", 0) / 1024
-            ending = Ending(header.get("status"), header.get("cpu", 0.0), peak, process.excess)
+            ending = ProcessExit(header.get("status"), header.get("cpu", 0.0), peak, process.excess)
             del self._processes[process.number]
             _resolve(process, ending)
 
@@ -293,7 +293,7 @@ class Worker:
             self._on_network(None)
 
     def _on_network(self, problem: str | None) -> None:
-        """The namespaces have their users, and their network where there is one."""
+        """The namespaces have their user map, and their network where there is one."""
         assert self._ready is not None
         if problem is not None and not self._ready.done():
             self._ready.set_exception(SandboxError(problem))
@@ -304,7 +304,7 @@ class Worker:
         was_alive, self.is_alive = self.is_alive, False
         self._link = None
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(SandboxError("the warm interpreter ended while it started"))
+            self._ready.set_exception(SandboxError("the fork server ended while it started"))
         processes, self._processes = list(self._processes.values()), {}
         for process in processes:
             _lose(process)
@@ -313,7 +313,7 @@ class Worker:
 
 
 async def _exited(pid: int) -> None:
-    """Wait for a child to end, without collecting it."""
+    """Wait for a child to end, without reaping it."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     pidfd = os.pidfd_open(pid)
@@ -325,40 +325,28 @@ async def _exited(pid: int) -> None:
         os.close(pidfd)
 
 
-def _lose(process: Process) -> None:
-    """Its worker is gone, and it with it."""
-    process.problem = "the warm interpreter it was forked from ended"
-    _resolve(process, Ending(None))
+def _lose(process: ProcessHandle) -> None:
+    """Its worker has ended, and the process with it."""
+    process.problem = "the fork server it was forked from ended"
+    _resolve(process, ProcessExit(None))
 
 
-def _resolve(process: Process, ending: Ending) -> None:
+def _resolve(process: ProcessHandle, ending: ProcessExit) -> None:
     if not process.adopted.done():
         process.adopted.set_result(False)
     if not process.ended.done():
         process.ended.set_result(ending)
 
 
-def bounds_of(limits: Limits) -> Bounds:
-    """The limits that the inside itself puts in place."""
-    return Bounds(
-        cpu_seconds=limits.cpu_seconds,
-        memory_mb=limits.memory_mb,
-        processes=limits.processes,
-        open_files=limits.open_files,
-        file_mb=limits.file_mb,
-        disk_mb=limits.disk_mb,
-    )
-
-
 _IN_A_CONTAINER = ((52_000, 8_000), (65_534, 1))
-"""User ids that nobody has, where a container's root has few: the first, and how many."""
+"""Unused user ids (first, count) where a container's root has only few mapped."""
 
 
 def map_users(pid: int, first: int | None) -> None:
-    """Say who the users of a new user namespace are outside.
+    """Write the uid and gid map of a new user namespace.
 
-    As root: nobody at all, and one user for each session, because the kernel keeps many of its counts
-    (descriptors in flight, pages in pipes, watches of epoll) for a user. Otherwise the one user that we are.
+    As root: a range of unused ids, one for each session, because the kernel keeps many of its counts per user
+    (descriptors in flight, pages in pipes, epoll watches). Otherwise the host's own user only.
     """
     folder = Path(f"/proc/{pid}")
     if first is None:
@@ -379,7 +367,7 @@ def map_users(pid: int, first: int | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The whole environment of model-written code: nothing of ours is in it."""
+    """The whole environment of model-written code; nothing of the host's is in it."""
     folders = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
     return {
         "PATH": ":".join(dict.fromkeys(folders)),
@@ -389,8 +377,81 @@ def _environment() -> dict[str, str]:
         "SHELL": "/bin/bash",
         "TERM": "dumb",
         "PYTHONDONTWRITEBYTECODE": "1",
-        # a library's own threads would not survive the fork, and a session has few processors anyway
+        # a library's threads would not survive the fork
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+
+
+def slirp_program() -> str | None:
+    """Path of slirp4netns; None where it is not installed."""
+    return shutil.which("slirp4netns")
+
+
+@functools.cache
+def _hardening_options(path: str) -> tuple[str, ...]:
+    """The options of `_HARDENING` that this version knows."""
+    try:
+        told = subprocess.run([path, "--help"], capture_output=True, timeout=_END_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    said = (told.stdout + told.stderr).decode(errors="replace")
+    return tuple(option for option in _HARDENING if option in said)
+
+
+class Slirp:
+    """A network for sandboxed code that is not the machine's own: slirp4netns, a TCP/IP stack in user space.
+
+    It puts a device into the worker's network namespace and turns its traffic into ordinary connections of our
+    user. So code reaches what this machine reaches, except its loopback addresses and abstract Unix sockets,
+    where databases, notebooks and servers listen without a password. It ends when its end of a pipe is closed,
+    also by the host's death.
+    """
+
+    def __init__(self, pid: int, on_ready: Callable[[str | None], None]) -> None:
+        """For the namespaces of process `pid`; `on_ready` is called with why it does not work, or None."""
+        self._on_ready = on_ready
+        self._ready, ready = os.pipe2(os.O_CLOEXEC)
+        ending, self._end = os.pipe2(os.O_CLOEXEC)
+        path = slirp_program() or "slirp4netns"
+        fds = ("--ready-fd", str(ready), "--exit-fd", str(ending))
+        self._popen = subprocess.Popen(
+            [path, *_SLIRP_OPTIONS, *_hardening_options(path), *fds, str(pid), "tap0"],
+            pass_fds=(ready, ending),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for fd in (ready, ending):
+            os.close(fd)
+        asyncio.get_running_loop().add_reader(self._ready, self._on_word)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def close(self) -> None:
+        """End it and wait until it is gone: up to seconds, so not on the event loop."""
+        if self._end >= 0:
+            os.close(self._end)
+            self._end = -1
+            try:
+                self._popen.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+            assert self._popen.stderr is not None
+            self._popen.stderr.close()
+
+    def _on_word(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._ready)
+        works = bool(os.read(self._ready, 1))
+        os.close(self._ready)
+        if works:
+            self._on_ready(None)
+            return
+        self._popen.kill()
+        said = " ".join(self._popen.communicate()[1].decode(errors="replace").split())
+        self._on_ready(f"slirp4netns: {said[-300:] or 'it ended without a message'}")

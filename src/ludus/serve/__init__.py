@@ -8,6 +8,6 @@ except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError("aiohttp", "serve", "a tool server") from error
 
 from ludus.serve.server import ToolServer, serve_until_told
-from ludus.serve.settings import ServerConfig
+from ludus.serve.service import ServerConfig
 
 __all__ = ["ServerConfig", "ToolServer", "serve_until_told"]

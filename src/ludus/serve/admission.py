@@ -1,14 +1,14 @@
-"""Who may run now, who waits, and who is told to come back later.
+"""Admission control: which call runs now, which one waits, and which request is refused.
 
-Who waits for whom. A ticket is asked for without waiting: it is refused at once when the queue is full. A
-granted ticket holds one of `concurrency` slots, and one of its tool's. Waiting tickets stand in one queue per
-tool; a slot that becomes free goes to the ticket that has waited longest among the tools that may run one more.
-So a slow tool fills its own queue and holds up nobody else. A ticket whose deadline passes while it waits is
-taken out by a timer, and never runs.
+Who waits for whom. Asking for a ticket never waits: it is refused at once when the queue is full. A granted
+ticket holds one of `concurrency` slots, and one of its tool's. Waiting tickets stand in one queue per tool; a
+free slot goes to the ticket that has waited longest among the tools that may run one more call. So a slow tool
+fills its own queue and delays no other. A ticket whose deadline passes while it waits is removed by a timer,
+and never runs.
 
-A call that waits for what other calls hold (a place in the sandbox, its turn in a session) leaves its slot to
-others meanwhile, and takes one again at once when it goes on: otherwise such calls could fill all slots, and
-those that would let them go on could not run. It counts as waiting.
+A call that waits for what other calls hold (capacity in the sandbox, its turn in a session) yields its slot
+meanwhile, and takes one again at once when it continues: otherwise such calls could fill all slots, and the
+calls they wait for could not run. It counts as waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ludus.serve.problems import Problem
+from ludus.core.failures import Boundary, InfraError, LudusError
+from ludus.core.messages import Json
+from ludus.tools.hosting import EpisodeLost, OutcomeUnknown
 from ludus.tools.wire import ErrorKind
 
 _SMALL = 65_536
@@ -30,9 +32,61 @@ _SMOOTHING = 0.05
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 30.0
 
 
+class RequestError(LudusError):
+    """Why a request has no result, as an error response. `started` says whether the tool may have run."""
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        started: bool = False,
+        retry_after: float | None = None,
+        boundary: Boundary | None = None,
+        attempts: int = 1,
+        retriable: bool = False,
+        replay: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.kind, self.started, self.retry_after = kind, started, retry_after
+        self.boundary, self.attempts = boundary, attempts
+        self.retriable, self.replay = retriable, replay
+
+    @classmethod
+    def of(cls, error: InfraError) -> RequestError:
+        """From an infrastructure failure that a host or a tool raised."""
+        kind = ErrorKind.FAILED
+        if isinstance(error, EpisodeLost):
+            kind = ErrorKind.SESSION_LOST
+        elif isinstance(error, OutcomeUnknown):
+            kind = ErrorKind.UNKNOWN_OUTCOME
+        return cls(
+            kind,
+            str(error),
+            started=True,
+            boundary=error.boundary,
+            attempts=error.attempts,
+            retriable=error.retriable,
+            replay=error.replay,
+        )
+
+    def body(self) -> Json:
+        """As JSON, see `ErrorBody`."""
+        return {
+            "kind": self.kind.value,
+            "message": str(self),
+            "started": self.started,
+            "retry_after": self.retry_after,
+            "boundary": None if self.boundary is None else self.boundary.value,
+            "attempts": self.attempts,
+            "retriable": self.retriable,
+            "replay": self.replay,
+        }
+
+
 @dataclass(slots=True)
 class _Lane:
-    """The calls of one tool."""
+    """The running and waiting calls of one tool."""
 
     limit: int | None
     running: int = 0
@@ -45,7 +99,7 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A place in the queue, then a slot. `granted` must be awaited; `leave` gives back what it holds."""
+    """A place in the queue, then a slot. Await `granted`; `leave` releases what it holds."""
 
     admission: Admission
     lane: _Lane
@@ -61,13 +115,13 @@ class Ticket:
         return now - self.arrived
 
     async def granted(self) -> None:
-        """Wait for a slot; a `Problem` of kind expired when the deadline passes first."""
+        """Wait for a slot; a `RequestError` of kind expired when the deadline passes first."""
         if self.turn is not None:
             await self.turn
 
     @contextmanager
     def yielded(self) -> Iterator[None]:
-        """Leave the slot to others for the length of a block."""
+        """Yield the slot to other calls for the length of a block."""
         self.admission._yield(self, 1)
         try:
             yield
@@ -75,7 +129,7 @@ class Ticket:
             self.admission._yield(self, -1)
 
     def leave(self) -> None:
-        """Give back the slot, or the place in the queue. More than once is harmless."""
+        """Release the slot, or the place in the queue. Idempotent."""
         self.admission._leave(self)
 
 
@@ -89,7 +143,7 @@ class Admission:
         tool_concurrency: Mapping[str, int | None],
         tool_queue: int | None = None,
     ) -> None:
-        """`tool_concurrency` names the tools that have a lane of their own; all else shares one."""
+        """`tool_concurrency` names the tools that have their own queue; all others share one."""
         self._concurrency, self._queue = concurrency, queue
         self._tool_queue = queue if tool_queue is None else tool_queue
         self._lanes = {name: _Lane(limit) for name, limit in tool_concurrency.items()}
@@ -98,12 +152,12 @@ class Admission:
         self._service_seconds = 0.1
         self.running = 0
         self.waiting = 0
-        """Tickets in queues, and calls that wait for what others hold."""
+        """Tickets in queues, and calls that have yielded their slot."""
         self.yielded = 0
-        """How many of them are the latter."""
+        """Calls that have yielded their slot."""
 
     def enter(self, tool: str, deadline: float | None = None) -> Ticket:
-        """A ticket, granted or waiting; a `Problem` when there is no room or no time. Never waits.
+        """A ticket, granted or waiting; a `RequestError` when there is no room or no time. Never waits.
 
         `deadline` is in the event loop's time.
         """
@@ -150,7 +204,7 @@ class Admission:
         if math.isfinite(ticket.started):
             spent = now - ticket.started
             self._service_seconds += _SMOOTHING * (spent - self._service_seconds)
-            ticket.started = math.inf  # given back
+            ticket.started = math.inf  # released
             ticket.lane.running -= 1
             self.running -= 1
             self._call_next(now)
@@ -177,39 +231,39 @@ class Admission:
             assert ticket.turn is not None
             if not ticket.turn.done():
                 ticket.turn.set_result(None)
-            # One that was cancelled meanwhile gives the slot back itself, in `leave`.
+            # A ticket that was cancelled meanwhile releases the slot itself, in `leave`.
 
-    def _overloaded(self, lane: _Lane) -> Problem:
-        """Come back when about half of what waits has run, by how long calls have taken lately."""
+    def _overloaded(self, lane: _Lane) -> RequestError:
+        """Retry-After: when about half of the waiting calls will have run, by their recent duration."""
         slots = min(self._concurrency, lane.limit or self._concurrency)
         ahead = len(lane.waiting) if lane.limit is not None else self.waiting
         pause = self._service_seconds * (1 + ahead / 2) / slots
         pause = min(max(pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
         message = f"{self.waiting} calls wait already; this one was not taken"
-        return Problem(ErrorKind.OVERLOADED, message, retry_after=round(pause, 3))
+        return RequestError(ErrorKind.OVERLOADED, message, retry_after=round(pause, 3))
 
 
-class Bytes:
-    """How much of requests is held in memory at once, counted as it arrives.
+class ByteBudget:
+    """Bounds the bytes of request bodies in memory, counted as they arrive.
 
-    A body takes several times its length while it is parsed and run, so no more of it is read than there is
-    room for. Who announces much and sends little holds little. Small bodies do not count, and wait for
-    nobody: the queue bounds them. Room goes to the oldest request that waits for it. One request at
-    a time may go beyond: otherwise several, all read in part, could wait for each other.
+    A body takes several times its length while it is parsed and run, so no more of it is read than the budget
+    allows. Announcing a large body reserves nothing. Small bodies do not count and never wait: the queue bounds
+    them. Freed bytes go to the oldest request that waits. One request at a time may exceed the budget:
+    otherwise several, all read in part, could wait for each other (deadlock).
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.held = 0
         self._numbers = itertools.count()
-        self._waiting: list[tuple[int, Share, int, asyncio.Future[None]]] = []
-        self._beyond: Share | None = None
+        self._waiting: list[tuple[int, ByteShare, int, asyncio.Future[None]]] = []
+        self._beyond: ByteShare | None = None
 
-    def share(self) -> Share:
-        """For a new request, of which nothing has arrived."""
-        return Share(self, next(self._numbers))
+    def share(self) -> ByteShare:
+        """For a new request, of which nothing has been read."""
+        return ByteShare(self, next(self._numbers))
 
-    def _fits(self, share: Share, size: int) -> bool:
+    def _fits(self, share: ByteShare, size: int) -> bool:
         if self.held + size <= self._most:
             return True
         if self._beyond is None:
@@ -225,20 +279,21 @@ class Bytes:
             self._take(share, size)
             turn.set_result(None)
 
-    def _take(self, share: Share, size: int) -> None:
+    def _take(self, share: ByteShare, size: int) -> None:
         share.size += size
         self.held += size
 
 
-class Share:
-    """One request's bytes, given back when nobody needs its body any more."""
+class ByteShare:
+    """One request's part of the budget, released when neither request nor call needs the body any more."""
 
-    def __init__(self, bytes: Bytes, number: int) -> None:
+    def __init__(self, bytes: ByteBudget, number: int) -> None:
         self._bytes, self._number, self._users = bytes, number, 1
         self.size = 0
 
     async def grow(self, size: int, seconds: float) -> None:
-        """Room for `size` bytes in all; a `Problem` of kind overloaded when there is none within `seconds`."""
+        """Room for `size` bytes in all; a `RequestError` of kind overloaded when there is none within
+        `seconds`."""
         more, held = size - self.size, self._bytes
         if size <= _SMALL or more <= 0:
             return
@@ -254,7 +309,7 @@ class Share:
                 await turn
         except TimeoutError:
             message = f"{held.held:,} bytes of other requests are held already; this one was not read"
-            raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0) from None
+            raise RequestError(ErrorKind.OVERLOADED, message, retry_after=1.0) from None
         finally:
             if entry in held._waiting:
                 held._waiting.remove(entry)
@@ -262,7 +317,7 @@ class Share:
                 held._serve()
 
     def hold(self) -> None:
-        """One more needs them: the call, which may outlive its request."""
+        """One more user: the call, which may outlive its request."""
         self._users += 1
 
     def release(self) -> None:
@@ -275,5 +330,5 @@ class Share:
             held._serve()
 
 
-def _expired() -> Problem:
-    return Problem(ErrorKind.EXPIRED, "the deadline passed before there was a slot; it was not run")
+def _expired() -> RequestError:
+    return RequestError(ErrorKind.EXPIRED, "the deadline passed before there was a slot; it was not run")

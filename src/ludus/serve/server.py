@@ -1,4 +1,4 @@
-"""The life of a tool server: start, say where, serve, drain, stop."""
+"""Life cycle of a tool server: start, announce the address, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from ipaddress import ip_address
 from aiohttp import web
 
 from ludus.core.failures import ConfigError
-from ludus.serve.handlers import ToolApi
-from ludus.serve.service import ToolService
-from ludus.serve.settings import ServerConfig
+from ludus.serve.http import ToolApi
+from ludus.serve.service import ServerConfig, ToolService
 from ludus.tools.hosting import ToolHost
 from ludus.tools.remote_http import is_loopback
 
 _log = logging.getLogger(__name__)
 _COLLECT_AFTER = 10_000
-"""Objects; each collection looks at all requests that wait."""
+"""Allocations between garbage collections, each of which visits all waiting requests."""
 
 
 class ToolServer:
@@ -54,8 +53,8 @@ class ToolServer:
                 handler_cancellation=True,
                 keepalive_timeout=config.keepalive_seconds,
                 shutdown_timeout=1.0,
-                lingering_time=1.0,  # for the rest of a request that is already answered
-                auto_decompress=False,  # packed bodies are refused: nobody has to unpack them to say so
+                lingering_time=1.0,  # for the rest of a request body that is already answered
+                auto_decompress=False,  # compressed bodies are refused without unpacking them
             )
             await self._runner.setup()
             site = web.TCPSite(self._runner, config.host, config.port, backlog=4096, reuse_address=True)
@@ -72,7 +71,7 @@ class ToolServer:
         return self.address
 
     async def drain_and_stop(self) -> None:
-        """Finish what runs, within the grace; close sessions, connections and the host."""
+        """Let running calls finish within `drain_seconds`; close sessions, connections and the host."""
         if self.service is not None:
             await self.service.drain()
         await self._stop()
@@ -122,9 +121,9 @@ async def serve_until_told(
 
     listen()
     address = await server.start()
-    listen()  # once more: what tools and hosts load may have put handlers of its own there
+    listen()  # again: tools and hosts may have installed their own signal handlers
     gc.collect()
-    gc.freeze()  # what is loaded stays: no collection has to look at it again
+    gc.freeze()  # collections skip what is loaded now
     gc.set_threshold(_COLLECT_AFTER)
     try:
         announced = on_ready(address)
@@ -138,7 +137,7 @@ async def serve_until_told(
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """`ConfigError` for an address that others can reach and a server that would trust them."""
+    """`ConfigError` for an address that other machines can reach without a token."""
     if token is not None:
         if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError("a token is at least 16 printable ASCII characters without spaces")
@@ -168,13 +167,13 @@ def _address(bound: tuple[str, int, int, int] | tuple[str, int]) -> str:
 
 
 def _own_address(everywhere: str) -> str:
-    """The address that others reach this machine by, where it listens on all of them."""
+    """The address by which other machines reach this one, if it listens on all of them."""
     family, outside, loopback = socket.AF_INET, "192.0.2.1", "127.0.0.1"
     if ":" in everywhere:
         family, outside, loopback = socket.AF_INET6, "2001:db8::1", "::1"
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((outside, 9))  # sends nothing: the kernel only chooses the way
+            probe.connect((outside, 9))  # sends nothing: the kernel only chooses the route
         except OSError:
             return loopback
         return str(probe.getsockname()[0])

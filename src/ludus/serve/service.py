@@ -1,35 +1,216 @@
-"""The tool server without its HTTP: sessions, calls, admission, and what happens once only.
+"""The tool server without HTTP: its settings, idempotent calls, and the service that ties them together.
 
-Who waits for whom. Each call that is taken runs in a task of its own, in the journal; requests wait for that
-task, and several may wait for the same one. A request that goes away takes nothing with it, except that a call
-for which nobody waits is cancelled after `orphan_seconds`. Admission bounds the tasks: a call has a ticket
-before it has a task.
+Who waits for whom. Each admitted call runs in its own task, registered in the idempotency cache; requests wait
+for that task, and several may wait for the same one. A request that disconnects cancels nothing, except that a
+call without waiting requests is cancelled after `orphan_seconds`. Admission bounds the tasks: a call has a
+ticket before it has a task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import secrets
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
 
+from pydantic import Field
+
+from ludus.core.config import Config
 from ludus.core.failures import InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, slot_release
 from ludus.core.task import Task
-from ludus.serve.admission import Admission, Share, Ticket
-from ludus.serve.journal import Entry, Journal, Outcome
-from ludus.serve.logs import log_call
-from ludus.serve.metrics import Metrics
-from ludus.serve.problems import Problem
-from ludus.serve.sessions import OPENING, Session, Sessions
-from ludus.serve.settings import ServerConfig
+from ludus.serve.admission import Admission, ByteShare, RequestError, Ticket
+from ludus.serve.sessions import OPENING, ServerSession, ServerSessions
+from ludus.serve.telemetry import Metrics, log_call
 from ludus.tools import unknown_tool
 from ludus.tools.hosting import ToolFacts, ToolHost
-from ludus.tools.wire import CallBody, ErrorKind
+from ludus.tools.wire import CallBody, ErrorKind, dump
+
+
+class ServerConfig(Config):
+    """What bounds a tool server. Every queue, buffer and wait in it has its limit here."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on; one that others can reach needs a token."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one, which is printed."""
+    concurrency: int = Field(default=256, ge=1)
+    """Calls that run at once."""
+    queue: int = Field(default=4096, ge=0)
+    """Calls that wait; one more is refused at once."""
+    tool_concurrency: dict[str, int] = Field(default_factory=dict)
+    """Calls that run at once, by tool; the tool's own `max_concurrency` where it is not named here."""
+    tool_queue: int | None = Field(default=None, ge=0)
+    """Calls that wait for any one tool; as many as wait at all when left out."""
+    max_sessions: int = Field(default=16_384, ge=1)
+    """ServerSessions that are open at once."""
+    idle_seconds: float = Field(default=1800.0, gt=0)
+    """Seconds without use after which a session is closed."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """How long running calls may take to finish once the server is told to stop."""
+    orphan_seconds: float = Field(default=5.0, ge=0)
+    """How long a call goes on after its caller's connection broke, in case the caller asks again."""
+    max_body_bytes: int = Field(default=8_000_000, ge=1024)
+    """The largest request."""
+    held_bytes: int = Field(default=32_000_000, ge=1024)
+    """ByteBudget of large requests that are held at once, as they arrive; one request may go beyond."""
+    client_seconds: float = Field(default=30.0, gt=0)
+    """How long a client may take to send a request, or to take a piece of an answer."""
+    keepalive_seconds: float = Field(default=75.0, gt=0)
+    """How long a connection may say nothing."""
+    stream_chars: int = Field(default=262_144, ge=1)
+    """Results longer than this are streamed to clients that can read a stream."""
+    keep_seconds: float = Field(default=600.0, gt=0)
+    """How long finished calls are remembered, so that a repeated request gets the same answer."""
+    keep_calls: int = Field(default=20_000, ge=0)
+    """How many of them."""
+    keep_bytes: int = Field(default=64_000_000, ge=0)
+    """How much memory their results may take."""
+
+
+_log = logging.getLogger(__name__)
+
+_TRANSIT_SECONDS = 30.0
+"""How long a retry may be in transit, during which its age is not counted."""
+
+CallOutcome = ToolResult | RequestError
+Name = tuple[str, str]
+"""Session id, or an empty string, and idempotency key."""
+
+
+@dataclass(slots=True, eq=False)
+class CallRecord:
+    """One call: running, or finished with its outcome."""
+
+    name: Name
+    fingerprint: bytes
+    arrived: float
+    task: asyncio.Task[tuple[CallOutcome, bool]] | None = None
+    outcome: CallOutcome | None = None
+    waiters: int = 0
+    size: int = 0
+    finished: float = 0.0
+    done: asyncio.Event | None = field(default_factory=asyncio.Event)
+    """Set when it is finished; then dropped, because many finished calls are kept."""
+    queue_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+class IdempotencyCache:
+    """Running and finished calls by idempotency key, so that a request that comes twice runs once.
+
+    A request whose key is known joins the running call, or gets the finished one's answer. Finished calls are
+    dropped by age, count and size. That must not turn a late retry into a second run, so the cache remembers
+    the arrival of the youngest call it ever dropped: a retry whose first attempt is older may have run, a
+    younger one cannot have.
+    """
+
+    def __init__(self, keep_seconds: float, keep_calls: int, keep_bytes: int) -> None:
+        self._keep_seconds, self._keep_calls, self._keep_bytes = keep_seconds, keep_calls, keep_bytes
+        self._running: dict[Name, CallRecord] = {}
+        self._finished: OrderedDict[Name, CallRecord] = OrderedDict()
+        self._size = 0
+        self._forgotten_until = float("-inf")
+
+    @property
+    def running(self) -> list[CallRecord]:
+        return list(self._running.values())
+
+    def running_under(self, name: Name) -> CallRecord | None:
+        return self._running.get(name)
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+    def find(self, session: str, call: CallBody) -> CallRecord | None:
+        """The call with this key, if any; a `RequestError` when that key stood for something else."""
+        self._forget_old()
+        name = (session, call.key)
+        entry = self._running.get(name) or self._finished.get(name)
+        if entry is not None and entry.fingerprint != fingerprint(call):
+            message = f"the key {call.key!r} was used for a different call; a key is for one call only"
+            raise RequestError(ErrorKind.KEY_REUSED, message)
+        return entry
+
+    def may_have_forgotten(self, age_seconds: float) -> bool:
+        """Whether a call that arrived so long ago, or later, could have run and been dropped."""
+        return _now() - age_seconds - _TRANSIT_SECONDS <= self._forgotten_until
+
+    def start(
+        self,
+        session: str,
+        call: CallBody,
+        work: Callable[[CallRecord], Coroutine[Any, Any, tuple[CallOutcome, bool]]],
+    ) -> CallRecord:
+        """Run `work` under this key. It returns the outcome, and whether that must be kept."""
+        entry = CallRecord((session, call.key), fingerprint(call), _now())
+        self._running[entry.name] = entry
+        entry.task = asyncio.create_task(work(entry))
+        # By callback: a task that is cancelled before its first step runs none of its own code.
+        entry.task.add_done_callback(lambda task: self._finish(entry, task))
+        return entry
+
+    def _finish(self, entry: CallRecord, task: asyncio.Task[tuple[CallOutcome, bool]]) -> None:
+        keep = False
+        if task.cancelled():
+            entry.outcome = RequestError(ErrorKind.CANCELLED, "the call was cancelled before it was run")
+        elif (error := task.exception()) is not None:
+            _log.error("unexpected error in a call", exc_info=error)
+            message = f"{type(error).__name__}: {error}"
+            entry.outcome, keep = RequestError(ErrorKind.FAILED, message, started=True), True
+        else:
+            entry.outcome, keep = task.result()
+        del self._running[entry.name]
+        entry.finished = _now()
+        if keep:
+            self._remember(entry)
+        assert entry.done is not None
+        entry.done.set()
+        entry.done = entry.task = None
+
+    def _remember(self, entry: CallRecord) -> None:
+        outcome = entry.outcome
+        entry.size = 256
+        if isinstance(outcome, ToolResult):
+            entry.size += sys.getsizeof(outcome.content)  # in memory: up to four bytes a character
+            entry.size += sum(len(media.data or b"") for media in outcome.media)
+        self._finished[entry.name] = entry
+        self._size += entry.size
+        while self._finished and (
+            len(self._finished) > self._keep_calls or self._size > self._keep_bytes
+        ):
+            self._forget_first()
+
+    def _forget_old(self) -> None:
+        oldest = _now() - self._keep_seconds
+        while self._finished and next(iter(self._finished.values())).finished < oldest:
+            self._forget_first()
+
+    def _forget_first(self) -> None:
+        _, entry = self._finished.popitem(last=False)
+        self._size -= entry.size
+        self._forgotten_until = max(self._forgotten_until, entry.arrived)
+
+
+def fingerprint(call: CallBody) -> bytes:
+    """What makes two requests the same call."""
+    return hashlib.blake2b(dump([call.name, call.arguments, call.id]), digest_size=16).digest()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
 
 _DRAIN_PAUSE = 1.0
 
 
 class ToolService:
-    """A started host behind admission, a journal and sessions."""
+    """A started tool host behind admission control, the idempotency cache and sessions."""
 
     def __init__(self, host: ToolHost, facts: dict[str, ToolFacts], config: ServerConfig) -> None:
         self.instance = secrets.token_hex(8)
@@ -40,20 +221,20 @@ class ToolService:
         self.admission = Admission(
             config.concurrency, config.queue, {**limits, OPENING: None}, config.tool_queue
         )
-        self.journal = Journal(config.keep_seconds, config.keep_calls, config.keep_bytes)
+        self.journal = IdempotencyCache(config.keep_seconds, config.keep_calls, config.keep_bytes)
         self.metrics = Metrics()
-        self.sessions = Sessions(
+        self.sessions = ServerSessions(
             host, self.admission, self.metrics, config.max_sessions, config.idle_seconds
         )
         self.draining = False
         self._watch()
 
     async def call(
-        self, session: Session | None, call: CallBody, deadline: float | None, share: Share
-    ) -> Outcome:
-        """Run the call, or join the one with the same key; the outcome may be a `Problem`.
+        self, session: ServerSession | None, call: CallBody, deadline: float | None, share: ByteShare
+    ) -> CallOutcome:
+        """Run the call, or join the one with the same key; the outcome may be a `RequestError`.
 
-        `share` is what its body takes, which a call that goes on without its request still holds.
+        `share`: the memory of its body, which a call that continues without its request still holds.
         """
         scope = "" if session is None else session.id
         try:
@@ -65,7 +246,7 @@ class ToolService:
                 entry.task.add_done_callback(lambda _: share.release())
             else:
                 self.metrics.joined.inc()
-        except Problem as problem:
+        except RequestError as problem:
             self.metrics.refused.labels(problem.kind.value).inc()
             log_call(scope, call.name, problem, 0.0, 0.0)
             return problem
@@ -75,7 +256,7 @@ class ToolService:
         return entry.outcome
 
     def cancel(self, session: str, key: str) -> bool:
-        """Stop a running call; whether there was one."""
+        """Cancel a running call; returns whether there was one."""
         entry = self.journal.running_under((session, key))
         if entry is None or entry.task is None:
             return False
@@ -86,10 +267,10 @@ class ToolService:
     def refuse_when_draining(self) -> None:
         if self.draining:
             message = "the server is stopping and takes nothing new"
-            raise Problem(ErrorKind.DRAINING, message, retry_after=_DRAIN_PAUSE)
+            raise RequestError(ErrorKind.DRAINING, message, retry_after=_DRAIN_PAUSE)
 
     async def drain(self) -> None:
-        """Take nothing new, let what runs finish within the grace, and close all sessions."""
+        """Refuse new calls, let running ones finish within `drain_seconds`, and close all sessions."""
         self.draining = True
         running = [entry.task for entry in self.journal.running if entry.task is not None]
         if running:
@@ -102,19 +283,22 @@ class ToolService:
             await asyncio.wait(left, timeout=5.0)
         await self.sessions.close_all("drain")
 
-    def _begin(self, session: Session | None, call: CallBody, deadline: float | None) -> Entry:
+    def _begin(
+        self, session: ServerSession | None, call: CallBody, deadline: float | None
+    ) -> CallRecord:
         self.refuse_when_draining()
         self._check_retry(call)
         ticket = self.admission.enter(call.name, deadline)
         scope = "" if session is None else session.id
 
-        async def work(entry: Entry) -> tuple[Outcome, bool]:
+        async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
             return await self._perform(entry, ticket, session, call, deadline)
 
         entry = self.journal.start(scope, call, work)
-        if session is not None:
-            session.calls.add(entry)
         assert entry.task is not None
+        if session is not None:
+            session.calls.add(entry.task)
+            entry.task.add_done_callback(session.calls.discard)
         entry.task.add_done_callback(lambda _: self._ended(entry, ticket, session, call.name))
         return entry
 
@@ -124,13 +308,13 @@ class ToolService:
             return
         elsewhere = call.retry.instance != self.instance
         if not elsewhere and not self.journal.may_have_forgotten(call.retry.age_ms / 1000):
-            return  # it was sent to us, and we would remember it: it never arrived
+            return  # it was sent here and would be known: it never arrived
         facts = self.facts.get(call.name)
         if facts is not None and facts.repeatable:
             self.metrics.repeated.labels(self._label(call.name)).inc()
             return
         where = "to another server process" if elsewhere else "too long ago to be remembered"
-        raise Problem(
+        raise RequestError(
             ErrorKind.UNKNOWN_OUTCOME,
             f"an earlier attempt was sent {where}; whether it took effect is unknown, and the tool "
             f"{call.name!r} may not be repeated (retries=0)",
@@ -139,16 +323,16 @@ class ToolService:
 
     async def _perform(
         self,
-        entry: Entry,
+        entry: CallRecord,
         ticket: Ticket,
-        session: Session | None,
+        session: ServerSession | None,
         call: CallBody,
         deadline: float | None,
-    ) -> tuple[Outcome, bool]:
-        """The outcome, and whether it must be remembered: everything that may have run must."""
+    ) -> tuple[CallOutcome, bool]:
+        """The outcome, and whether it must be kept: everything that may have run must."""
         try:
             await ticket.granted()
-        except Problem as problem:
+        except RequestError as problem:
             return problem, False
         try:
             slot_release.set(ticket.yielded)
@@ -158,14 +342,14 @@ class ToolService:
             if not limit.expired():
                 raise
             message = f"the deadline passed while {call.name!r} ran; it was cancelled"
-            return Problem(ErrorKind.EXPIRED, message, started=True), True
+            return RequestError(ErrorKind.EXPIRED, message, started=True), True
         except asyncio.CancelledError:
             message = f"{call.name!r} was cancelled while it ran"
-            return Problem(ErrorKind.CANCELLED, message, started=True), True
+            return RequestError(ErrorKind.CANCELLED, message, started=True), True
         except InfraError as error:
-            return Problem.of(error), True
+            return RequestError.of(error), True
 
-    async def _run(self, session: Session | None, call: CallBody) -> ToolResult:
+    async def _run(self, session: ServerSession | None, call: CallBody) -> ToolResult:
         tool_call = ToolCall(call.name, call.arguments, call.id)
         if session is not None:
             if not session.wants(call.name):
@@ -178,14 +362,15 @@ class ToolService:
         finally:
             await self.host.close(context)
 
-    def _ended(self, entry: Entry, ticket: Ticket, session: Session | None, tool: str) -> None:
+    def _ended(
+        self, entry: CallRecord, ticket: Ticket, session: ServerSession | None, tool: str
+    ) -> None:
         now = asyncio.get_running_loop().time()
         entry.queue_seconds = ticket.queue_seconds
         entry.seconds = max(0.0, now - ticket.arrived - entry.queue_seconds)
         started = ticket.started is not None
         ticket.leave()
         if session is not None:
-            session.calls.discard(entry)
             session.used = now
         label = self._label(tool)
         self.metrics.calls.labels(label, _named(entry.outcome)).inc()
@@ -193,7 +378,7 @@ class ToolService:
         if started:
             self.metrics.seconds.labels(label).observe(entry.seconds)
 
-    async def _wait(self, entry: Entry) -> None:
+    async def _wait(self, entry: CallRecord) -> None:
         if entry.done is None:
             return
         entry.waiters += 1
@@ -205,26 +390,26 @@ class ToolService:
                 loop = asyncio.get_running_loop()
                 loop.call_later(self._config.orphan_seconds, self._cancel_orphan, entry)
 
-    def _cancel_orphan(self, entry: Entry) -> None:
+    def _cancel_orphan(self, entry: CallRecord) -> None:
         if entry.waiters == 0 and entry.task is not None and entry.outcome is None:
             self.metrics.cancelled.labels("orphan").inc()
             entry.task.cancel()
 
     def _label(self, tool: str) -> str:
-        """Labels are for tools there are: what clients make up must not fill the memory."""
+        """Metric labels are for existing tools only: clients must not be able to create any number of them."""
         return tool if tool in self.facts else "(unknown)"
 
     def _watch(self) -> None:
         watch, health = self.metrics.watch, self.host.health
         watch("running", "Calls that run now.", lambda: self.admission.running)
         watch("waiting", "Calls that wait now.", lambda: self.admission.waiting)
-        watch("sessions", "Sessions that are open now.", lambda: len(self.sessions))
+        watch("sessions", "ServerSessions that are open now.", lambda: len(self.sessions))
         watch("remembered", "Finished calls that are remembered.", lambda: len(self.journal))
         watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
         watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)
 
 
-def _named(outcome: Outcome | None) -> str:
+def _named(outcome: CallOutcome | None) -> str:
     if isinstance(outcome, ToolResult):
         return "ok" if outcome.fault is None else outcome.fault.value
     return "lost" if outcome is None else outcome.kind.value

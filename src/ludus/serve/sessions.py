@@ -1,9 +1,9 @@
-"""Sessions: the episodes that a server holds open, and when it lets them go.
+"""Server sessions: the episodes that a server holds open, and when it closes them.
 
-Who waits for whom. Opening a session is a task of its own: requests that open it again, or call in it, wait for
-that task. So is closing one: it cancels the session's running calls, waits for them, then lets the host release
-the episode, whether or not the client that asked for it still waits. One sweeper
-closes the sessions that nobody has used for `idle_seconds`; a session with a running call is in use.
+Who waits for whom. Opening a session is a task: requests that open it again, or call in it, wait for that
+task. So is closing one: it cancels the session's running calls, waits for them, then lets the host release the
+episode, whether or not the client that asked for it still waits. A sweeper closes sessions that were not used
+for `idle_seconds`; a session with a running call is in use.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ludus.core.failures import InfraError
 from ludus.core.messages import ToolContext, ToolSpec
-from ludus.serve.admission import Admission, Ticket
-from ludus.serve.journal import Entry
-from ludus.serve.metrics import Metrics
-from ludus.serve.problems import Problem
+from ludus.serve.admission import Admission, RequestError, Ticket
+from ludus.serve.telemetry import Metrics
 from ludus.tools.hosting import ToolHost
 from ludus.tools.wire import ErrorKind, OpenBody, task_from_json
 
@@ -27,11 +26,11 @@ _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0
 
 OPENING = "(open)"
-"""The lane in which sessions are opened, beside those of the tools."""
+"""The admission queue for opening sessions, beside those of the tools."""
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ServerSession:
     """One open episode."""
 
     id: str
@@ -40,14 +39,14 @@ class Session:
     wanted: frozenset[str] | None
     used: float
     opening: asyncio.Task[None] | None = None
-    calls: set[Entry] = field(default_factory=set)
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
     closing: asyncio.Task[None] | None = None
 
     def wants(self, tool: str) -> bool:
         return self.wanted is None or tool in self.wanted
 
 
-class Sessions:
+class ServerSessions:
     """All open sessions of a server, by id."""
 
     def __init__(
@@ -55,13 +54,13 @@ class Sessions:
     ) -> None:
         self._host, self._admission, self._metrics = host, admission, metrics
         self._most, self._idle_seconds = most, idle_seconds
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ServerSession] = {}
         self._episodes: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def get(self, id: str) -> Session:
+    async def get(self, id: str) -> ServerSession:
         """An open session; one that is being opened is waited for."""
         session = self._sessions.get(id)
         if session is not None and session.opening is not None:
@@ -70,52 +69,54 @@ class Sessions:
             message = (
                 f"there is no session {id!r} here: it expired, was closed, or this server is a new one"
             )
-            raise Problem(ErrorKind.SESSION_UNKNOWN, message)
+            raise RequestError(ErrorKind.SESSION_UNKNOWN, message)
         session.used = _now()
         return session
 
-    async def open(self, body: OpenBody, deadline: float | None) -> tuple[Session, bool]:
-        """The session, and whether it is new; an earlier request with the same id may have opened it."""
+    async def open(self, body: OpenBody, deadline: float | None) -> tuple[ServerSession, bool]:
+        """The session, and whether it is new: an earlier request with the same id may have opened it."""
         session = self._sessions.get(body.session)
         is_new = session is None
         if session is None:
             session = self._begin(body, deadline)
         elif session.episode != body.episode:
             message = f"the session {body.session!r} belongs to another episode"
-            raise Problem(ErrorKind.KEY_REUSED, message)
+            raise RequestError(ErrorKind.KEY_REUSED, message)
         if session.opening is not None:
             await self._joined(session.opening)
         if session.closing is not None:
-            raise Problem(ErrorKind.SESSION_UNKNOWN, f"the session {body.session!r} is being closed")
+            raise RequestError(
+                ErrorKind.SESSION_UNKNOWN, f"the session {body.session!r} is being closed"
+            )
         session.used = _now()
         return session, is_new
 
     async def _joined(self, opening: asyncio.Task[None]) -> None:
         await asyncio.wait((opening,))
         if opening.cancelled():
-            raise Problem(ErrorKind.SESSION_UNKNOWN, "the session was closed while it was opened")
+            raise RequestError(ErrorKind.SESSION_UNKNOWN, "the session was closed while it was opened")
         error = opening.exception()
         if isinstance(error, InfraError):
-            raise Problem.of(error) from error
+            raise RequestError.of(error) from error
         if error is not None:
             raise error
 
-    def _begin(self, body: OpenBody, deadline: float | None) -> Session:
+    def _begin(self, body: OpenBody, deadline: float | None) -> ServerSession:
         if len(self._sessions) >= self._most:
             message = f"{len(self._sessions)} sessions are open already"
-            raise Problem(ErrorKind.OVERLOADED, message, retry_after=1.0)
+            raise RequestError(ErrorKind.OVERLOADED, message, retry_after=1.0)
         ticket = self._admission.enter(OPENING, deadline)
-        # Two clients may call their episodes alike; tools keep state by episode, so it must be unique here.
+        # Two clients may use the same episode name; tools keep state by episode, so it must be unique here.
         unique = body.episode not in self._episodes
         episode = body.episode if unique else f"{body.episode}~{body.session}"
         context = ToolContext(episode, task_from_json(body.task.model_dump()))
         wanted = None if body.tools is None else frozenset(body.tools)
-        session = Session(body.session, body.episode, context, wanted, _now())
+        session = ServerSession(body.session, body.episode, context, wanted, _now())
         self._sessions[session.id] = session
         self._episodes.add(episode)
 
         session.opening = asyncio.create_task(self._open(context, ticket))
-        # By callback, because a task that is cancelled before its first step runs no line of its own.
+        # By callback: a task that is cancelled before its first step runs none of its own code.
         session.opening.add_done_callback(lambda task: self._opened(session, ticket, task))
         return session
 
@@ -123,13 +124,13 @@ class Sessions:
         try:
             await ticket.granted()
             await self._host.open(context)
-        except (Problem, InfraError):
+        except (RequestError, InfraError):
             raise
         except Exception as error:
             message = f"the tools could not be opened: {type(error).__name__}: {error}"
-            raise Problem(ErrorKind.FAILED, message, started=True) from error
+            raise RequestError(ErrorKind.FAILED, message, started=True) from error
 
-    def _opened(self, session: Session, ticket: Ticket, task: asyncio.Task[None]) -> None:
+    def _opened(self, session: ServerSession, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.leave()
         session.opening = None
         if task.cancelled() or task.exception() is not None:
@@ -137,16 +138,16 @@ class Sessions:
         else:
             self._metrics.opened.inc()
 
-    async def tools(self, session: Session) -> Sequence[ToolSpec]:
+    async def tools(self, session: ServerSession) -> Sequence[ToolSpec]:
         """What the session can call now."""
         try:
             specs = await self._host.list(session.context)
         except InfraError as error:
-            raise Problem.of(error) from error
+            raise RequestError.of(error) from error
         return [spec for spec in specs if session.wants(spec.name)]
 
     async def close(self, id: str, why: str) -> bool:
-        """Close a session; whether there was one. Its running calls are cancelled."""
+        """Close a session and cancel its running calls; returns whether there was one."""
         session = self._sessions.get(id)
         if session is None:
             return False
@@ -156,11 +157,11 @@ class Sessions:
         await asyncio.shield(session.closing)
         return is_first
 
-    async def _close(self, session: Session, why: str) -> None:
+    async def _close(self, session: ServerSession, why: str) -> None:
         if session.opening is not None:
             session.opening.cancel()
             await asyncio.wait((session.opening,))
-        running = [entry.task for entry in session.calls if entry.task is not None]
+        running = list(session.calls)
         for task in running:
             task.cancel()
         if running:
@@ -177,7 +178,7 @@ class Sessions:
         await asyncio.gather(*(self.close(id, why) for id in list(self._sessions)))
 
     async def sweep(self) -> None:
-        """Close what is idle, for ever; cancelled when the server stops."""
+        """Close idle sessions from time to time, until cancelled."""
         await every(min(30.0, self._idle_seconds / 4), self._close_idle)
 
     async def _close_idle(self) -> None:
@@ -189,7 +190,7 @@ class Sessions:
         ]
         await asyncio.gather(*(self.close(id, "idle") for id in idle))
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: ServerSession) -> None:
         self._sessions.pop(session.id, None)
         self._episodes.discard(session.context.episode)
 

@@ -90,7 +90,7 @@ class Campaign:
         self, sandbox: Sandbox, canaries: Canaries, cases: list[Case], rounds: int
     ) -> None:
         layers = await sandbox.start()
-        if layers.order["namespaces"] == self._bare:
+        if layers.settings["namespaces"] == self._bare:
             self.report.problems.append(f"not the arrangement that was wanted: {layers.reasons}")
         self._steady = await sandbox.session()
         await self._steady.python("turns = 0")
@@ -200,7 +200,7 @@ async def _execution(sandbox: Sandbox, case: Case, code: str, limits: Limits) ->
     if case.kind == "python":
         return await sandbox.python(code, stdin=case.stdin, limits=limits)
     if case.kind == "forked":  # programs that are given files do not run in a slot
-        has_slots = sandbox.layers is not None and sandbox.layers.order["namespaces"]
+        has_slots = sandbox.layers is not None and sandbox.layers.settings["namespaces"]
         files = {"/dev/shm/given": ""} if has_slots else None
         return await sandbox.python(code, stdin=case.stdin, limits=limits, files=files)
     if case.kind == "shell":

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.sandbox import layers
+from ludus.sandbox import isolation
 
 NAME = "LUDUS_CANARY_SECRET"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -187,9 +187,9 @@ def arrange(*, bare: bool) -> None:
     """Make sandboxes of this process do without namespaces, as if the machine refused them."""
     if not bare:
         return
-    orders = layers._orders
+    orders = isolation._arrangements
 
     def without_namespaces(*arguments: object) -> Iterator[object]:
         return (order for order in orders(*arguments) if not order["namespaces"])
 
-    layers._orders = without_namespaces
+    isolation._arrangements = without_namespaces

@@ -29,9 +29,17 @@ from ludus.rewards.code_tests.fault_attribution import (
 from ludus.rewards.code_tests.test_cases import code_of
 from ludus.rewards.reward import Parts
 from ludus.sandbox import Sandbox, SandboxConfig
-from ludus.sandbox.sql import Blob, Database, LongText, QueryResult, SqlLimits, run_query
-from ludus.sandbox.sql.execution import Engine
-from ludus.sandbox.sql.results import Row, Value
+from ludus.sandbox.sql import (
+    Blob,
+    Database,
+    LongText,
+    QueryResult,
+    Row,
+    SqlEngineName,
+    SqlLimits,
+    Value,
+    run_query,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +63,7 @@ class SqlMatch(SandboxedReward):
         *,
         database: str | list[str] | None = None,
         folder: str = ".",
-        engine: Engine | None = None,
+        engine: SqlEngineName | None = None,
         key: str = "query",
         order: Literal["auto", "always", "never"] = "auto",
         column_order: bool = True,

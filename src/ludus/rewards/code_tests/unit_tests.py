@@ -46,8 +46,7 @@ from ludus.rewards.code_tests.test_cases import (
     tests_of,
 )
 from ludus.rewards.reward import Parts
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
-from ludus.sandbox.bundling import bundle, call
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session, bundle, call
 
 _log = logging.getLogger(__name__)
 

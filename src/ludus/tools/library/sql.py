@@ -17,11 +17,11 @@ from ludus.sandbox.sql import (
     QueryResult,
     SqlLimits,
     SqlProblem,
-    Table,
+    TableSchema,
+    Value,
     read_schema,
     run_query,
 )
-from ludus.sandbox.sql.results import Value
 from ludus.tools.library import Toolkit
 from ludus.tools.library.sandbox import EpisodeSessions, SandboxTool
 
@@ -187,7 +187,7 @@ def shown(value: Value) -> str:
     return str(value)
 
 
-def described(tables: Sequence[Table], only: str | None = None) -> str:
+def described(tables: Sequence[TableSchema], only: str | None = None) -> str:
     """Tables, one per line: columns with types, keys, and what they refer to."""
     lines: list[str] = []
     for table in tables:
@@ -199,7 +199,7 @@ def described(tables: Sequence[Table], only: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def _column(table: Table, position: int) -> str:
+def _column(table: TableSchema, position: int) -> str:
     column = table.columns[position]
     words = [_short(column.name), column.type]
     words += ["PRIMARY KEY"] if column.is_key else []

@@ -1,0 +1,513 @@
+"""The fork server (zygote): imports once what sessions will need, then forks a session whenever the host asks.
+
+Single-threaded, and it never waits for a session: it polls the host's socket, a socket that SIGCHLD writes to
+(wakeup fd), and a pidfd for each fork of a session. With namespaces it is pid 1 of a pid namespace, so when it
+ends, for whatever reason, the kernel kills every session with it. It ends when the host closes the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+from ludus.sandbox.guest import filesystem, frames, kernel, watch
+from ludus.sandbox.guest.confinement import (
+    AGENT,
+    FORK_FACTOR,
+    NAMESPACES,
+    GuestLimits,
+    IsolationPlan,
+    call_filter,
+    file_rules,
+    map_user,
+)
+from ludus.sandbox.guest.guest_main import guest_main
+
+_ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
+_HIGH_FD = 64
+_OFTEN_SECONDS = 0.1
+_SELDOM_SECONDS = 1.0
+_MOST_REQUESTS = 64
+"""Requests that are handled before limits are checked again."""
+_REST = 9.0
+"""After a check of limits, none for so many times as long as it took: the rest of the time is the host's."""
+
+
+def main(link_fd: int) -> None:
+    """Everything from the host's first frame, which holds the settings, to the end; does not return."""
+    link = socket.socket(fileno=link_fd)
+    os.environ.pop("LD_BIND_NOW", None)  # not for sessions
+    try:
+        settings, _, _ = frames.receive(link)
+        # Without namespaces a session's user may be unable to read this Python's modules, so they are loaded
+        # now. With them, `subprocess` is loaded where it is needed: it imports `threading`, whose fork hook
+        # would cost every fork 100 page faults.
+        _preload([*settings["preload"], *(() if settings["namespaces"] else ("subprocess",))])
+        if settings["namespaces"]:
+            _enter_namespaces(
+                link, settings["shown"], settings["resolver"], is_own_net=settings["own_net"]
+            )
+        else:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            _continue_as_child(link)
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        plan = _plan(settings)
+        for one_shot in (True, False):
+            call_filter(plan, one_shot)  # cached: sessions inherit it
+        gc.collect()
+        gc.freeze()  # a collection in a session must not touch, and thereby copy, shared pages
+        frames.send(link, {"event": "ready", "landlock": plan.landlock, "base": plan.base_bytes})
+        ForkServer(link, plan).serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the host has closed the socket: end
+    except BaseException as error:  # noqa: BLE001 - reported to the host
+        with contextlib.suppress(OSError):
+            frames.send(link, {"event": "broken", "error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    os._exit(0)
+
+
+def _preload(names: list[str]) -> None:
+    for name in (*_ALWAYS, *names):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"preload names {name!r}, which cannot be imported: {error}") from error
+    count = len(os.listdir("/proc/self/task"))
+    if count > 1:
+        raise RuntimeError(
+            f"preloading {', '.join(names)} started {count - 1} thread(s), which a fork would not have"
+        )
+
+
+def _enter_namespaces(link: socket.socket, shown: list[str], resolver: str, *, is_own_net: bool) -> None:
+    kinds = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
+    kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (kernel.CLONE_NEWNET if is_own_net else 0)
+    has_root = _built_as_root(shown, resolver)
+    # as root: each session has its own limit on pending signals, so there is none on all together
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kernel.unshare(kinds)
+    frames.send(link, {"event": "unshared"})
+    frames.receive(link)  # the host has written the uid and gid maps
+    _continue_as_child(link)
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or our forks could not open their own files under /proc
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not has_root:
+        filesystem.build_root(shown, resolver)
+    filesystem.mount_proc(for_code=False)
+
+
+def _built_as_root(shown: list[str], resolver: str) -> bool:
+    """As root, build the root while every folder is accessible: Python itself may lie in a closed one."""
+    if os.getuid() != 0:
+        return False
+    try:
+        os.setgroups([])
+        kernel.unshare(kernel.CLONE_NEWNS)
+    except PermissionError:
+        return False  # root in a container without the capability
+    filesystem.build_root(shown, resolver)
+    return True
+
+
+def _continue_as_child(link: socket.socket) -> None:
+    """Fork, and continue in the child. The parent stays to kill and reap what the child leaves behind."""
+    child = os.fork()
+    if not child:
+        return
+    link.close()
+    status = 0
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+        if pid == child:
+            status = ended
+            watch.kill_below(os.getpid(), keep=set())
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _plan(settings: dict[str, Any]) -> IsolationPlan:
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    plan = IsolationPlan(
+        namespaces=settings["namespaces"],
+        landlock=kernel.landlock_version() if settings["landlock"] else 0,
+        seccomp=settings["seccomp"],
+        network=settings["network"],
+        shown=tuple(settings["shown"]),
+        folder=settings["folder"],
+        uid=settings["uid"],
+        users=_mapped_users() if settings["namespaces"] else settings["users"],
+        base_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if not plan.namespaces or not plan.landlock:
+        return plan
+    ruleset = file_rules(plan)
+    # out of the way of the descriptors that `guest_main` arranges first
+    high = fcntl.fcntl(ruleset, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD)
+    os.close(ruleset)
+    return replace(plan, ruleset=high)
+
+
+def _mapped_users() -> int:
+    """How many users the host has mapped into this user namespace."""
+    with open("/proc/self/uid_map") as file:
+        return int(file.read().split()[2])
+
+
+class ForkServer:
+    """Forks sessions, holds them to their limits, and tells the host how they end.
+
+    The host names sessions by numbers.
+    """
+
+    def __init__(self, link: socket.socket, plan: IsolationPlan) -> None:
+        self._link = link
+        self._plan = plan
+        self._sessions: dict[int, int] = {}
+        """First pid of each session, by number."""
+        self._numbers: dict[int, int] = {}
+        """And back."""
+        self._limits: dict[int, GuestLimits] = {}
+        self._completions: dict[int, tuple[int, int]] = {}
+        """Helper processes that complete a fork, by pid: its number, and the pipe for the helper's report."""
+        self._removals: set[int] = set()
+        """Helper processes that remove folders."""
+        self._forks: dict[int, int] = {}
+        """Number by pidfd of the sessions that another session forked: they are not our children."""
+        self._pidfds: dict[int, int] = {}
+        """And back. They are signalled by pidfd, because their pid may have been reused."""
+        self._users: dict[int, int] = {}
+        """User of each session among those for sessions, by number; its forks are that user too."""
+        self._taken: set[int] = set()
+        """The users of living sessions."""
+        self._last_user = int.from_bytes(os.urandom(4)) % max(plan.users - 1, 1)
+        self._poll = select.poll()
+        self._slots: set[int] = set()
+        """Sessions that are slots: each program in them has limits of its own."""
+        self._watched: set[int] = set()
+        """Sessions to check often: those that have been running something for a while."""
+        self._monitor = watch.UsageMonitor(self._sessions, self._limits, plan.base_bytes)
+
+    def serve(self) -> None:
+        """Until the host closes the socket."""
+        woken, waker = socket.socketpair()
+        for end in (woken, waker):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._poll.register(self._link, select.POLLIN)
+        self._poll.register(woken, select.POLLIN)
+        soon = later = time.monotonic()
+        rested = 0.0
+        while True:
+            ready = {fd for fd, _ in self._poll.poll(self._poll_timeout())}
+            if woken.fileno() in ready:
+                with contextlib.suppress(BlockingIOError):
+                    woken.recv(4096)
+                self._reap()
+            for pidfd in ready & self._forks.keys():
+                self._fork_ended(pidfd)
+            if self._link.fileno() in ready:
+                self._handle_waiting()
+            now = time.monotonic()
+            if now < rested or now - soon <= _OFTEN_SECONDS:
+                continue
+            soon = now
+            if now - later > _SELDOM_SECONDS:
+                self._enforce(self._monitor.check_totals(set(self._sessions)))
+                idle = self._sessions.keys() - self._watched - self._slots
+                self._enforce(self._monitor.check_idle(idle, now - later))
+                later = now
+            else:
+                self._enforce(self._monitor.check_totals(self._watched))
+            done = time.monotonic()
+            rested = done + _REST * (done - now)
+
+    def _poll_timeout(self) -> float | None:
+        """Milliseconds until the next check of limits; None without sessions."""
+        if self._watched:
+            return _OFTEN_SECONDS * 1000
+        return _SELDOM_SECONDS * 1000 if self._sessions else None
+
+    def _handle_waiting(self) -> None:
+        """Handle all requests that have come: a check of busy sessions may take long, and one may kill them."""
+        waiting = select.poll()
+        waiting.register(self._link, select.POLLIN)
+        for _ in range(_MOST_REQUESTS):
+            self._handle()
+            if not waiting.poll(0):
+                return
+
+    def _handle(self) -> None:
+        header, _, fds = frames.receive(self._link)
+        number = header["id"]
+        operation = header["op"]
+        if operation == "spawn":
+            self._spawn(number, fds[0], header)
+        elif operation == "adopt":
+            self._adopt(number, header)
+        elif operation == "widen":
+            self._set_process_limit(number, header["wide"])
+            self._tell({"event": "widened", "id": number})
+        elif operation == "signal":
+            self._signal(number, header["signal"])
+        elif operation == "kill":
+            self._kill(number)
+        elif operation == "watch":
+            self._watched.add(number)
+        elif operation == "unwatch":
+            self._watched.discard(number)
+        frames.close_all(fds)
+
+    def _spawn(self, number: int, control: int, header: dict[str, Any]) -> None:
+        limits, is_slot = GuestLimits(**header["limits"]), header["slot"]
+        user = self._free_user()
+        try:
+            pid = self._forked(user)
+        except OSError as error:
+            self._tell({"event": "failed", "id": number, "error": f"fork: {error.strerror}"})
+            return
+        if pid == 0:
+            guest_main(
+                control,
+                self._plan,
+                limits,
+                str(number),
+                user,
+                one_shot=header["one_shot"],
+                is_slot=is_slot,
+            )
+        self._users[number] = user
+        self._taken.add(user)
+        self._sessions[number], self._numbers[pid] = pid, number
+        self._limits[number] = limits
+        if is_slot:
+            self._slots.add(number)
+
+    def _forked(self, user: int) -> int:
+        """Fork as `user` of those for sessions; returns the pid, and 0 in the child."""
+        if not self._plan.namespaces:
+            return os.fork()
+        if not user:
+            return kernel.fork_into(NAMESPACES)
+        # Only its creator may map itself into a user namespace; so this process is that user for a moment.
+        os.setresgid(user, user, 0)
+        os.setresuid(user, user, 0)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its files under /proc would belong to root
+        pid = -1
+        try:
+            pid = kernel.fork_into(NAMESPACES)
+        finally:
+            if pid:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # reset by every change of user
+        return pid
+
+    def _free_user(self) -> int:
+        """A user that no living session has, while there is one; 0 where there is only one user."""
+        others = self._plan.users - 1
+        for _ in range(min(others, len(self._taken) + 1)):
+            self._last_user = self._last_user % others + 1
+            if self._last_user not in self._taken:
+                break
+        return self._last_user if others else 0
+
+    def _set_process_limit(self, number: int, wide: bool) -> None:
+        """Set RLIMIT_NPROC for a session with its forks (`wide`), or for one session alone.
+
+        A session that is about to be forked needs room for its forks' processes, which the kernel counts in the
+        same user. It cannot raise the limit itself, or its code could as well.
+        """
+        if number in self._sessions:
+            with contextlib.suppress(OSError):
+                pid = self._sessions[number]
+                _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
+                own = min(max(hard // FORK_FACTOR, self._limits[number].processes), hard)
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (hard if wide else own, hard))
+
+    def _adopt(self, number: int, header: dict[str, Any]) -> None:
+        """Take over a session that another one forked, and give it its own files.
+
+        The pid is the forking session's claim, and that may be hostile: it must be a child of it.
+        """
+        parent, claimed = self._sessions.get(header["parent"]), header["pid"]
+        found = None
+        if parent is not None:
+            try:
+                found = self._fork_of(parent, claimed)
+            except Exception:  # noqa: BLE001 - whatever it is, the session's code has caused it
+                self._enforce([(header["parent"], "unreadable")])
+        if parent is None or found is None:
+            self._tell({"event": "failed", "id": number, "error": "what it forked is not its child"})
+            return
+        pid, pidfd = found
+        self._forks[pidfd], self._pidfds[number] = number, pidfd
+        self._poll.register(pidfd, select.POLLIN)
+        self._sessions[number], self._numbers[pid] = pid, number
+        self._limits[number] = self._limits[header["parent"]]
+        self._set_process_limit(number, wide=False)
+        if not self._plan.namespaces:
+            self._tell({"event": "adopted", "id": number, "good": True})  # it copies its folder itself
+            return
+        said, says = os.pipe()
+        try:
+            helper = os.fork()
+        except OSError as error:
+            frames.close_all([said, says])
+            self._tell(
+                {"event": "adopted", "id": number, "good": False, "ours": f"fork: {error.strerror}"}
+            )
+            return
+        if not helper:
+            copy_mb = header["disk_mb"] if header["copy"] else None
+            _complete_fork(pid, pidfd, parent, copy_mb, self._plan.shown, says)
+        os.close(says)
+        self._completions[helper] = (number, said)
+
+    def _fork_of(self, parent: int, claimed: int) -> tuple[int, int] | None:
+        """Pid and pidfd of the child that has the pid `claimed` where `parent` lives, if it is a fork of it."""
+        deeper = 1 if self._plan.namespaces else 0
+        depth = len(watch.namespace_pids(parent)) + deeper
+        for child in watch.children(parent):
+            numbers = watch.namespace_pids(child)
+            if child in self._numbers or len(numbers) != depth or numbers[-1 - deeper] != claimed:
+                continue
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(child)
+                if child in watch.children(parent):  # and its pid was not reused meanwhile
+                    return child, pidfd
+                os.close(pidfd)
+        return None
+
+    def _fork_ended(self, pidfd: int) -> None:
+        number = self._forks.pop(pidfd)
+        del self._pidfds[number]
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        pid = self._sessions.get(number)
+        if pid is not None:
+            self._ended(pid, None, 0.0, 0)
+
+    def _signal(self, number: int, which: int) -> None:
+        pid = self._sessions.get(number)
+        if pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number in self._pidfds:
+                signal.pidfd_send_signal(self._pidfds[number], which)
+            else:
+                os.kill(pid, which)  # our own child: its pid is not reused before it is reaped
+
+    def _kill(self, number: int) -> None:
+        pid = self._sessions.get(number)
+        if pid is not None and not self._plan.namespaces:
+            self._signal(number, signal.SIGSTOP)
+            watch.kill_below(pid, keep=set(self._numbers))
+        self._signal(number, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._completions:
+                number, said = self._completions.pop(pid)
+                whose, _, problem = os.read(said, 500).decode(errors="replace").partition(":")
+                os.close(said)
+                good = status == 0 and not whose
+                whose = whose or "ours"
+                told = {} if good else {whose: problem or f"its helper ended with status {status}"}
+                self._tell({"event": "adopted", "id": number, "good": good, **told})
+            elif pid in self._removals:
+                self._removals.discard(pid)
+            elif pid in self._monitor.counters:
+                self._enforce(self._monitor.counted(pid, status))
+            elif pid in self._numbers:
+                self._ended(pid, status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
+
+    def _ended(self, pid: int, status: int | None, cpu: float, peak_kb: int) -> None:
+        number = self._numbers.pop(pid)
+        del self._sessions[number], self._limits[number]
+        self._taken.discard(self._users.pop(number, 0))
+        self._watched.discard(number)
+        self._slots.discard(number)
+        self._monitor.forget(number)
+        if not self._plan.namespaces:
+            # what it left running was reparented to us (subreaper)
+            helpers = {*self._completions, *self._removals, *self._monitor.counters}
+            watch.kill_below(os.getpid(), keep={*self._numbers, *helpers})
+            self._remove(f"{self._plan.folder}/{number}-{pid}")
+        self._tell({"event": "exit", "id": number, "status": status, "cpu": cpu, "peak_kb": peak_kb})
+
+    def _remove(self, folder: str) -> None:
+        """Remove a session's folder in a helper process: hostile code may have made that slow."""
+        if not os.path.isdir(folder):
+            return
+        helper = os.fork()
+        if helper:
+            self._removals.add(helper)
+            return
+        try:
+            filesystem.remove_folder(folder)
+        finally:
+            os._exit(0)
+
+    def _enforce(self, found: list[watch.Excess]) -> None:
+        """End sessions that exceed a limit."""
+        for number, what in found:
+            self._tell({"event": "excess", "id": number, "what": what})
+            self._kill(number)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        frames.send(self._link, event)
+
+
+def _complete_fork(
+    pid: int, pidfd: int, parent: int, copy_mb: int | None, shown: tuple[str, ...], says: int
+) -> None:
+    """In a helper process: enter a fork's namespaces and set up its user map and files; does not return.
+
+    The fork itself could write its user map, but then Landlock would have to let it write under /proc.
+    """
+    code = 1
+    try:
+        kernel.setns(os.pidfd_open(parent), kernel.CLONE_NEWUSER)
+        os.setresgid(AGENT, AGENT, AGENT)
+        os.setresuid(AGENT, AGENT, AGENT)
+        map_user(pid, AGENT)
+        kernel.setns(pidfd, kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+        inner = os.fork()  # only a child enters the pid namespace that its /proc shows
+        if inner:
+            code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+        else:
+            filesystem.complete_fork(copy_mb, shown)
+            code = 0
+    except filesystem.CannotCopy as error:  # the session's code has made its files impossible to copy
+        # a file's name may be any bytes
+        os.write(says, f"refused:{error}".encode(errors="backslashreplace")[:500])
+    except BaseException as error:  # noqa: BLE001 - reported to the host
+        os.write(says, f"ours:{type(error).__name__}: {error}".encode(errors="backslashreplace")[:500])
+    finally:
+        os._exit(code)

@@ -1,0 +1,216 @@
+"""SQLite with an authorizer and limits."""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+from urllib.parse import quote
+
+from ludus.sandbox.guest.sql_entry import DatabaseUnusable, Json, database_path
+
+_LONGEST_VALUE = 10_000_000
+_READING_PRAGMAS = frozenset(
+    {
+        "table_info",
+        "table_xinfo",
+        "table_list",
+        "index_list",
+        "index_info",
+        "index_xinfo",
+        "foreign_key_list",
+        "database_list",
+        "function_list",
+        "collation_list",
+        "compile_options",
+    }
+)
+_READING = frozenset(
+    {
+        sqlite3.SQLITE_SELECT,
+        sqlite3.SQLITE_READ,
+        sqlite3.SQLITE_FUNCTION,
+        sqlite3.SQLITE_RECURSIVE,
+        sqlite3.SQLITE_PRAGMA,
+    }
+)
+_NEVER = frozenset({sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH})
+_PIECE = re.compile(
+    r"""'[^']*+(?:'|$) | "[^"]*+(?:"|$) | `[^`]*+(?:`|$) | \[[^\]]*+(?:\]|$)
+    | --[^\n]*+ | /\*[^*]*+(?:\*(?!/)[^*]*+)*(?:\*/|$) | ; | [^'"`\[;/-]++ | .""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _near(message: str, names: dict[str, list[str]]) -> str:
+    """A SQLite error with a hint at what may have been meant."""
+    table = re.search(r"no such table: (?:\w+\.)?(.+)", message)
+    if table:
+        known = list(names)
+        near = get_close_matches(table[1][:100], known, n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}?" if near else f"Tables: {', '.join(known[:20]) or 'none'}."
+        return f"{message}. {hint}"
+    column = re.search(r"(?:no such column: |has no column named )(?:(\w+)\.)?(.+)", message)
+    if column:
+        own = names.get(column[1] or "", [])
+        known = own or sorted({name for columns in names.values() for name in columns})
+        near = get_close_matches(column[2][:100], known, n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Columns: {', '.join(known[:30])}."
+        return f"{message}. {hint}"
+    return message
+
+
+class Sqlite:
+    """A connection to a database file, or to an in-memory database that a script fills."""
+
+    errors: tuple[type[BaseException], ...] = (
+        sqlite3.Error,
+        sqlite3.Warning,
+        OverflowError,
+        ValueError,
+        OSError,
+    )
+
+    def __init__(self, request: Json) -> None:
+        self._writable = bool(request["writable"])
+        self._deadline = math.inf
+        self._timeout = float(request["timeout"])
+        try:
+            self._connection = self._opened(request)
+            self._connection.execute("select count(*) from sqlite_master").fetchone()
+        except (sqlite3.Error, OSError) as error:
+            raise DatabaseUnusable(f"{type(error).__name__}: {error}") from error
+        self._harden(int(request["memory_mb"]))
+        self.changed: int | None = None
+
+    def _opened(self, request: Json) -> sqlite3.Connection:
+        path = database_path(request)
+        if path is None:
+            connection = sqlite3.connect(":memory:", isolation_level=None)
+        elif self._writable:
+            connection = sqlite3.connect(path, isolation_level=None)
+        else:
+            uri = f"file:{quote(path)}?mode=ro&immutable=1"
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
+        if request["script"] is not None and not _has_tables(connection):
+            connection.executescript(request["script"])
+        return connection
+
+    def _harden(self, memory_mb: int) -> None:
+        connection = self._connection
+        connection.execute(f"pragma hard_heap_limit={memory_mb << 20}")
+        connection.execute("pragma trusted_schema=off")
+        connection.execute("pragma temp_store=memory")
+        if not self._writable:
+            connection.execute("pragma query_only=on")
+        for limit, most in (
+            (sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE),
+            (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
+            (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1_000),
+            (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
+        ):
+            connection.setlimit(limit, most)
+        self._deadline = time.monotonic() + self._timeout
+        connection.set_progress_handler(lambda: time.monotonic() > self._deadline, 1_000)
+        connection.set_authorizer(self._authorize)
+
+    def _authorize(
+        self, action: int, first: str | None, second: str | None, schema: str | None, trigger: str | None
+    ) -> int:
+        if action == sqlite3.SQLITE_UPDATE and first == "sqlite_master":
+            # What declaring a table-valued pragma asks for; writing it needs writable_schema, which is off.
+            return sqlite3.SQLITE_OK
+        if action in _NEVER or (action not in _READING and not self._writable):
+            return sqlite3.SQLITE_DENY
+        if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in _READING_PRAGMAS:
+            return sqlite3.SQLITE_DENY
+        if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in (
+            "load_extension",
+            "fts3_tokenizer",
+        ):
+            return sqlite3.SQLITE_DENY
+        return sqlite3.SQLITE_OK
+
+    def split(self, query: str) -> list[str]:
+        """The statements of a query, without the empty ones."""
+        found: list[str] = []
+        current = ""
+        for piece in _PIECE.findall(query):
+            if piece.startswith(("--", "/*")):
+                piece = " "
+            current += piece
+            if piece == ";" and (not _is_trigger(current) or sqlite3.complete_statement(current)):
+                found.append(current)
+                current = ""
+        return [one for one in [*found, current] if one.strip(" \t\r\n;")]
+
+    def execute(self, statement: str) -> tuple[list[str] | None, Iterable[Sequence[Any]]]:
+        before = self._connection.total_changes
+        cursor = self._connection.execute(statement)
+        if cursor.description is None:
+            self.changed = self._connection.total_changes - before
+            return None, iter(())
+        self.changed = None
+        return [str(column[0]) for column in cursor.description], cursor
+
+    def explain(self, error: BaseException) -> tuple[str, str]:
+        message = str(error)
+        if message == "interrupted":
+            return "timeout", f"the query took longer than {self._timeout:g} s"
+        if "out of memory" in message:
+            return "memory", "the query needs more memory than it may have"
+        if "too big" in message:
+            return "refused", f"{message}: a value may have at most {_LONGEST_VALUE:,} bytes"
+        if (
+            message.startswith(("not authorized", "authorization denied", "attempt to write a readonly"))
+            or "prohibited" in message
+        ):
+            what = "only reading is allowed" if not self._writable else "this is not allowed here"
+            return "refused", f"{message}: {what}"
+        return "sql", _near(message, self._names())
+
+    def _names(self) -> dict[str, list[str]]:
+        try:
+            return {table["name"]: [column[0] for column in table["columns"]] for table in self.schema()}
+        except sqlite3.Error:
+            return {}
+
+    def schema(self) -> list[Json]:
+        """Tables and views: columns (name, type, is key, may be null), and references to other tables."""
+        self._deadline = time.monotonic() + self._timeout
+        run = self._connection.execute
+        found: list[Json] = []
+        listed = "select name, type from sqlite_master where type in ('table', 'view') order by rowid"
+        for name, kind in run(listed).fetchall():
+            if name.startswith("sqlite_"):
+                continue
+            quoted = '"' + name.replace('"', '""') + '"'
+            try:
+                columns = run(f"pragma table_info({quoted})").fetchall()
+                references = run(f"pragma foreign_key_list({quoted})").fetchall()
+            except sqlite3.Error:  # a view over something that is gone
+                columns, references = [], []
+            found.append(
+                {
+                    "name": name,
+                    "kind": kind,
+                    "columns": [[c[1], c[2], bool(c[5]), not c[3]] for c in columns],
+                    "references": [[r[3], r[2], r[4] or ""] for r in references],
+                }
+            )
+        return found
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("select count(*) from sqlite_master").fetchone()[0])
+
+
+def _is_trigger(statement: str) -> bool:
+    return (
+        re.match(r"\s*create\s+(?:temp\s+|temporary\s+)?trigger\b", statement, re.IGNORECASE) is not None
+    )

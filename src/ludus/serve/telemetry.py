@@ -1,0 +1,130 @@
+"""What a tool server reports: Prometheus metrics, and one line of JSON for each request and each call."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from ludus.core.failures import MissingExtraError
+from ludus.core.messages import Json, ToolResult
+from ludus.serve.admission import RequestError
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST
+except ImportError as error:  # pragma: no cover - depends on the installation
+    raise MissingExtraError("prometheus-client", "serve", "the tool server") from error
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """One registry per server, so that several in one process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"ludus_tools_{name}", help, labels, registry=registry)
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(f"ludus_tools_{name}", help, ("tool",), buckets=_BUCKETS, registry=registry)
+
+        self.calls = counter(
+            "calls", "Calls that ended, by tool and by how they ended.", "tool", "outcome"
+        )
+        self.refused = counter("refused", "Requests that were not taken, by kind.", "kind")
+        self.joined = counter("joined", "Requests answered by a call that ran for an earlier one.")
+        self.repeated = counter(
+            "repeated", "Calls run although an earlier run may have happened.", "tool"
+        )
+        self.cancelled = counter("cancelled", "Running calls that were cancelled, by why.", "why")
+        self.opened = counter("sessions_opened", "ServerSessions opened.")
+        self.closed = counter("sessions_closed", "ServerSessions closed, by why.", "why")
+        self.seconds = histogram("call_seconds", "How long calls ran.")
+        self.queue_seconds = histogram("queue_seconds", "How long calls waited for a slot.")
+
+    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        gauge: Any = Gauge(f"ludus_tools_{name}", help, registry=self.registry)
+        gauge.set_function(read)
+
+    def page(self) -> bytes:
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+_log = logging.getLogger("ludus.serve.access")
+_LONGEST = 500
+
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The request that is being answered; every line that is logged on its way names it."""
+
+
+def log_call(
+    session: str,
+    tool: str,
+    outcome: ToolResult | RequestError,
+    queue_seconds: float,
+    seconds: float,
+) -> None:
+    """Note how a call ended."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    if isinstance(outcome, ToolResult):
+        ending, problem = "ok" if outcome.fault is None else outcome.fault.value, None
+    else:
+        ending, problem = outcome.kind.value, str(outcome)[:_LONGEST]
+    fields: Json = {
+        "request": request_id.get(),
+        "session": session,
+        "tool": tool[:100],
+        "outcome": ending,
+    }
+    fields["seconds"], fields["queue_seconds"] = round(seconds, 6), round(queue_seconds, 6)
+    if problem is not None:
+        fields["problem"] = problem
+    _log.info("call", extra={"fields": fields})
+
+
+def log_request(method: str, path: str, status: int, seconds: float) -> None:
+    """Note how a request that is not a call ended."""
+    if _log.isEnabledFor(logging.INFO):
+        fields = {"request": request_id.get(), "method": method, "path": path[:200], "status": status}
+        _log.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line; control characters cannot break out of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: Json = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_as_json(stream: TextIO | None = None, level: int = logging.INFO) -> None:
+    """Make JSON lines on `stream` (standard error) the log of this whole process.
+
+    Of other libraries, warnings and worse are logged.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("ludus").setLevel(level)
