@@ -1,11 +1,11 @@
-"""A control group around the whole sandbox, where this user may make one: the last line for memory and pids.
+"""A control group around the whole sandbox, where this user may create one: the last bound on memory and pids.
 
-Each session is held to its limits by the kernel's resource limits and by the worker that looks after it. The
-group bounds all of them together, so that whatever happens inside, the kernel ends something in there and not
-the trainer beside it. One group for all, because moving a process into a group costs milliseconds.
+Each session is held to its limits by resource limits and by the fork server's monitor. The group bounds all of
+them together, so that the kernel kills something in there and not the trainer beside it. One group for all,
+because moving a process into a group costs milliseconds.
 
-Whom the kernel then ends is its choice, and need not be who filled the memory. So it is counted how often that
-happened: what ended meanwhile, killed, was not at fault (`Session` decides).
+The kernel chooses whom it kills, and need not choose the process that filled the memory. So its kills are
+counted: a session that was killed meanwhile is not at fault (`guest_process.FaultAttribution`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PREFIX = "ludus-sandbox-"
 _MEMORY_SHARE = 0.75
 _MOST_PIDS = 32_768
 _COUNTERS = ("memory.events", "memory.oom_control")
-"""Where the kernel counts whom it has ended, in either version."""
+"""Where the kernel counts its out-of-memory kills, in cgroup v2 and v1."""
 _KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _MOST_COUNTER = 4096
 _REMOVE_SECONDS = 2.0
@@ -34,7 +34,7 @@ class ControlGroup:
     def __init__(self, folders: list[Path], memory_bytes: int) -> None:
         self._folders = folders
         self.memory_bytes = memory_bytes
-        """What all sessions together may take."""
+        """The limit of all sessions together."""
         self._counter: int | None = None
         for path in (folder / name for folder in folders for name in _COUNTERS):
             if self._counter is None and path.is_file():
@@ -43,27 +43,27 @@ class ControlGroup:
 
     @property
     def counts(self) -> bool:
-        """Whether anything is bounded by it."""
+        """Whether it bounds anything."""
         return bool(self._folders)
 
     def add(self, pid: int) -> None:
-        """Put a process into it; what that process starts is in it too."""
+        """Put a process into it; its children inherit the group."""
         for folder in list(self._folders):
             try:
                 (folder / "cgroup.procs").write_text(str(pid))
-            except OSError:  # made, but not ours to fill: then it bounds nothing
+            except OSError:  # created, but not ours to fill: it would bound nothing
                 self._folders.remove(folder)
                 _release(folder)
 
     def kills(self) -> int:
-        """How many processes in it the kernel has ended for want of memory; 0 where it does not tell."""
+        """How many processes in it the kernel has killed for lack of memory; 0 where unknown."""
         if self._counter is None:
             return 0
         found = _KILLS.search(os.pread(self._counter, _MOST_COUNTER, 0))
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Take it away; its processes are gone by now."""
+        """Remove it; its processes have ended by now."""
         if self._counter is not None:
             os.close(self._counter)
             self._counter = None
@@ -73,11 +73,11 @@ class ControlGroup:
 
 
 _sharing: Counter[Path] = Counter()
-"""How many sandboxes of this process are in a group: they have one together."""
+"""How many sandboxes of this process share a group."""
 
 
 def _release(folder: Path) -> None:
-    """One sandbox less is in it; the last one removes it."""
+    """One sandbox less uses it; the last one removes it."""
     _sharing[folder] -= 1
     if _sharing[folder] <= 0:
         del _sharing[folder]
@@ -98,7 +98,7 @@ def _remove(folder: Path) -> None:
 
 
 def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> ControlGroup:
-    """A group of our own under each hierarchy that lets us; an empty one where none does."""
+    """A new group in each hierarchy that permits it; an empty `ControlGroup` where none does."""
     pid = os.getpid() if pid is None else pid
     memory = _memory_bytes(root)
     if (root / "cgroup.controllers").is_file():
@@ -121,8 +121,8 @@ def make_group(root: Path = Path("/sys/fs/cgroup"), pid: int | None = None) -> C
 
 
 def _parents(root: Path, controller: str) -> list[Path]:
-    """Where a group might be made: at the top, as root may; then in our own and around it, nearest first, as an
-    ordinary user may whom systemd or an administrator has given a part of the hierarchy."""
+    """Where a group might be created: at the top (root); then in our own group and its parents, nearest first
+    (an ordinary user to whom systemd or an administrator has delegated a part of the hierarchy)."""
     home = root / controller
     if not home.is_dir():
         return []
@@ -151,7 +151,7 @@ def _is_made(folder: Path, limits: dict[str, int]) -> bool:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the groups of processes that were killed before they could."""
+    """Remove the groups of processes that were killed before they could do so."""
     for folder in parent.glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX)
         if owner.isdigit() and not Path("/proc", owner).exists():
@@ -160,13 +160,13 @@ def _sweep(parent: Path) -> None:
 
 
 def _memory_bytes(root: Path) -> int:
-    """What the sandbox may take of this machine's memory, or of what our own container may have of it."""
+    """The sandbox's share of the machine's memory, or of our own container's limit."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(min([machine, *_own_limits(root)]) * _MEMORY_SHARE)
 
 
 def _own_limits(root: Path) -> list[int]:
-    """The limits on memory of the groups that we are in, in either version, as far as they can be seen."""
+    """The visible memory limits of the groups that this process is in, in cgroup v2 and v1."""
     limits: list[int] = []
     for folder in _own_folders(root):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -176,7 +176,7 @@ def _own_limits(root: Path) -> list[int]:
 
 
 def _own_folders(root: Path) -> set[Path]:
-    """Our group and those around it. A container may be shown its own group as the root, or under its path."""
+    """Our group and its parents. A container may see its own group as the root, or under its path."""
     found = {root, root / "memory"}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -112,7 +112,7 @@ class ControlChannel:
         self._incoming += data
         try:
             if len(self._fds) > _MOST_FDS:
-                raise frames.BadFrame("more descriptors than anybody asked for")
+                raise frames.BadFrame("more descriptors than were requested")
             self._deliver()
         except frames.BadFrame as error:
             self._end(str(error))
@@ -272,7 +272,7 @@ def bundle(*modules: str, then: str = "") -> str:
 def _source(name: str) -> str:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"there is no module {name!r} to send along", name=name)
+        raise ModuleNotFoundError(f"there is no module {name!r} to bundle", name=name)
     return Path(spec.origin).read_text(encoding="utf-8")
 
 

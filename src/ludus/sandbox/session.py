@@ -54,7 +54,7 @@ _LISTEN_AFTER_SECONDS, _WATCH_AFTER_SECONDS = 0.03, 0.1
 
 
 class ClosedAtExit(ABC):
-    """An asynchronous context manager whose exit is `close`, whatever happened."""
+    """An asynchronous context manager whose exit is `close`."""
 
     @abstractmethod
     async def close(self) -> None: ...

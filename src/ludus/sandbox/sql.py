@@ -33,7 +33,7 @@ _MOST_QUERY = 100_000
 _MOST_SCRIPT = 20_000_000
 _MARGIN_SECONDS = 5.0
 _ENGINE_MB = 512
-"""What an engine and the interpreter around it take besides the memory for the query itself."""
+"""Memory of an engine and its interpreter, besides the memory for the query itself."""
 _GUEST = "ludus.sandbox.guest"
 _DUCKDB_ENDINGS = (".duckdb", ".ddb")
 _DUCKDB_MARK = b"DUCK"
@@ -95,7 +95,7 @@ class SqlLimits(Config):
 
 
 class SqlProblem(StrEnum):
-    """Why a query has no result. Each is the fault of whoever wrote the query."""
+    """Why a query has no result. Each is the fault of the query's author."""
 
     SQL = "sql"
     REFUSED = "refused"
@@ -133,7 +133,7 @@ class QueryResult:
     rows: tuple[Row, ...] = ()
     total: int = 0
     counted: bool = True
-    """Whether `total` counts all rows; beyond a million nobody counts on."""
+    """Whether `total` counts all rows; counting stops at a million."""
     changed: int | None = None
     problem: SqlProblem | None = None
     message: str = ""
@@ -188,11 +188,11 @@ async def run_query(
     single: bool = True,
     control: SandboxConfig | None = None,
 ) -> QueryResult:
-    """Run a query. What is wrong with it is in the result; `InfraError` means that we failed.
+    """Run a query. What is wrong with it is in the result; `InfraError` is an infrastructure failure.
 
-    Without `scratch` nothing can be written. With it, a copy of the database is used that lives in the
+    Without `scratch` nothing can be written. With it, the query uses a copy of the database that lives in the
     session's folder under this name. `single` refuses more than one statement. `control` are the settings of a
-    session's sandbox, to find out who is at fault; without them, what breaks in a session is called ours.
+    session's sandbox, to find out who is at fault; without them, every failure in a session is `InfraError`.
     """
     limits = limits or SqlLimits()
     if len(query) > _MOST_QUERY:
@@ -229,7 +229,7 @@ async def _settled(
     control: SandboxConfig | None,
     parse: Callable[[dict[str, Any]], T],
 ) -> T | QueryResult:
-    """The answer to a request, or whose doing it is that there is none that can be read."""
+    """The answer to a request; without a readable one, find out who is at fault."""
     try:
         answer = await _ask(where, database, request, limits)
         return answer if isinstance(answer, QueryResult) else _read(parse, answer)
@@ -239,14 +239,14 @@ async def _settled(
         harmless = request | {"what": "schema"}
         if isinstance(where, Sandbox):
             read = await _ask(where, database, harmless, limits)
-        else:  # in a sandbox of its own: whoever holds a session must not wait for a second one
+        else:  # in its own sandbox: a caller that holds a session must not wait for a second one (deadlock)
             assert control is not None
             async with (
                 Sandbox(control.model_copy(update={"workers": 1})) as box,
                 await box.session() as fresh,
             ):
                 read = await _ask(fresh, database, harmless, limits)
-        if isinstance(read, QueryResult):  # even the schema of it takes too long, or too much memory
+        if isinstance(read, QueryResult):  # even reading its schema takes too long, or too much memory
             raise _NoAnswer(f"the database cannot be used: {read.message}") from failure
         return QueryResult(problem=SqlProblem.CRASH, message=f"the query has no result: {failure}"[:600])
 
@@ -274,7 +274,7 @@ async def _ask(
     stdin = json.dumps(request)
     wall = limits.seconds + _MARGIN_SECONDS
     if isinstance(where, Session):
-        # A process of its own: the session's interpreter may have been tampered with, and stays forkable.
+        # In its own process: the session's interpreter may be tampered with, and must stay forkable.
         execution = await where.run([sys.executable, "-I", "-c", code], stdin=stdin, wall_seconds=wall)
     else:
         bounds = Limits(
@@ -288,7 +288,7 @@ async def _ask(
 
 
 def _answer(execution: Execution) -> dict[str, Any] | QueryResult:
-    """What the inside said, or which limit it hit before it could."""
+    """The guest's answer, or the limit that it exceeded."""
     if execution.outcome in (Outcome.TIMEOUT, Outcome.CPU):
         return QueryResult(problem=SqlProblem.TIMEOUT, message="the query took too long and was stopped")
     if execution.outcome is Outcome.MEMORY:
@@ -330,14 +330,14 @@ def _read(parse: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
 
 
 class _NoAnswer(InfraError):
-    """There is no answer that can be read. Ours, unless it is found out that it is not."""
+    """There is no readable answer: an infrastructure failure, unless the query is shown to be at fault."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Boundary.SANDBOX, message, retriable=False)
 
 
 def _parse_result(answer: Mapping[str, Any]) -> QueryResult:
-    """The result in an answer from inside; `ValueError` or `KeyError` where it is none."""
+    """The result in the guest's answer; `ValueError` or `KeyError` where it is malformed."""
     if "error" in answer:
         error = answer["error"]
         return QueryResult(problem=SqlProblem(error["kind"]), message=str(error["message"]))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ludus.sandbox.guest import filesystem, kernel, seccomp
 
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
-"""The namespaces that each session gets of its own."""
+"""The namespaces of each session."""
 AGENT = 1000
 """The user id that code sees as its own inside its user namespace."""
 CONTROL, RULESET = 3, 4

@@ -238,7 +238,7 @@ def _fork(
 
 
 def _obstacle(ours: set[int], forks: set[int]) -> str | None:
-    """What a fork would lose or share, in words; None when nothing stands in the way.
+    """What a fork would lose or share; None when nothing prevents it.
 
     `ours` are the descriptors that are not the code's, `forks` the children that are forks themselves.
     """
@@ -301,7 +301,7 @@ def _move_home(paths: SessionPaths, working: str) -> str:
 def _reopen_files(old: str, new: str) -> None:
     """In the fork, once it has its own files: reopen them in place of the original's, at the same position.
 
-    What lay under `old` lies under `new`; with a mount namespace of its own the two are the same path.
+    Files under `old` are now under `new`; in a mount namespace the two are the same path.
     """
     for fd in _open_files({CONTROL}):
         path = os.readlink(f"/proc/self/fd/{fd}")

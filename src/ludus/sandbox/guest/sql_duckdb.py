@@ -8,6 +8,10 @@ from typing import Any
 
 from ludus.sandbox.guest.sql_entry import DatabaseUnusable, Json, Refused, database_path
 
+_REFUSED = frozenset(
+    ["ATTACH", "DETACH", "LOAD", "EXPORT", "COPY_DATABASE", "SET", "VARIABLE_SET", "EXTENSION"]
+)
+
 
 class Duck:
     """A connection to a database file, or to an in-memory database that a script fills."""
@@ -60,16 +64,7 @@ class Duck:
         kind = str(statement.type).rpartition(".")[2].upper()
         if self._read_only and kind not in ("SELECT", "EXPLAIN"):
             raise Refused(f"{kind} is not allowed: only reading is")
-        if kind in (
-            "ATTACH",
-            "DETACH",
-            "LOAD",
-            "EXPORT",
-            "COPY_DATABASE",
-            "SET",
-            "VARIABLE_SET",
-            "EXTENSION",
-        ):
+        if kind in _REFUSED:
             raise Refused(f"{kind} is not allowed here")
         cursor = self._connection.execute(statement)
         if cursor.description is None or kind in ("CREATE", "DROP", "ALTER", "TRANSACTION"):

@@ -15,7 +15,7 @@ from ludus.sandbox.guest.sql_entry import DatabaseUnusable, Json, database_path
 
 _LONGEST_VALUE = 10_000_000
 _READING_PRAGMAS = frozenset(
-    {
+    [
         "table_info",
         "table_xinfo",
         "table_list",
@@ -27,7 +27,7 @@ _READING_PRAGMAS = frozenset(
         "function_list",
         "collation_list",
         "compile_options",
-    }
+    ]
 )
 _READING = frozenset(
     {
