@@ -287,10 +287,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def arrange(monkeypatch: pytest.MonkeyPatch, *, bare: bool) -> None:
-    arrangements = isolation._arrangements
+    arrangements = isolation.arrangements
     if bare:
         monkeypatch.setattr(
-            isolation, "_arrangements", lambda *given: islice(arrangements(*given), 1, None)
+            isolation, "arrangements", lambda *given: islice(arrangements(*given), 1, None)
         )
 
 

@@ -50,12 +50,12 @@ in_both = pytest.mark.parametrize("sandbox", ["namespaces", "bare"], indirect=Tr
 @contextlib.contextmanager
 def arranged(arrangement: str) -> Iterator[None]:
     """With namespaces, or as on a machine that refuses them."""
-    orders = isolation._arrangements
+    orders = isolation.arrangements
     host.arrange(bare=arrangement == "bare")
     try:
         yield
     finally:
-        isolation._arrangements = orders
+        isolation.arrangements = orders
 
 
 @pytest.fixture

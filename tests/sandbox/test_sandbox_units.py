@@ -389,14 +389,14 @@ def test_a_group_tells_how_many_the_kernel_has_ended(tmp_path: Path, name: str, 
 
 async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker without any layer but seccomp: its probe finds the doors open, and says so."""
-    arrangements = isolation._arrangements
+    arrangements = isolation.arrangements
 
     def weakened(config: SandboxConfig, reasons: dict[str, str]) -> Any:
         bare = list(arrangements(config, reasons))[1]
         reasons["namespaces"] = "switched off for this test"
         return [{**bare, "landlock": False, "uid": None}]
 
-    monkeypatch.setattr(isolation, "_arrangements", weakened)
+    monkeypatch.setattr(isolation, "arrangements", weakened)
     with pytest.raises(SandboxUnavailable, match=r"still reaches: .*files.*accept_risk"):
         async with Sandbox(SandboxConfig(workers=1)):
             pass
@@ -408,14 +408,14 @@ async def test_too_little_isolation_is_refused_unless_accepted(monkeypatch: pyte
 async def test_weaker_isolation_is_not_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = isolation._try_arrangement
+    real = isolation.try_arrangement
 
     async def refuse_namespaces(worker: Any, order: dict[str, Any], *rest: Any) -> Any:
         if order["namespaces"]:
             raise SandboxError("refused for this test")
         return await real(worker, order, *rest)
 
-    monkeypatch.setattr(isolation, "_try_arrangement", refuse_namespaces)
+    monkeypatch.setattr(isolation, "try_arrangement", refuse_namespaces)
     async with Sandbox(SandboxConfig(workers=1, accept_risk=True)) as box:
         assert (await box.python("1 + 1")).value == "2"
     assert "without namespaces" in caplog.text

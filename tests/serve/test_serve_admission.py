@@ -1,4 +1,4 @@
-"""Admission and the journal by themselves: what they promise holds for any order of events."""
+"""Admission and the idempotency cache by themselves: what they promise holds for any order of events."""
 
 from __future__ import annotations
 
@@ -99,33 +99,33 @@ def call(key: str, name: str = "f") -> CallBody:
     return CallBody(key=key, name=name)
 
 
-async def finished(journal: IdempotencyCache, key: str, chars: int = 1) -> CallRecord:
-    async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
+async def finished(cache: IdempotencyCache, key: str, chars: int = 1) -> CallRecord:
+    async def work() -> tuple[CallOutcome, bool]:
         return ToolResult("x" * chars), True
 
-    entry = journal.start("s", call(key), work)
+    entry = cache.start("s", call(key), work())
     assert entry.done is not None
     await entry.done.wait()
     return entry
 
 
 async def test_what_is_forgotten_is_known_to_be_forgotten() -> None:
-    journal = IdempotencyCache(600.0, keep_calls=2, keep_bytes=10**6)
-    assert not journal.may_have_forgotten(10_000)
-    first, _, _ = [await finished(journal, key) for key in "abc"]
-    assert journal.find("s", call("a")) is None and journal.find("s", call("c")) is not None
-    assert journal.find("other session", call("c")) is None
+    cache = IdempotencyCache(600.0, keep_calls=2, keep_bytes=10**6)
+    assert not cache.may_have_forgotten(10_000)
+    first, _, _ = [await finished(cache, key) for key in "abc"]
+    assert cache.find("s", call("a")) is None and cache.find("s", call("c")) is not None
+    assert cache.find("other session", call("c")) is None
     age = asyncio.get_running_loop().time() - first.arrived
-    assert journal.may_have_forgotten(age + 0.001), "its first attempt may be the one that was forgotten"
+    assert cache.may_have_forgotten(age + 0.001), "its first attempt may be the one that was forgotten"
     with pytest.raises(RequestError, match="different call"):
-        journal.find("s", call("c", "g"))
+        cache.find("s", call("c", "g"))
 
 
 async def test_the_journal_is_bounded_in_size_and_age() -> None:
-    journal = IdempotencyCache(600.0, keep_calls=100, keep_bytes=5_000)
+    cache = IdempotencyCache(600.0, keep_calls=100, keep_bytes=5_000)
     for key in "abcdef":
-        await finished(journal, key, chars=1_000)
-    assert 0 < len(journal) < 5
+        await finished(cache, key, chars=1_000)
+    assert 0 < len(cache) < 5
     short = IdempotencyCache(0.01, keep_calls=100, keep_bytes=10**6)
     await finished(short, "a")
     await asyncio.sleep(0.05)
@@ -133,14 +133,14 @@ async def test_the_journal_is_bounded_in_size_and_age() -> None:
 
 
 async def test_a_call_cancelled_before_it_began_is_finished_all_the_same() -> None:
-    journal = IdempotencyCache(600.0, 10, 10**6)
+    cache = IdempotencyCache(600.0, 10, 10**6)
 
-    async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
+    async def work() -> tuple[CallOutcome, bool]:
         raise AssertionError("it never runs")
 
-    entry = journal.start("s", call("a"), work)
+    entry = cache.start("s", call("a"), work())
     assert entry.task is not None and entry.done is not None
     entry.task.cancel()
     await asyncio.wait_for(entry.done.wait(), 5)
     assert isinstance(entry.outcome, RequestError) and not entry.outcome.started
-    assert journal.find("s", call("a")) is None, "nothing ran, so it may be asked for again"
+    assert cache.find("s", call("a")) is None, "nothing ran, so it may be asked for again"

@@ -123,10 +123,10 @@ async def prepare(
     group = make_group()
     if not group.counts:
         reasons["control group"] = "no hierarchy in which this user may make one"
-    for settings in _arrangements(config, reasons):
+    for settings in arrangements(config, reasons):
         worker = SandboxWorker(settings, group, on_death)
         try:
-            layers = await _try_arrangement(worker, settings, config, reasons)
+            layers = await try_arrangement(worker, settings, config, reasons)
             if not settings["namespaces"]:
                 _warn_of_fallback(reasons.get("namespaces", "not tried"))
             return layers, worker
@@ -149,7 +149,7 @@ def _warn_of_fallback(reason: str) -> None:
     )
 
 
-async def _try_arrangement(
+async def try_arrangement(
     worker: SandboxWorker, settings: dict[str, Any], config: SandboxConfig, reasons: dict[str, str]
 ) -> Layers:
     """Which layers hold in an arrangement; `SandboxError` when it does not work or is too weak."""
@@ -188,7 +188,7 @@ def _allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str, Any]]:
+def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Settings of the arrangements, best first."""
     has_landlock = bool(kernel.landlock_version())
     if not has_landlock:

@@ -58,10 +58,10 @@ def _json_response(body: Json, status: int = 200) -> web.Response:
     return web.Response(body=dump(body), status=status, content_type=JSON_TYPE)
 
 
-def _error_response(problem: RequestError) -> web.Response:
-    answer = _json_response({"error": problem.body()}, problem.kind.status)
-    if problem.retry_after is not None:
-        answer.headers["Retry-After"] = str(math.ceil(problem.retry_after))
+def _error_response(error: RequestError) -> web.Response:
+    answer = _json_response({"error": error.body()}, error.kind.status)
+    if error.retry_after is not None:
+        answer.headers["Retry-After"] = str(math.ceil(error.retry_after))
     return answer
 
 
@@ -205,8 +205,8 @@ class ToolApi:
     async def _one(self, call: BatchCallBody, deadline: float | None, share: ByteShare) -> Json:
         try:
             found = None if call.session is None else await self._service.sessions.get(call.session)
-        except RequestError as problem:
-            return {"key": call.key, "result": None, "error": problem.body()}
+        except RequestError as error:
+            return {"key": call.key, "result": None, "error": error.body()}
         outcome = await self._service.call(found, call, deadline, share)
         if isinstance(outcome, ToolResult):
             return {"key": call.key, "result": result_to_json(outcome), "error": None}
@@ -283,9 +283,9 @@ class ToolApi:
         try:
             self._check_caller(request)
             answer = await handler(request)
-        except RequestError as problem:
-            self._service.metrics.refused.labels(problem.kind.value).inc()
-            answer = _error_response(problem)
+        except RequestError as error:
+            self._service.metrics.refused.labels(error.kind.value).inc()
+            answer = _error_response(error)
         except web.HTTPException as error:
             answer = _translated(error, self._config.max_body_bytes)
         finally:

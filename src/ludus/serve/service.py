@@ -14,7 +14,7 @@ import logging
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class ServerConfig(Config):
 
 _log = logging.getLogger(__name__)
 
+_DRAIN_PAUSE = 1.0
 _TRANSIT_SECONDS = 30.0
 """How long a retry may be in transit, during which its age is not counted."""
 
@@ -121,8 +122,8 @@ class IdempotencyCache:
     def running(self) -> list[CallRecord]:
         return list(self._running.values())
 
-    def running_under(self, name: Name) -> CallRecord | None:
-        return self._running.get(name)
+    def running_call(self, session: str, key: str) -> CallRecord | None:
+        return self._running.get((session, key))
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -142,15 +143,12 @@ class IdempotencyCache:
         return _now() - age_seconds - _TRANSIT_SECONDS <= self._forgotten_until
 
     def start(
-        self,
-        session: str,
-        call: CallBody,
-        work: Callable[[CallRecord], Coroutine[Any, Any, tuple[CallOutcome, bool]]],
+        self, session: str, call: CallBody, work: Coroutine[Any, Any, tuple[CallOutcome, bool]]
     ) -> CallRecord:
         """Run `work` under this key. It returns the outcome, and whether that must be kept."""
         entry = CallRecord((session, call.key), fingerprint(call), _now())
         self._running[entry.name] = entry
-        entry.task = asyncio.create_task(work(entry))
+        entry.task = asyncio.create_task(work)
         # By callback: a task that is cancelled before its first step runs none of its own code.
         entry.task.add_done_callback(lambda task: self._finish(entry, task))
         return entry
@@ -206,9 +204,6 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-_DRAIN_PAUSE = 1.0
-
-
 class ToolService:
     """A started tool host behind admission control, the idempotency cache and sessions."""
 
@@ -221,7 +216,7 @@ class ToolService:
         self.admission = Admission(
             config.concurrency, config.queue, {**limits, OPENING: None}, config.tool_queue
         )
-        self.journal = IdempotencyCache(config.keep_seconds, config.keep_calls, config.keep_bytes)
+        self.idempotency = IdempotencyCache(config.keep_seconds, config.keep_calls, config.keep_bytes)
         self.metrics = Metrics()
         self.sessions = ServerSessions(
             host, self.admission, self.metrics, config.max_sessions, config.idle_seconds
@@ -238,7 +233,7 @@ class ToolService:
         """
         scope = "" if session is None else session.id
         try:
-            entry = self.journal.find(scope, call)
+            entry = self.idempotency.find(scope, call)
             if entry is None:
                 entry = self._begin(session, call, deadline)
                 assert entry.task is not None
@@ -246,10 +241,10 @@ class ToolService:
                 entry.task.add_done_callback(lambda _: share.release())
             else:
                 self.metrics.joined.inc()
-        except RequestError as problem:
-            self.metrics.refused.labels(problem.kind.value).inc()
-            log_call(scope, call.name, problem, 0.0, 0.0)
-            return problem
+        except RequestError as error:
+            self.metrics.refused.labels(error.kind.value).inc()
+            log_call(scope, call.name, error, 0.0, 0.0)
+            return error
         await self._wait(entry)
         assert entry.outcome is not None
         log_call(scope, call.name, entry.outcome, entry.queue_seconds, entry.seconds)
@@ -257,7 +252,7 @@ class ToolService:
 
     def cancel(self, session: str, key: str) -> bool:
         """Cancel a running call; returns whether there was one."""
-        entry = self.journal.running_under((session, key))
+        entry = self.idempotency.running_call(session, key)
         if entry is None or entry.task is None:
             return False
         self.metrics.cancelled.labels("asked").inc()
@@ -272,10 +267,10 @@ class ToolService:
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `drain_seconds`, and close all sessions."""
         self.draining = True
-        running = [entry.task for entry in self.journal.running if entry.task is not None]
+        running = [entry.task for entry in self.idempotency.running if entry.task is not None]
         if running:
             await asyncio.wait(running, timeout=self._config.drain_seconds)
-        left = [entry.task for entry in self.journal.running if entry.task is not None]
+        left = [entry.task for entry in self.idempotency.running if entry.task is not None]
         for task in left:
             self.metrics.cancelled.labels("drain").inc()
             task.cancel()
@@ -290,11 +285,7 @@ class ToolService:
         self._check_retry(call)
         ticket = self.admission.enter(call.name, deadline)
         scope = "" if session is None else session.id
-
-        async def work(entry: CallRecord) -> tuple[CallOutcome, bool]:
-            return await self._perform(entry, ticket, session, call, deadline)
-
-        entry = self.journal.start(scope, call, work)
+        entry = self.idempotency.start(scope, call, self._perform(ticket, session, call, deadline))
         assert entry.task is not None
         if session is not None:
             session.calls.add(entry.task)
@@ -307,7 +298,7 @@ class ToolService:
         if call.retry is None:
             return
         elsewhere = call.retry.instance != self.instance
-        if not elsewhere and not self.journal.may_have_forgotten(call.retry.age_ms / 1000):
+        if not elsewhere and not self.idempotency.may_have_forgotten(call.retry.age_ms / 1000):
             return  # it was sent here and would be known: it never arrived
         facts = self.facts.get(call.name)
         if facts is not None and facts.repeatable:
@@ -322,18 +313,13 @@ class ToolService:
         )
 
     async def _perform(
-        self,
-        entry: CallRecord,
-        ticket: Ticket,
-        session: ServerSession | None,
-        call: CallBody,
-        deadline: float | None,
+        self, ticket: Ticket, session: ServerSession | None, call: CallBody, deadline: float | None
     ) -> tuple[CallOutcome, bool]:
         """The outcome, and whether it must be kept: everything that may have run must."""
         try:
             await ticket.granted()
-        except RequestError as problem:
-            return problem, False
+        except RequestError as error:
+            return error, False
         try:
             slot_release.set(ticket.yielded)
             async with asyncio.timeout_at(deadline) as limit:
@@ -404,7 +390,7 @@ class ToolService:
         watch("running", "Calls that run now.", lambda: self.admission.running)
         watch("waiting", "Calls that wait now.", lambda: self.admission.waiting)
         watch("sessions", "ServerSessions that are open now.", lambda: len(self.sessions))
-        watch("remembered", "Finished calls that are remembered.", lambda: len(self.journal))
+        watch("remembered", "Finished calls that are remembered.", lambda: len(self.idempotency))
         watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
         watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)
 

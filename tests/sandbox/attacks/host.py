@@ -187,9 +187,9 @@ def arrange(*, bare: bool) -> None:
     """Make sandboxes of this process do without namespaces, as if the machine refused them."""
     if not bare:
         return
-    orders = isolation._arrangements
+    arrangements = isolation.arrangements
 
     def without_namespaces(*arguments: object) -> Iterator[object]:
-        return (order for order in orders(*arguments) if not order["namespaces"])
+        return (order for order in arrangements(*arguments) if not order["namespaces"])
 
-    isolation._arrangements = without_namespaces
+    isolation.arrangements = without_namespaces
