@@ -76,7 +76,7 @@ def test_few_looks_are_taken_while_orders_wait(monkeypatch: pytest.MonkeyPatch) 
         with contextlib.suppress(EOFError):
             worker.serve()
     assert seen.count("order") == orders
-    assert 0 < seen.count("look") < orders / 10, "sessions are looked after, and orders come first"
+    assert 0 < seen.count("look") < orders / 10, "limits are checked, and requests come first"
 
 
 def test_a_session_that_cannot_be_looked_after_is_ended_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,12 +110,12 @@ class SandboxWorker:
     """A fork server (a warm interpreter), from which sessions are forked."""
 
     def __init__(
-        self, order: dict[str, Any], group: ControlGroup, on_death: Callable[[SandboxWorker], None]
+        self, settings: dict[str, Any], group: ControlGroup, on_death: Callable[[SandboxWorker], None]
     ) -> None:
-        self._order = dict(order)
-        if order["uid"] is not None:  # each worker has its own range of user ids
-            self._order["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
-            self._order["users"] = _USERS_EACH
+        self._settings = dict(settings)
+        if settings["uid"] is not None:  # each worker has its own range of user ids
+            self._settings["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
+            self._settings["users"] = _USERS_EACH
         self.group = group
         self._on_death = on_death
         self._processes: dict[int, ProcessHandle] = {}
@@ -143,7 +143,7 @@ class SandboxWorker:
         self.group.add(self.pid)  # before it starts anything: children inherit the group
         self._ready = asyncio.get_running_loop().create_future()
         self._link = ControlChannel(ours, self._on_frame, self._on_close)
-        self._link.send(self._order)
+        self._link.send(self._settings)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 told = await self._ready
@@ -268,7 +268,7 @@ class SandboxWorker:
             if process.widened is not None and not process.widened.done():
                 process.widened.set_result(None)
         elif event == "adopted":
-            process.refused, process.problem = header.get("refused"), header.get("ours")
+            process.refused, process.problem = header.get("refused"), header.get("failed")
             process.adopted.set_result(bool(header["good"]))
         else:
             if event == "failed":
@@ -281,12 +281,12 @@ class SandboxWorker:
     def _map_users(self) -> None:
         assert self._popen is not None and self._ready is not None and self._link is not None
         try:
-            map_users(self._popen.pid, self._order["uid"])
+            map_users(self._popen.pid, self._settings["uid"])
         except OSError as error:
             if not self._ready.done():
                 self._ready.set_exception(SandboxError(f"user map: {error}"))
             return
-        if self._order["slirp"]:
+        if self._settings["slirp"]:
             self._slirp = Slirp(self._popen.pid, self._on_network)
             self.group.add(self._slirp.pid)
         else:

@@ -206,7 +206,7 @@ class ForkServer:
         self._monitor = watch.UsageMonitor(self._sessions, self._limits, plan.base_bytes)
 
     def serve(self) -> None:
-        """Until the host closes the socket."""
+        """Handle requests, reap processes and check limits, until the host closes the socket (`EOFError`)."""
         woken, waker = socket.socketpair()
         for end in (woken, waker):
             end.setblocking(False)
@@ -215,8 +215,8 @@ class ForkServer:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         self._poll.register(self._link, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
-        soon = later = time.monotonic()
-        rested = 0.0
+        checked = checked_all = time.monotonic()
+        rest_until = 0.0
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._poll_timeout())}
             if woken.fileno() in ready:
@@ -228,18 +228,18 @@ class ForkServer:
             if self._link.fileno() in ready:
                 self._handle_waiting()
             now = time.monotonic()
-            if now < rested or now - soon <= _OFTEN_SECONDS:
+            if now < rest_until or now - checked <= _OFTEN_SECONDS:
                 continue
-            soon = now
-            if now - later > _SELDOM_SECONDS:
+            checked = now
+            if now - checked_all > _SELDOM_SECONDS:
                 self._enforce(self._monitor.check_totals(set(self._sessions)))
                 idle = self._sessions.keys() - self._watched - self._slots
-                self._enforce(self._monitor.check_idle(idle, now - later))
-                later = now
+                self._enforce(self._monitor.check_idle(idle, now - checked_all))
+                checked_all = now
             else:
                 self._enforce(self._monitor.check_totals(self._watched))
             done = time.monotonic()
-            rested = done + _REST * (done - now)
+            rest_until = done + _REST * (done - now)
 
     def _poll_timeout(self) -> float | None:
         """Milliseconds until the next check of limits; None without sessions."""
@@ -368,20 +368,20 @@ class ForkServer:
         if not self._plan.namespaces:
             self._tell({"event": "adopted", "id": number, "good": True})  # it copies its folder itself
             return
-        said, says = os.pipe()
+        report, reporter = os.pipe()
         try:
             helper = os.fork()
         except OSError as error:
-            frames.close_all([said, says])
+            frames.close_all([report, reporter])
             self._tell(
-                {"event": "adopted", "id": number, "good": False, "ours": f"fork: {error.strerror}"}
+                {"event": "adopted", "id": number, "good": False, "failed": f"fork: {error.strerror}"}
             )
             return
         if not helper:
             copy_mb = header["disk_mb"] if header["copy"] else None
-            _complete_fork(pid, pidfd, parent, copy_mb, self._plan.shown, says)
-        os.close(says)
-        self._completions[helper] = (number, said)
+            _complete_fork(pid, pidfd, parent, copy_mb, self._plan.shown, reporter)
+        os.close(reporter)
+        self._completions[helper] = (number, report)
 
     def _fork_of(self, parent: int, claimed: int) -> tuple[int, int] | None:
         """Pid and pidfd of the child that has the pid `claimed` where `parent` lives, if it is a fork of it."""
@@ -433,13 +433,13 @@ class ForkServer:
             if pid == 0:
                 return
             if pid in self._completions:
-                number, said = self._completions.pop(pid)
-                whose, _, problem = os.read(said, 500).decode(errors="replace").partition(":")
-                os.close(said)
-                good = status == 0 and not whose
-                whose = whose or "ours"
-                told = {} if good else {whose: problem or f"its helper ended with status {status}"}
-                self._tell({"event": "adopted", "id": number, "good": good, **told})
+                number, report = self._completions.pop(pid)
+                kind, _, problem = os.read(report, 500).decode(errors="replace").partition(":")
+                os.close(report)
+                good = status == 0 and not kind
+                kind = kind or "failed"
+                reason = {} if good else {kind: problem or f"its helper ended with status {status}"}
+                self._tell({"event": "adopted", "id": number, "good": good, **reason})
             elif pid in self._removals:
                 self._removals.discard(pid)
             elif pid in self._monitor.counters:
@@ -485,7 +485,7 @@ class ForkServer:
 
 
 def _complete_fork(
-    pid: int, pidfd: int, parent: int, copy_mb: int | None, shown: tuple[str, ...], says: int
+    pid: int, pidfd: int, parent: int, copy_mb: int | None, shown: tuple[str, ...], reporter: int
 ) -> None:
     """In a helper process: enter a fork's namespaces and set up its user map and files; does not return.
 
@@ -506,8 +506,10 @@ def _complete_fork(
             code = 0
     except filesystem.CannotCopy as error:  # the session's code has made its files impossible to copy
         # a file's name may be any bytes
-        os.write(says, f"refused:{error}".encode(errors="backslashreplace")[:500])
+        os.write(reporter, f"refused:{error}".encode(errors="backslashreplace")[:500])
     except BaseException as error:  # noqa: BLE001 - reported to the host
-        os.write(says, f"ours:{type(error).__name__}: {error}".encode(errors="backslashreplace")[:500])
+        os.write(
+            reporter, f"failed:{type(error).__name__}: {error}".encode(errors="backslashreplace")[:500]
+        )
     finally:
         os._exit(code)
