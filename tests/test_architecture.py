@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,36 @@ def test_imports_point_up_the_levels() -> None:
         and LEVELS[other] >= LEVELS[room]
     ]
     assert not wrong
+
+
+def _graph() -> dict[str, set[str]]:
+    """What each module imports when it is imported."""
+    names = {}
+    for _, file, tree in _modules():
+        parts = Path(file).relative_to(SOURCE.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = tree
+    return {
+        name: {
+            inner if inner in names else node.module
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ludus.")
+            for inner in (f"{node.module}.{alias.name}" for alias in node.names)
+        }
+        for name, tree in names.items()
+    }
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    list(TopologicalSorter(_graph()).static_order())  # raises CycleError with the cycle
+
+
+def test_one_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for _, file, tree in _modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(Path(file).relative_to(SOURCE).as_posix())
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 def test_torch_is_imported_where_it_belongs() -> None:
