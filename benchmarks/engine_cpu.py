@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.engine import AttentionParams, EmbeddedEngine, head_logits, hidden_states
 
 VOCABULARY = 300

@@ -33,7 +33,7 @@ import torch
 from gpu_common import SHAPES, machine, random_model, say, table, write
 from transformers import PreTrainedModel
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
 

@@ -9,7 +9,7 @@ import torch
 from gpu_common import random_model
 from transformers import PreTrainedModel
 
-from ludus.core.generation import Completion, Sampling
+from ludus.core import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.training import Row, logprobs_of
 

@@ -40,7 +40,7 @@ from gpu_common import (
 )
 from transformers import GenerationConfig, PreTrainedModel
 
-from ludus.core.generation import Completion, Sampling
+from ludus.core import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
 CASES = ((1, 512), (64, 512), (256, 512), (512, 1024), (64, 8192))

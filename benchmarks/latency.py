@@ -27,14 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ludus.core.generation import Sampling
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer, Sampling, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools import as_toolset, tool
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from safe_job import Job, SafeBox, StepRecord
 
 import ludus
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
+from ludus.core import Task, ToolCall
 from ludus.envs.safe import expert, training_tasks
 from ludus.training import load_recipe
 

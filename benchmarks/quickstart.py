@@ -19,7 +19,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does, before torch is loaded
 
 import ludus
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.observe import table_markdown
 from ludus.training import load_recipe
 

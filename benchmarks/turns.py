@@ -28,15 +28,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ludus.core import Completion, FinishReason, Sampling, Task, Trajectory
 from ludus.core.concurrency import frozen_gc
-from ludus.core.generation import Completion, FinishReason, Sampling
 from ludus.core.registry import load_reference
-from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
-from ludus.rollouts import Agent, Budgets, Demonstrator, HFTokenizer, Renderer, Rollout, load_tokenizer
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import (
+    Agent,
+    Budgets,
+    Demonstrator,
+    HFTokenizer,
+    Renderer,
+    Rollout,
+    load_format,
+    load_tokenizer,
+)
 from ludus.tools import as_toolset
 from ludus.training import fit_tokenizer
 

@@ -81,12 +81,10 @@ async def hops() -> dict[str, set[str]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import ludus
-    from ludus.core.generation import Sampling
-    from ludus.core.tokenizer import ByteTokenizer
+    from ludus.core import ByteTokenizer, Sampling
     from ludus.engine import EmbeddedEngine
     from ludus.rewards import Scorer
-    from ludus.rollouts import Budgets, Renderer, Rollout
-    from ludus.rollouts.formats import load_format
+    from ludus.rollouts import Budgets, Renderer, Rollout, load_format
     from ludus.tools import LocalTools
 
     @ludus.reward

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 
 import ludus
-from ludus.core.failures import ToolFault
-from ludus.core.random import key, shuffled, uniform
+from ludus.core import ToolFault, key, shuffled, uniform
 
 # fmt: off
 NAMES = (

@@ -20,13 +20,10 @@ from torch import Tensor, nn
 
 import ludus
 from ludus.algos import AdvantageInputs, LossInputs, by_token, clipped_surrogate, grpo
-from ludus.core.generation import Engine
-from ludus.core.random import key
-from ludus.core.tokenizer import ByteTokenizer, Tokenizer
+from ludus.core import ByteTokenizer, Engine, Tokenizer, key
 from ludus.engine import EmbeddedEngine, FakeEngine, PackedContext, head_logits, hidden_states
 from ludus.rewards import Scorer
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.tools import LocalTools
 from ludus.training import ModelConfig, ScratchConfig, load_model
 

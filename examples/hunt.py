@@ -13,7 +13,7 @@ import re
 from collections.abc import Generator
 
 import ludus
-from ludus.core.random import key, shuffled, uniform
+from ludus.core import key, shuffled, uniform
 
 SIZE = 10
 HELD_OUT = 20

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+from ludus.core import ConfigError
 from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
-from ludus.core.failures import ConfigError
 
 FROZEN = Path(__file__).with_name("surface.txt")
 

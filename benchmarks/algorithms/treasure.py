@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import ludus
-from ludus.core.random import key, shuffled, uniform
+from ludus.core import key, shuffled, uniform
 from ludus.envs import Observation
 
 SIZE = 10

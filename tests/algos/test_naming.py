@@ -18,7 +18,7 @@ from ludus.algos import (
     load_estimator,
     load_loss,
 )
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 
 PAIR = [Attempt(1.0, [TurnTokens(1)]), Attempt(0.0, [TurnTokens(2)])]
 

@@ -13,7 +13,7 @@ from cli_process import COMMAND, Started
 from typer.testing import CliRunner
 
 from ludus.cli.main import app, run_command
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.observe import RunFolder
 
 MODULE = '''

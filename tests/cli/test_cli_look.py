@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from ludus.cli.check import judge_tool_calls
 from ludus.cli.main import app
-from ludus.core.failures import Fault
-from ludus.core.messages import ToolResult
+from ludus.core import Fault, ToolResult
 from ludus.observe import RunFolder
 from ludus.training import Recipe, train
 from ludus.training.report import best_of, no_signal_text

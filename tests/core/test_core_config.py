@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, FiniteFloat
 
-from ludus.core.config import Config, apply_overrides
-from ludus.core.failures import ConfigError
+from ludus.core import Config, ConfigError
+from ludus.core.config import apply_overrides
 
 
 class Weights(Config):

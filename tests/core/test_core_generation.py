@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 
 INF, NAN = float("inf"), float("nan")
 

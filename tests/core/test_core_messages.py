@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.messages import Message
-from ludus.core.task import Task
+from ludus.core import Message, Task
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 

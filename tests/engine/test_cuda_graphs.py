@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_models import make, prompts, stock_greedy
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.engine import EngineCore, Request, use_ludus_attention
 from ludus.engine.cuda import graphs as graphs_module
 from ludus.engine.cuda import prefill

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import Sampling
+from ludus.core import EngineError, Sampling
 from ludus.engine import EngineCore, EngineStats, Request, use_ludus_attention
 from ludus.engine.cuda import prefill
 from ludus.engine.cuda import runner as cuda_runner
@@ -25,7 +24,8 @@ from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
 from ludus.engine.cuda.runner import CudaModelRunner, fingerprint
 from ludus.engine.model_runner import TorchModelRunner
 from ludus.engine.scheduler import Chunk
-from ludus.kernels.device import StagingBuffers, arrays_to_device
+from ludus.kernels import arrays_to_device
+from ludus.kernels.device import StagingBuffers
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import Engine, FinishReason, Sampling
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer, Engine, EngineError, FinishReason, Sampling
 from ludus.engine import FakeEngine
 
 TOKENIZER = ByteTokenizer()

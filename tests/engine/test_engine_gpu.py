@@ -11,7 +11,7 @@ import torch
 from engine_models import VOCABULARY, make, prompts
 from transformers import PreTrainedModel
 
-from ludus.core.generation import Completion, Sampling
+from ludus.core import Completion, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.cuda.kv_cache import ReservedMemory
 from ludus.engine.cuda.runner import CudaModelRunner

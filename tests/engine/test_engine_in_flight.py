@@ -15,8 +15,7 @@ import torch
 from engine_models import VOCABULARY, make, plain_logprobs, prompts, stock_greedy
 from transformers import PreTrainedModel
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling
+from ludus.core import Completion, EngineError, FinishReason, Sampling
 from ludus.engine import EngineCore, Request, StopChecker, use_ludus_attention
 
 AHEAD = {"is_static": True, "lookahead": 1}

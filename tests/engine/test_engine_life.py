@@ -14,9 +14,7 @@ import pytest
 import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import Engine, FinishReason, Sampling, VersionSpan
-from ludus.core.messages import Media
+from ludus.core import Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine import engine as engine_module
 

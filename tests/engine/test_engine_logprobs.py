@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_models import FAMILIES, make, plain_logprobs, prompts
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
 

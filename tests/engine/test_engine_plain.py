@@ -10,7 +10,7 @@ import torch
 from engine_models import FAMILIES, make, prompts
 from transformers import AutoModelForCausalLM
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.engine import use_ludus_attention
 
 

@@ -16,15 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai_server import OpenAIServer, Raw, chat, error, serving, text
 
-from ludus.core.failures import ConfigError, EngineError, Fault
-from ludus.core.generation import Engine, FinishReason, Sampling
-from ludus.core.messages import Message
-from ludus.core.task import Task
-from ludus.core.tokenizer import SPECIALS, ByteTokenizer
+from ludus.core import (
+    ByteTokenizer,
+    ConfigError,
+    Engine,
+    EngineError,
+    Fault,
+    FinishReason,
+    Message,
+    Sampling,
+    Task,
+)
+from ludus.core.tokenizer import SPECIALS
 from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, TranscriptTokenizer
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools import as_toolset, tool
 
 FAST = RemoteOptions(retries=3, first_pause=0.001, seconds=20)

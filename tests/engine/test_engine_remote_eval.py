@@ -13,7 +13,7 @@ from openai_server import OpenAIServer, chat, error, serving, text
 from typer.testing import CliRunner
 
 from ludus.cli.main import app, run_command
-from ludus.core.generation import FinishReason, Sampling
+from ludus.core import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import read_trajectories
 from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model

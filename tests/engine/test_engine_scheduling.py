@@ -7,8 +7,7 @@ import asyncio
 import pytest
 from engine_models import make, prompts, until
 
-from ludus.core.failures import ConfigError, EngineError
-from ludus.core.generation import Completion, Sampling
+from ludus.core import Completion, ConfigError, EngineError, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
 

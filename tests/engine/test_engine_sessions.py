@@ -6,7 +6,7 @@ import asyncio
 
 from engine_models import make, prompts, stock_greedy, until
 
-from ludus.core.generation import Sampling
+from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 
 GREEDY = Sampling(max_tokens=7, temperature=0)

@@ -10,7 +10,7 @@ import torch
 from engine_models import VOCABULARY, make, plain_logprobs
 from transformers import PreTrainedModel
 
-from ludus.core.generation import Completion, Sampling
+from ludus.core import Completion, Sampling
 from ludus.engine import EngineCore, Request, use_ludus_attention
 
 SESSIONS = [f"s{i}" for i in range(5)]

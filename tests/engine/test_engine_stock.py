@@ -23,8 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ludus.core.failures import ConfigError
-from ludus.core.generation import Sampling
+from ludus.core import ConfigError, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig, use_ludus_attention
 
 _SMALL = {

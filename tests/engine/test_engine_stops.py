@@ -10,9 +10,7 @@ from engine_models import make, prompts, stock_greedy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import EngineError
-from ludus.core.generation import FinishReason, Sampling
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer, EngineError, FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, StopChecker
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ludus.core.failures import ConfigError
-from ludus.core.generation import Sampling
+from ludus.core import ConfigError, Sampling
 from ludus.engine import EmbeddedEngine, use_ludus_attention
 from ludus.engine.cuda import runner as cuda_runner
 from ludus.engine.cuda.kv_cache import KVShape

@@ -9,7 +9,7 @@ from engine_models import FAMILIES, make, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.engine import AttentionParams, PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.engine.attention import split_by_length
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.messages import Media, ToolCall
-from ludus.core.task import Task
+from ludus.core import Media, Task, ToolCall
 from ludus.envs import (
     Env,
     Observation,

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.task import Task
+from ludus.core import Boundary, ConfigError, InfraError, Task
 from ludus.envs import Env, EnvPool, Observation, own_tools
 from ludus.tools import tool
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ludus.core.failures import Boundary, Failure, Fault
-from ludus.core.generation import FinishReason, VersionSpan
-from ludus.core.messages import Media, Message, ToolCall
-from ludus.core.task import Task
-from ludus.core.trajectory import (
+from ludus.core import (
+    Boundary,
+    Failure,
+    Fault,
+    FinishReason,
+    Media,
     MediaSpan,
+    Message,
     Segment,
     SegmentKind,
     StopReason,
+    Task,
     TokenSequence,
+    ToolCall,
     Trajectory,
+    VersionSpan,
 )
 
 # Surrogates, NUL and the escape character itself are drawn far more often than chance would.

@@ -3,9 +3,7 @@ from pathlib import Path
 import pytest
 from observe_strategies import episode
 
-from ludus.core.failures import Boundary, Failure, Fault
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, TokenSequence
+from ludus.core import Boundary, Failure, Fault, Group, StopReason, Task, TokenSequence
 from ludus.observe import (
     CATALOGUE,
     SPLITS,

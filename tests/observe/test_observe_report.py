@@ -6,9 +6,7 @@ import pytest
 from observe_strategies import episode
 from rich.console import Console
 
-from ludus.core.failures import Boundary, Failure, Fault
-from ludus.core.messages import Message, ToolCall
-from ludus.core.trajectory import StopReason
+from ludus.core import Boundary, Failure, Fault, Message, StopReason, ToolCall
 from ludus.observe import (
     Progress,
     RunFolder,

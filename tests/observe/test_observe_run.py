@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from observe_strategies import episode
 
-from ludus.core.failures import ConfigError, LudusError
-from ludus.core.task import Task
-from ludus.core.trajectory import Group
+from ludus.core import ConfigError, Group, LudusError, Task
 from ludus.observe import FolderLock, RunFolder, RunWriter, TensorBoardSink, find_runs
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludus.core.failures import MissingExtraError
+from ludus.core import MissingExtraError
 from ludus.observe import JsonLinesSink, RunWriter, TensorBoardSink, WandbSink, read_metrics
 
 

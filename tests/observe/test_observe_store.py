@@ -6,9 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from observe_strategies import episode, trajectories
 
-from ludus.core.failures import Boundary, Failure
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
+from ludus.core import Boundary, Failure, Group, Segment, SegmentKind, Task, TokenSequence, Trajectory
 from ludus.observe import (
     Opaque,
     StoreError,

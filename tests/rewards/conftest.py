@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from ludus.core.failures import Boundary, Failure, Fault
-from ludus.core.messages import Message, ToolCall
-from ludus.core.task import Task
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core import (
+    Boundary,
+    Failure,
+    Fault,
+    Message,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    ToolCall,
+    Trajectory,
+)
 
 Episode = Callable[..., Trajectory]
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import Boundary, InfraError
-from ludus.core.task import Task
+from ludus.core import Boundary, InfraError, Task
 from ludus.rewards import synthetic_episode
 from ludus.rewards.code_tests import Programs, SqlMatch, UnitTests
 from ludus.rewards.code_tests.fault_attribution import SandboxBusy, SandboxFactory, score_with_control

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.core.failures import ConfigError
-from ludus.core.task import Task
+from ludus.core import ConfigError, Task
 from ludus.rewards import (
     GROUP_REWARDS,
     REWARDS,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core import Boundary, ConfigError, Fault, InfraError, ToolCall
 from ludus.rewards import (
     Efficiency,
     Format,

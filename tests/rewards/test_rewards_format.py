@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import Message
-from ludus.core.task import Task
-from ludus.core.trajectory import StopReason, Trajectory
+from ludus.core import ConfigError, Message, StopReason, Task, Trajectory
 from ludus.rewards import Format
 from ludus.rewards.text_rewards import has_tags
 

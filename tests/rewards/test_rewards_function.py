@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.core.failures import (
-    Boundary,
-    ConfigError,
-    Failure,
-    InfraError,
-    MissingExtraError,
-)
+from ludus.core import Boundary, ConfigError, Failure, InfraError, MissingExtraError
 from ludus.rewards import FunctionReward, FunctionTurnReward, Scorer, build_reward, reward
 
 

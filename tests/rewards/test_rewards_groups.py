@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core import (
+    ConfigError,
+    Fault,
+    Group,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    ToolCall,
+    Trajectory,
+)
 from ludus.rewards import CountBonus, Curiosity, Ranking, Scorer, exact_match, group_reward
 from ludus.rewards.group_rewards import normalised_ranks
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ludus.core.failures import InfraError
+from ludus.core import InfraError
 from ludus.rewards import contains, exact_match, f1
 from ludus.rewards.text_rewards import normalised, token_f1
 

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from ludus.core.failures import InfraError, MissingExtraError
+from ludus.core import InfraError, MissingExtraError
 from ludus.core.processes import ProcessExecutor
 from ludus.rewards import Scorer, maths
 from ludus.rewards.text_rewards import LimitExceeded, delimited, limited, run_limited

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import InfraError
+from ludus.core import InfraError
 from ludus.rewards import numeric
 from ludus.rewards.text_rewards import close, last_number
 

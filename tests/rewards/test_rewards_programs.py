@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import ConfigError, InfraError
-from ludus.core.task import Task
+from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, synthetic_episode
 from ludus.rewards.code_tests import Programs
 from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionLost, shared_sandbox

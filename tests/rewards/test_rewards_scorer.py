@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.trajectory import Group, StopReason
+from ludus.core import Boundary, ConfigError, Group, InfraError, StopReason
 from ludus.rewards import (
     CountBonus,
     Gate,

@@ -17,16 +17,10 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, InfraError
-from ludus.core.task import Task
+from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, check_rewards, synthetic_episode
-from ludus.rewards.code_tests.sql_match import (
-    ResultTable,
-    SqlMatch,
-    TableRules,
-    equal_tables,
-    is_ordered,
-)
+from ludus.rewards.code_tests import SqlMatch
+from ludus.rewards.code_tests.sql_match import ResultTable, TableRules, equal_tables, is_ordered
 from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, SandboxError, shared_sandbox
 from ludus.sandbox.sql import Blob
 

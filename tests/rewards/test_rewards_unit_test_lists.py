@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import InfraError
-from ludus.core.task import Task
+from ludus.core import InfraError, Task
 from ludus.rewards import synthetic_episode
 from ludus.rewards.code_tests import UnitTests
 from ludus.sandbox import SandboxConfig, shared_sandbox

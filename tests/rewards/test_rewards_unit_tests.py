@@ -14,8 +14,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, InfraError
-from ludus.core.task import Task
+from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, synthetic_episode
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.guest.plain_data import Decoder, Encoder, no_handles, read, refuse, write

@@ -9,14 +9,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Group, SegmentKind, Trajectory
+from ludus.core import ByteTokenizer, Group, SegmentKind, Task, ToolCall, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, HFTokenizer, History, Renderer, Rollout
-from ludus.rollouts.formats import ActionFormat, load_format
+from ludus.rollouts import ActionFormat, Budgets, HFTokenizer, History, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
 
 CHATML = (

@@ -12,11 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_parts import assert_exact, called, fake, play_one, renderer, rollout
 
-from ludus.core.failures import Fault
-from ludus.core.generation import FinishReason
-from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, Trajectory
+from ludus.core import (
+    Fault,
+    FinishReason,
+    Message,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+)
 from ludus.rollouts import Rollout
 
 FORMATS = ("hermes", "llama3", "tags", "fenced", "react", "plain")

@@ -12,10 +12,7 @@ from rollout_parts import attempt_of, called, play, rollout, tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludus.core.failures import Boundary, EngineError, Failure
-from ludus.core.generation import Sampling
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core import Boundary, EngineError, Failure, Group, Sampling, StopReason, Task, Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.rewards import reward
 from ludus.tools import tool

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 from rollout_parts import assert_exact, attempt_of, called, fake, play, play_one, rollout, tokenizer
 
-from ludus.core.failures import ConfigError
-from ludus.core.generation import Sampling
-from ludus.core.messages import Message, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
-from ludus.core.trajectory import StopReason, Trajectory
+from ludus.core import (
+    ConfigError,
+    Message,
+    Sampling,
+    StopReason,
+    Task,
+    ToolContext,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+)
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import reward
-from ludus.rollouts import Renderer
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.rollout import opening_messages
 from ludus.tools import tool
 

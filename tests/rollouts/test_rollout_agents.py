@@ -10,16 +10,22 @@ from typing import Any
 import pytest
 from rollout_parts import assert_exact, called, fake, play_one, renderer, rollout, tokenizer
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.generation import FinishReason
-from ludus.core.messages import Message, ToolCall, ToolResult
+from ludus.core import (
+    ConfigError,
+    Fault,
+    FinishReason,
+    Message,
+    SegmentKind,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+)
 from ludus.core.registry import load_reference
-from ludus.core.task import Task
-from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.envs import EnvPool
 from ludus.envs.safe import Safe, expert, held_out_tasks, opened
-from ludus.rollouts import Agent, Demonstrator, Episode, Renderer
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Agent, Demonstrator, Episode, Renderer, load_format
 from ludus.tools import tool
 from ludus.training import trajectory_of
 

@@ -12,11 +12,24 @@ import pytest
 from rollout_parts import assert_exact, attempt_of, called, fake, play, play_one, rollout
 from rollout_process_tools import die, die_once
 
-from ludus.core.failures import Aborted, Boundary, EngineError, Fault, InfraError, ToolFault
-from ludus.core.generation import Sampling
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, SegmentKind, StopReason, Trajectory
+from ludus.core import (
+    Aborted,
+    Boundary,
+    EngineError,
+    Fault,
+    Group,
+    InfraError,
+    Sampling,
+    SegmentKind,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolFault,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+)
 from ludus.envs import Env, EnvPool
 from ludus.observe import rollout_metrics
 from ludus.rewards import reward

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.core.task import Task
+from ludus.core import ConfigError, MissingExtraError, Task
 from ludus.rollouts import load_tasks
 
 ROWS = [

@@ -6,16 +6,11 @@ from collections.abc import Generator
 
 import pytest
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import StopReason
+from ludus.core import ByteTokenizer, ConfigError, StopReason, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
 
 

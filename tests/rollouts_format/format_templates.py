@@ -7,7 +7,7 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer
 from ludus.rollouts import CHATML, HFTokenizer
 
 TRIMMING_CHATML = (

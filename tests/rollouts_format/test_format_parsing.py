@@ -8,9 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall, ToolSpec
-from ludus.rollouts.formats import FORMATS, ActionFormat, load_format
+from ludus.core import ConfigError, Fault, ToolCall, ToolSpec
+from ludus.rollouts import FORMATS, ActionFormat, load_format
 from ludus.rollouts.formats.base import MAX_CALLS
 
 ADD = ToolSpec(

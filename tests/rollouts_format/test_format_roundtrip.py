@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.messages import ToolCall
-from ludus.rollouts.formats import load_format
+from ludus.core import ToolCall
+from ludus.rollouts import load_format
 from ludus.rollouts.formats.base import THINK
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)

@@ -11,12 +11,8 @@ from pathlib import Path
 import pytest
 import regex
 
-from ludus.core.generation import FinishReason
-from ludus.core.messages import Message
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
-from ludus.rollouts import Renderer
-from ludus.rollouts.formats import load_format
+from ludus.core import ByteTokenizer, FinishReason, Message, Segment, SegmentKind, TokenSequence
+from ludus.rollouts import Renderer, load_format
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -20,13 +20,20 @@ from format_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
-from ludus.core.generation import Completion, FinishReason
-from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
-from ludus.rollouts import HFTokenizer, Renderer
-from ludus.rollouts.formats import FORMATS, load_format
+from ludus.core import (
+    ByteTokenizer,
+    Completion,
+    ConfigError,
+    FinishReason,
+    Message,
+    Segment,
+    SegmentKind,
+    TokenSequence,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+)
+from ludus.rollouts import FORMATS, HFTokenizer, Renderer, load_format
 from ludus.rollouts.renderer import MOST_BYTES, LruCache
 
 LOOKUP = ToolSpec(

@@ -18,11 +18,8 @@ from format_templates import (
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import Message, ToolCall, ToolResult, ToolSpec
-from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts import Renderer
-from ludus.rollouts.formats import load_format
+from ludus.core import ConfigError, Message, Tokenizer, ToolCall, ToolResult, ToolSpec
+from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.tokenizers import ControlTexts
 
 EXAMPLES = settings.default.max_examples // 5

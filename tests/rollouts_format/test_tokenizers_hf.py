@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.rollouts import HFTokenizer, load_tokenizer
 
 TEXTS = st.lists(

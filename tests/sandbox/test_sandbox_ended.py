@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import Fault
-from ludus.core.messages import ToolCall, ToolContext
-from ludus.core.task import Task
+from ludus.core import Fault, Task, ToolCall, ToolContext
 from ludus.sandbox import (
     CannotFork,
     Limits,

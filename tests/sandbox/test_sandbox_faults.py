@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ludus.core.failures import Fault, InfraError
-from ludus.core.messages import ToolCall, ToolContext
-from ludus.core.task import Task
+from ludus.core import Fault, InfraError, Task, ToolCall, ToolContext
 from ludus.sandbox import (
     Limits,
     Outcome,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import ConfigError, InfraError
+from ludus.core import ConfigError, InfraError
 from ludus.sandbox import Sandbox, SandboxConfig
 from ludus.sandbox.guest.sql_sqlite import Sqlite
 from ludus.sandbox.sql import Blob, Database, LongText, SqlLimits, SqlProblem, read_schema, run_query

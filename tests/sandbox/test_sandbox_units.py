@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.sandbox import (
     Execution,
     Limits,

@@ -8,8 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from ludus.core.failures import Boundary, InfraError
-from ludus.core.messages import ToolContext, ToolResult
+from ludus.core import Boundary, InfraError, ToolContext, ToolResult
 from ludus.tools import tool
 
 MEMORY: dict[str, list[str]] = {}

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ludus.core.messages import ToolContext
-from ludus.core.task import Task
+from ludus.core import Task, ToolContext
 
 TOOLS = Path(__file__).parent / "served_tools.py"
 _PROGRAM = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.messages import ToolResult
+from ludus.core import ToolResult
 from ludus.serve.admission import Admission, RequestError, Ticket
 from ludus.serve.service import CallOutcome, CallRecord, IdempotencyCache
 from ludus.tools.wire import CallBody, ErrorKind

@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 from server_process import ServerProcess, context, lines_of, raw_exchange, serving
 
-from ludus.core.failures import Boundary, Fault, InfraError
-from ludus.core.messages import ToolCall, ToolSet
+from ludus.core import Boundary, Fault, InfraError, ToolCall, ToolSet
 from ludus.tools import CombinedTools, LocalTools
 from ludus.tools.remote import RemoteTools
 from ludus.tools.wire import BatchAnswer, ErrorAnswer, HealthBody, ResultBody, SessionBody

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from server_process import TOOLS, ServerProcess, context, lines_of, serving, until
 
-from ludus.core.failures import Boundary, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core import Boundary, InfraError, ToolCall
 from ludus.serve import ToolServer
 from ludus.tools.hosting import EpisodeLost, OutcomeUnknown, ProcessHost
 from ludus.tools.remote import RemoteTools

@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 from server_process import TOOLS, ServerProcess, context, lines_of, serving, until
 
-from ludus.core.failures import ConfigError, InfraError
-from ludus.core.messages import ToolCall
+from ludus.core import ConfigError, InfraError, ToolCall
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools.hosting import LocalHost, load_tools
 from ludus.tools.remote import RemoteTools

@@ -8,14 +8,10 @@ from typing import Any
 
 from server_process import TOOLS, ServerProcess, lines_of, serving, until
 
-from ludus.core.messages import ToolCall, ToolSet
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Group
+from ludus.core import ByteTokenizer, Group, Task, ToolCall, ToolSet
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools.hosting import load_tools
 from ludus.tools.remote import RemoteTools
 

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import aiohttp
 import pytest
 
-from ludus.core.failures import Boundary, InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
+from ludus.core import Boundary, InfraError, Task, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools.hosting import LocalHost
 from ludus.tools.remote import RemoteTools

@@ -9,8 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
-from ludus.core.messages import ToolResult
+from ludus.core import Boundary, Fault, InfraError, ToolFault, ToolResult
 from ludus.tools import Tool, tool
 
 

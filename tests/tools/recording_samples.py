@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ludus.core.failures import Boundary, Fault, InfraError
-from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
+from ludus.core import Boundary, Fault, InfraError, Task, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json
 
 REDIS_PROGRAM = shutil.which("redis-server")
 """The real server; without it, a stand-in that knows no passwords and chokes on megabytes."""

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.task import Task
+from ludus.core import ConfigError, Task, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools import Tool, tool
 from ludus.tools.library import TOOLS, build_toolset
 

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import Fault, ToolFault
-from ludus.core.messages import ToolContext, ToolResult
-from ludus.core.task import Task
+from ludus.core import Fault, Task, ToolContext, ToolFault, ToolResult
 from ludus.tools.library.calculator import CalculationError, calculator, evaluate, shown
 
 

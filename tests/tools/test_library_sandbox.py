@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ludus.core.failures import Fault, InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
-from ludus.core.task import Task
+from ludus.core import Fault, InfraError, Task, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.sandbox import Limits, SandboxConfig, SandboxUnavailable, SessionLost, shared_sandbox
 from ludus.tools.library import build_toolset
 

@@ -14,9 +14,7 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, Fault, InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult
-from ludus.core.task import Task
+from ludus.core import ConfigError, Fault, InfraError, Task, ToolCall, ToolContext, ToolResult
 from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
 from ludus.sandbox.sql import Blob, LongText, QueryResult
 from ludus.tools.library import build_toolset

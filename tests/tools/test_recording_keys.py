@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import Media, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
+from ludus.core import ConfigError, Fault, Media, Task, ToolContext, ToolResult, ToolSpec
 from ludus.tools import Tool, tool
+from ludus.tools.recording import label_of
 from ludus.tools.recording.keys import (
     Unkeyable,
     canonical,
-    label_of,
     next_history,
     result_digest,
     root_history,

@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 from recording_samples import Notebook
 
-from ludus.core.failures import Boundary, ConfigError
-from ludus.core.messages import ToolCall, ToolSet
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Trajectory
+from ludus.core import Boundary, ByteTokenizer, ConfigError, Task, ToolCall, ToolSet, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools.recording import Label, Mode, RecordedTools, RecordingConfig
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from recording_samples import REDIS_PROGRAM, redis_server
 
-from ludus.core.failures import Boundary, ConfigError
+from ludus.core import Boundary, ConfigError
 from ludus.tools.recording import (
     Label,
     RecordingStoreError,
@@ -439,7 +439,7 @@ async def test_a_value_of_another_kind_is_a_typed_failure(redis_address: str, tm
 
 
 async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ludus.core.failures import MissingExtraError
+    from ludus.core import MissingExtraError
 
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(MissingExtraError, match=r"ludus\[redis\]"):

@@ -15,9 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recording_samples import Notebook, episode, redis_server
 
-from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
-from ludus.core.messages import Media, ToolCall, ToolContext, ToolResult, ToolSet
-from ludus.core.task import Task
+from ludus.core import (
+    Boundary,
+    ConfigError,
+    Fault,
+    InfraError,
+    Media,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolSet,
+)
 from ludus.tools import CombinedTools, LocalTools, as_toolset, tool
 from ludus.tools.recording import (
     Label,

@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ludus.core.failures import Fault, ToolFault
-from ludus.core.messages import ToolContext
-from ludus.core.task import Task
+from ludus.core import Fault, Task, ToolContext, ToolFault
 from ludus.tools import tool
 from ludus.tools.arguments import validate_arguments
 from ludus.tools.signature import signature_of

@@ -18,10 +18,18 @@ import process_samples
 import pytest
 
 import ludus
+from ludus.core import (
+    Boundary,
+    ConfigError,
+    Failure,
+    Fault,
+    InfraError,
+    Task,
+    ToolContext,
+    ToolFault,
+    ToolResult,
+)
 from ludus.core.concurrency import shared_threads
-from ludus.core.failures import Boundary, ConfigError, Failure, Fault, InfraError, ToolFault
-from ludus.core.messages import ToolContext, ToolResult
-from ludus.core.task import Task
 from ludus.core.user_code import reset_error_counts
 from ludus.tools import Tool, tool
 from ludus.tools.tool import Limiter

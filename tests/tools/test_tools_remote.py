@@ -16,9 +16,18 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.core.task import Task
+from ludus.core import (
+    Boundary,
+    ConfigError,
+    InfraError,
+    Media,
+    Message,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolSpec,
+)
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools import as_toolset, tool
 from ludus.tools.hosting import LocalHost, OutcomeUnknown

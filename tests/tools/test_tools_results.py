@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from ludus.core.messages import Media, ToolResult
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.tools.calling import OutputLimits, cut, result_of, text_of
+from ludus.core import ByteTokenizer, Media, ToolResult
+from ludus.tools import OutputLimits
+from ludus.tools.calling import cut, result_of, text_of
 
 NOTE = re.compile(r"\n\.\.\. \[([\d,]+) characters left out\] \.\.\.\n")
 

@@ -12,8 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolContext
+from ludus.core import ConfigError, ToolContext
 from ludus.tools import Tool, tool
 from ludus.tools.signature import children
 

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from ludus.core.failures import ConfigError, Fault
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import (
+    ByteTokenizer,
+    ConfigError,
+    Fault,
+    Task,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolSet,
+    ToolSpec,
+)
 from ludus.tools import CombinedTools, LocalTools, Tool, as_toolset, tool
 
 CONTEXT = ToolContext("episode", Task.of("go"))

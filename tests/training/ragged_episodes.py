@@ -19,8 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.algos import Attempt, TurnTokens
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core import Group, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.training import Learner, OptimizerConfig, RolloutBatch
 

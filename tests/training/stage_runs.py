@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ludus
-from ludus.core.trajectory import Trajectory
+from ludus.core import Trajectory
 from ludus.observe import RunFolder
 
 

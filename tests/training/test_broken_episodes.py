@@ -9,11 +9,19 @@ import pytest
 from worker_parts import called, rl, task_set, tasks
 
 import ludus
-from ludus.core.failures import EngineError, Fault, ToolFault
-from ludus.core.generation import FinishReason
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core import (
+    EngineError,
+    Fault,
+    FinishReason,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    ToolCall,
+    ToolFault,
+    Trajectory,
+)
 from ludus.training import BrokenConfig, RolloutWorker
 from ludus.training.rollout_worker import KINDS, Kind, broken_kinds, has_penalties, is_masked, penalty
 

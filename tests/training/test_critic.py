@@ -13,9 +13,7 @@ import torch
 from ragged_episodes import attempts_of, played, references, scored, tiny_learner, tiny_model
 from torch import nn
 
-from ludus.core.failures import ConfigError, LudusError
-from ludus.core.task import Task
-from ludus.core.trajectory import StopReason, TokenSequence, Trajectory
+from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Critic, CriticConfig, RLConfig, policy_update, rows_of
 from ludus.training.critic import explained_variance
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.training import Curriculum, CurriculumConfig, Recipe
 
 TURNS = "budgets.max_turns"

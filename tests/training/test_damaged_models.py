@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.engine import use_ludus_attention
 from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model, scratch_model
 

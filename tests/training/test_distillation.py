@@ -20,7 +20,7 @@ from stage_runs import Talker, assert_same_runs
 from training_helpers import TINY, expert, tasks
 
 import ludus
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.observe import undefined
 from ludus.training import ModelConfig, frozen, load_model, save_model
 from ludus.training.stages.distillation import distill

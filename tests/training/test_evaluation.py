@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from training_helpers import TINY
 
 import ludus
-from ludus.core.failures import Boundary, ConfigError, Failure, LudusError
-from ludus.core.generation import Sampling
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core import (
+    Boundary,
+    ConfigError,
+    Failure,
+    Group,
+    LudusError,
+    Sampling,
+    StopReason,
+    Trajectory,
+)
 from ludus.observe import read_groups, rollout_metrics
 from ludus.training import Evaluation, Parts, Recipe, task_set_specs
 from ludus.training.evaluation import (

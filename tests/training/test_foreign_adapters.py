@@ -17,7 +17,7 @@ from training_helpers import TINY, Chatty, add, even, tasks
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ludus
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training import (
     ModelConfig,

@@ -16,7 +16,7 @@ from training_helpers import TINY, Chatty, add, even, expert, tasks
 from transformers import PhimoeConfig, PhimoeForCausalLM
 
 import ludus
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core import ConfigError, MissingExtraError
 from ludus.engine import PackedContext, head_logits, hidden_states, use_ludus_attention
 from ludus.training import (
     Columns,

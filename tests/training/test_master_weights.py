@@ -12,7 +12,7 @@ import torch
 from small_steps import imitation, learner_of, packs, rows_of_lengths, small_model, weights_of
 from torch import Tensor, nn
 
-from ludus.core.failures import LudusError
+from ludus.core import LudusError
 from ludus.training import Learner, OptimizerConfig, action_logprobs
 from ludus.training.optimizer import GradientAccumulator, MasterAdamW, MasterWeights, total_norm
 

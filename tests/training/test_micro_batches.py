@@ -24,7 +24,7 @@ from small_steps import (
 )
 from torch import Tensor, nn
 
-from ludus.core.failures import LudusError
+from ludus.core import LudusError
 from ludus.engine import (
     PackedContext,
     checkpointable_layers,

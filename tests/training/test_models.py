@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core import ConfigError, MissingExtraError
 from ludus.training import ModelConfig, check_source, load_model, models
 from ludus.training.gguf import (
     LISTING,

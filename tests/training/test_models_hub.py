@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ludus
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.training import ModelConfig, check_source, load_model, models
 
 

@@ -7,15 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core.task import Task
-from ludus.core.trajectory import (
-    MediaSpan,
-    Segment,
-    SegmentKind,
-    StopReason,
-    TokenSequence,
-    Trajectory,
-)
+from ludus.core import MediaSpan, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Columns, items_of_step, packs_of, rows_of
 from ludus.training.packing import advantage_inputs, take_rows
 

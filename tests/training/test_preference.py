@@ -25,12 +25,20 @@ from ragged_episodes import (
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from ludus.core.failures import Boundary, ConfigError, Failure
-from ludus.core.messages import Message, ToolCall
-from ludus.core.tokenizer import ByteTokenizer
-from ludus.core.trajectory import Group, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.rollouts import Renderer
-from ludus.rollouts.formats import load_format
+from ludus.core import (
+    Boundary,
+    ByteTokenizer,
+    ConfigError,
+    Failure,
+    Group,
+    Message,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    ToolCall,
+    Trajectory,
+)
+from ludus.rollouts import Renderer, load_format
 from ludus.training import PreferenceConfig, frozen, read_conversations, read_labelled, read_pairs
 from ludus.training.conversations import parse_conversations
 from ludus.training.stages.preference import Pair, labelled_of, pair_of, pairs_of, prefer

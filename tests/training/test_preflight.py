@@ -11,7 +11,7 @@ import pytest
 from training_helpers import TINY, even, expert, tasks
 
 import ludus
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.training import check_parts
 
 RL = {"kind": "rl", "steps": 1, "tasks": 2, "attempts": 2}

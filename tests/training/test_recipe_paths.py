@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import ludus
 from ludus.cli.main import app
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.training import Recipe, load_parts, load_recipe
 from ludus.training.api import new_run
 

@@ -10,10 +10,7 @@ from stage_runs import Talker, assert_same_runs
 from training_helpers import TINY, add, even, tasks
 
 import ludus
-from ludus.core.failures import ConfigError, InfraError
-from ludus.core.messages import ToolContext
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer, ConfigError, InfraError, Task, ToolContext
 from ludus.engine import FakeEngine
 from ludus.training import Parts, Recipe, Result, build_task_sets, close_task_sets
 

@@ -33,7 +33,7 @@ from ragged_episodes import (
 from torch import nn
 
 from ludus.algos import ALGORITHMS
-from ludus.core.failures import ConfigError
+from ludus.core import ConfigError
 from ludus.training import Critic, CriticConfig, RLConfig, RolloutBatch, frozen, policy_update
 
 advantages = references("reference_advantages")

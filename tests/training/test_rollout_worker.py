@@ -10,10 +10,7 @@ import pytest
 from worker_parts import called, engine, ids, right, rl, seen, task_set, tasks
 
 import ludus
-from ludus.core.failures import ConfigError, EngineError
-from ludus.core.random import key
-from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core import ConfigError, EngineError, Group, StopReason, Task, Trajectory, key
 from ludus.rewards import FormatGate
 from ludus.training import RolloutBatch, RolloutWorker, TaskSet, items_of_step
 

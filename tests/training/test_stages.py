@@ -16,7 +16,7 @@ from training_helpers import TINY, add, even, expert, tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ludus
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core import ConfigError, LudusError
 from ludus.observe import RunFolder, undefined
 from ludus.training import Parts, Recipe, Result, train_async
 from ludus.training.optimizer import MasterAdamW

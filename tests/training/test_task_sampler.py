@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_parts import RENDERER, right, task_set, tasks
 
-from ludus.core.failures import ConfigError
-from ludus.core.random import key, shuffled
+from ludus.core import ConfigError, key, shuffled
 from ludus.engine import FakeEngine
 from ludus.training import (
     Parts,

@@ -9,9 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.core.failures import Boundary, Failure
-from ludus.core.generation import Sampling
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core import Boundary, Failure, Group, Sampling, StopReason, Trajectory
 from ludus.training import (
     Columns,
     Learner,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ludus.core.messages import ToolCall
-from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core import ByteTokenizer, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.rewards import Scorer, reward
-from ludus.rollouts import Budgets, Renderer, Rollout
-from ludus.rollouts.formats import load_format
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
 from ludus.training import RLConfig, RolloutBatch, RolloutSettings, TaskSet
 
