@@ -11,7 +11,7 @@ A worked example: one episode of two turns. The first turn was paid 0.25 by a to
     token reward           0   .25             0    0   .75
 
 What a turn was paid lands on its last token. The rest of the total lands on the last action token, so the
-token rewards of an episode always add up to its total. An observation carries neither reward nor inputs.
+token rewards of an episode always add up to its total. An observation carries neither reward nor credit.
 
 The tokens of a trajectory are read in the order in which they lie in the batch. Where a trajectory has
 several rows (a rewritten history, a sub-agent), they are therefore read as one life, row after row.

@@ -135,7 +135,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
 
 @needs(Need.SIBLINGS, Need.TURNS)
 def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool = True) -> Advantages:
-    """Turn-level group-relative inputs: each turn against what the siblings went on to earn from that turn on.
+    """Turn-level group-relative credit: each turn against what the siblings went on to earn from that turn on.
 
         R_(i,u) = r_(i,u) + discount * R_(i,u+1)
         A_(i,u) = (R_(i,u) - mean_j R_(j, min(u, U_j))) / (std_j R_(j, min(u, U_j)) + 1e-6)
@@ -151,7 +151,7 @@ def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool
     nothing. A group of one has advantage 0.
 
     The idea of turn-level credit in groups: Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via
-    Turn-Level AdvantageInputs Assignment", 2025, arXiv:2505.11821. The treatment of ragged turn counts is ours.
+    Turn-Level Credit Assignment", 2025, arXiv:2505.11821. The treatment of ragged turn counts is ours.
 
     Args:
         inputs: The batch, with turns.

@@ -31,7 +31,7 @@ class LossInputs:
     sequence_A: Tensor
     """The row each token lies in: whole numbers from 0 within these tokens."""
     behaviour_A: Tensor | None = None
-    """As the engine reported them when it inputs. None: `old_A` are these."""
+    """As the engine reported them when it sampled. None: `old_A` are these."""
 
 
 Metrics = dict[str, Tensor]
@@ -124,7 +124,7 @@ def _clipped(
 
 
 def _clip_fractions(low_A: Tensor, high_A: Tensor) -> Metrics:
-    """Where a ratio was clamped_log_ratio at its lower and at its upper bound; no token is at both."""
+    """Where a ratio was clamped at its lower and at its upper bound; no token is at both."""
     low_A, high_A = low_A.float(), high_A.float()
     return {
         "clip_fraction": low_A + high_A,

@@ -227,7 +227,7 @@ class BlockManager:
             block_table.hashes.append(block_hash)
 
     def fork(self, block_table: BlockTable) -> BlockTable:
-        """A second block table of the same block_hash: full blocks shared, the partial one copied."""
+        """A second block table of the same content: full blocks shared, the partial one copied."""
         full = block_table.length // self.block_size
         blocks = block_table.blocks[:full]
         for block in blocks:

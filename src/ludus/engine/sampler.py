@@ -30,7 +30,7 @@ def sample(
 ) -> tuple[list[int], list[float], list[bool]]:
     """Tokens, their log-probabilities, and whether each row was finite (no NaN), for R rows.
 
-    `positions` count the tokens each request has generated; `seen` targets the vocabulary of its context
+    `positions` count the tokens each request has generated; `seen` marks the tokens of its context
     for the rows that ask for a repetition penalty.
     """
     logits_RV = logits_RV.float()
@@ -102,8 +102,8 @@ def _penalised(
 ) -> Tensor:
     """Tokens of the context made less likely: positive logits divided, negative ones multiplied."""
     nothing = np.zeros(logits_RV.shape[1], dtype=np.bool_)
-    targets = np.stack([nothing if mark is None else mark for mark in seen])
-    seen_RV = torch.from_numpy(targets).to(logits_RV.device)
+    marks = np.stack([nothing if mark is None else mark for mark in seen])
+    seen_RV = torch.from_numpy(marks).to(logits_RV.device)
     penalties = torch.tensor([s.repetition_penalty for s in samplings], device=logits_RV.device)[:, None]
     penalised = torch.where(logits_RV > 0, logits_RV / penalties, logits_RV * penalties)
     return torch.where(seen_RV, penalised, logits_RV)

@@ -149,7 +149,7 @@ class SafeTemplate:
             if self._special(tokens) in own:
                 return tokens
         raise ConfigError(
-            "the chat template rewrites content in such a escape that special tokens come of it or get "
+            "the chat template rewrites content in such a way that special tokens come of it or get "
             "lost, however the content is broken up; give the tokenizer a chat_template that writes "
             "content as it is"
         )

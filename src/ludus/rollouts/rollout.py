@@ -279,7 +279,7 @@ async def _close(tools: ToolSet, context: ToolContext) -> None:
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what still runs, and wait until it has released what it resources."""
+    """Cancel what still runs, and wait until it has released its resources."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -48,7 +48,7 @@ class ServerConfig(Config):
     tool_queue: int | None = Field(default=None, ge=0)
     """Calls that wait for any one tool; as many as wait at all when left out."""
     max_sessions: int = Field(default=16_384, ge=1)
-    """ServerSessions that are open at once."""
+    """Sessions that are open at once."""
     idle_seconds: float = Field(default=1800.0, gt=0)
     """Seconds without use after which a session is closed."""
     drain_seconds: float = Field(default=30.0, ge=0)
@@ -58,7 +58,7 @@ class ServerConfig(Config):
     max_body_bytes: int = Field(default=8_000_000, ge=1024)
     """The largest request."""
     held_bytes: int = Field(default=32_000_000, ge=1024)
-    """ByteBudget of large requests that are held at once, as they arrive; one request may go beyond."""
+    """Bytes of large requests that are held at once, as they arrive; one request may go beyond."""
     client_seconds: float = Field(default=30.0, gt=0)
     """How long a client may take to send a request, or to take a piece of an answer."""
     keepalive_seconds: float = Field(default=75.0, gt=0)
@@ -389,7 +389,7 @@ class ToolService:
         watch, health = self.metrics.watch, self.host.health
         watch("running", "Calls that run now.", lambda: self.admission.running)
         watch("waiting", "Calls that wait now.", lambda: self.admission.waiting)
-        watch("sessions", "ServerSessions that are open now.", lambda: len(self.sessions))
+        watch("sessions", "Sessions that are open now.", lambda: len(self.sessions))
         watch("remembered", "Finished calls that are remembered.", lambda: len(self.idempotency))
         watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
         watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)

@@ -46,8 +46,8 @@ class Metrics:
             "repeated", "Calls run although an earlier run may have happened.", "tool"
         )
         self.cancelled = counter("cancelled", "Running calls that were cancelled, by why.", "why")
-        self.opened = counter("sessions_opened", "ServerSessions opened.")
-        self.closed = counter("sessions_closed", "ServerSessions closed, by why.", "why")
+        self.opened = counter("sessions_opened", "Sessions opened.")
+        self.closed = counter("sessions_closed", "Sessions closed, by why.", "why")
         self.seconds = histogram("call_seconds", "How long calls ran.")
         self.queue_seconds = histogram("queue_seconds", "How long calls waited for a slot.")
 

@@ -142,7 +142,7 @@ def advantage_inputs(
         trajectories: The episodes, all of them scored.
         groups: The group of each.
         sets: The task set of each; one when left out.
-        trains_heard: Whether the loss applies to observations as well.
+        train_observations: Whether the loss applies to observations as well.
     """
     turns = [(row.trajectory, turn) for row in rows for turn in row.turns]
     action_T = concat_masks(row.action_mask for row in rows)

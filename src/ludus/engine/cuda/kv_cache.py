@@ -220,7 +220,7 @@ def _release(index: int, address: int, size: int, pieces: list[tuple[int, int]])
 
 
 def memory_for(size: int, device: torch.device) -> DeviceMemory:
-    """DeviceMemory of at most `size` bytes that can be handed back where the driver allows it."""
+    """Memory of at most `size` bytes that can be handed back where the driver allows it."""
     if device.type == "cuda":
         try:
             return ReservedMemory(size, device)

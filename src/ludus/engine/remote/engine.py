@@ -60,7 +60,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From the base address, which ends in /v1 as a params, with the model's name after a #."""
+        """From the base address, which ends in /v1 as a rule, with the model's name after a #."""
         try:
             parts = urlsplit(text)
             host, _ = parts.hostname, parts.port

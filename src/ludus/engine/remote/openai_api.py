@@ -223,7 +223,7 @@ class TranscriptTokenizer(ByteTokenizer):
     def messages(self, tokens: Sequence[int]) -> list[Json]:
         """The conversation that these tokens are the transcript of, as a chat server takes it.
 
-        StepResults of tools become messages of the user, in the way of Hermes: the server has not seen the
+        Results of tools become messages of the user, in the way of Hermes: the server has not seen the
         calls that they answer. Messages of one role in a row are joined, because many templates insist.
         """
         found: list[Json] = []
