@@ -140,9 +140,9 @@ def grpo_loss(model: nn.Module, groups: Sequence[ludus.Group]) -> Tensor:
     loss_A, _ = clipped_surrogate(
         LossInputs(
             logprobs_A=action_logprobs(model, trajectories),
-            old_A=sampled_T[action_T],
+            old_logprobs_A=sampled_T[action_T],
             advantages_A=advantages_T[action_T],
-            sequence_A=trajectory_T[action_T],
+            row_A=trajectory_T[action_T],
         )
     )
     return (loss_A * by_token(trajectory_T, action_T)[action_T]).sum()

@@ -125,7 +125,7 @@ def test_gspo_is_the_papers_objective_where_a_sequence_has_one_advantage(case: C
     sampled = case.sampled(logprobs, [shared[n] for n in case.sequence])
     loss, _ = algos.gspo(sampled, clip_low=0.1, clip_high=0.2)
     trained = torch.ones(len(case.new), dtype=torch.bool)
-    weights = algos.by_sequence(sampled.sequence_A, trained).double()
+    weights = algos.by_sequence(sampled.row_A, trained).double()
     total = (loss * weights).sum()
 
     def objective(new: list[float]) -> float:
@@ -190,8 +190,8 @@ def test_a_corrected_loss_is_weighted_token_by_token(case: Case) -> None:
     loss, metrics = algorithm.loss(sampled)
     plain, _ = algos.clipped_surrogate(sampled)
     torch.testing.assert_close(loss, plain * metrics["importance_weight"])
-    own = LossInputs(sampled.logprobs_A, sampled.old_A, sampled.advantages_A, sampled.sequence_A)
-    assert torch.equal(algos.truncated_importance(own), torch.ones_like(own.old_A))
+    own = LossInputs(sampled.logprobs_A, sampled.old_logprobs_A, sampled.advantages_A, sampled.row_A)
+    assert torch.equal(algos.truncated_importance(own), torch.ones_like(own.old_logprobs_A))
 
 
 @given(cases, st.sampled_from([None, 0.2]))
@@ -289,7 +289,7 @@ def test_rloo_sums_over_the_sequence(case: Case, seed: int) -> None:
     algorithm = algos.load_algorithm("rloo")
     loss, _ = algorithm.loss(sampled)
     everything = torch.ones(len(case.old), dtype=torch.bool)
-    weights = algorithm.weigh(sampled.sequence_A, everything).double()
+    weights = algorithm.weigh(sampled.row_A, everything).double()
     (gradient,) = torch.autograd.grad((loss * weights).sum(), logprobs)
 
     def objective(new: list[float]) -> float:

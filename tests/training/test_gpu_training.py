@@ -93,7 +93,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     algorithm = load_algorithm(name="grpo")
 
     def watched(logprobs_A: Tensor, entropy_A: Tensor, pack: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-        given = (pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A)
+        given = (pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.rollout_logprobs_A)
         return algorithm.loss(LossInputs(logprobs_A, *given))
 
     torch.cuda.set_sync_debug_mode("warn")

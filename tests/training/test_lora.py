@@ -307,10 +307,10 @@ def test_gradients_with_a_shared_reference_are_those_with_a_copy(
         mask_T = torch.tensor(rows[0].action_mask)
         columns = Columns.of(rows, torch.zeros(8), mask_T.float())
         (pack,) = packs_of(rows, columns, 100)
-        own_A, _ = action_logprobs(model, pack, 1.0)
+        source_index_A, _ = action_logprobs(model, pack, 1.0)
         with torch.no_grad():
             other_A, _ = action_logprobs(reference, pack, 1.0)
-        (own_A - other_A).square().sum().backward()
+        (source_index_A - other_A).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         torch.testing.assert_close(
             logprobs_of(reference, rows, mask_T, 1.0, 100)[mask_T], other_A, rtol=0, atol=1e-5

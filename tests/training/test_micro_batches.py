@@ -326,7 +326,7 @@ def test_halves_are_whole_rows_and_lose_nothing(lengths: list[int]) -> None:
     assert first.lengths + second.lengths == pack.lengths
     assert torch.equal(torch.cat([first.tokens_T, second.tokens_T]), pack.tokens_T)
     assert torch.equal(torch.cat([first.actions, second.actions]), pack.actions)
-    for name in ("weights_A", "advantages_A", "old_logprobs_A", "behaviour_A"):
+    for name in ("weights_A", "advantages_A", "old_logprobs_A", "rollout_logprobs_A"):
         assert torch.equal(torch.cat([getattr(first, name), getattr(second, name)]), getattr(pack, name))
     assert torch.equal(torch.cat([first.row_A, second.row_A + len(first.lengths)]), pack.row_A)
 

@@ -43,12 +43,12 @@ def test_every_action_token_is_trained_once(played: list[Trajectory], budget: in
     for packed in packs_of(rows, Columns.of(rows, marks, marks), budget):
         assert len(packed.lengths) == 1 or sum(packed.lengths) <= budget
         torch.testing.assert_close(packed.old_logprobs_A, -packed.actions.float())
-        torch.testing.assert_close(packed.behaviour_A, -packed.actions.float())
+        torch.testing.assert_close(packed.rollout_logprobs_A, -packed.actions.float())
         torch.testing.assert_close(packed.advantages_A, packed.weights_A)
         trained += zip(packed.actions.tolist(), packed.advantages_A.tolist(), strict=True)
         pack_rows += [piece.tolist() for piece in packed.tokens_T.split(packed.lengths)]
         starts = {sum(packed.lengths[:i]) for i in range(len(packed.lengths))}
-        assert not starts & set(packed.action_A.tolist()), "an action needs a token before it"
+        assert not starts & set(packed.trained_index_A.tolist()), "an action needs a token before it"
     assert sorted(pack_rows) == sorted(row.tokens for row in rows)
     said = sorted(t for p in played for s in p.sequences for a in s.actions for t in a.tokens)
     assert sorted(token for token, _ in trained) == said

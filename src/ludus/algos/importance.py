@@ -65,9 +65,9 @@ def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
 
 
 def _ratio(inputs: LossInputs, level: Level) -> Tensor:
-    if inputs.behaviour_A is None:
-        return torch.ones_like(inputs.old_A)
-    difference_A = (inputs.old_A - inputs.behaviour_A).detach()
+    if inputs.rollout_logprobs_A is None:
+        return torch.ones_like(inputs.old_logprobs_A)
+    difference_A = (inputs.old_logprobs_A - inputs.rollout_logprobs_A).detach()
     if level == "sequence":
-        difference_A = sum_within(difference_A, inputs.sequence_A)[inputs.sequence_A]
+        difference_A = sum_within(difference_A, inputs.row_A)[inputs.row_A]
     return clamped_log_ratio(difference_A).exp()

@@ -25,13 +25,13 @@ class LossInputs:
 
     logprobs_A: Tensor
     """Under the weights being updated, with their gradient."""
-    old_A: Tensor
+    old_logprobs_A: Tensor
     """Under the weights at the start of the step, by which ratios are measured."""
     advantages_A: Tensor
-    sequence_A: Tensor
+    row_A: Tensor
     """The row each token lies in: whole numbers from 0 within these tokens."""
-    behaviour_A: Tensor | None = None
-    """As the engine reported them when it sampled. None: `old_A` are these."""
+    rollout_logprobs_A: Tensor | None = None
+    """As the engine reported them when it sampled. None: `old_logprobs_A` are these."""
 
 
 Metrics = dict[str, Tensor]
@@ -53,7 +53,7 @@ def clipped_surrogate(
     Schulman et al., "Proximal Policy Optimization Algorithms", 2017, arXiv:1707.06347. A high bound above
     the low one leaves room for unlikely tokens to grow: Yu et al., "DAPO", 2025, arXiv:2503.14476 (0.2, 0.28).
     """
-    ratio_A = clamped_log_ratio(inputs.logprobs_A - inputs.old_A).exp()
+    ratio_A = clamped_log_ratio(inputs.logprobs_A - inputs.old_logprobs_A).exp()
     return _clipped(ratio_A, inputs.advantages_A, clip_low, clip_high)
 
 
@@ -85,10 +85,10 @@ def gspo(
     s itself. Zheng et al., "Group Sequence Policy Optimization", 2025, arXiv:2507.18071.
     """
     own_A = inputs.logprobs_A.detach()
-    sequence_A = inputs.sequence_A
-    difference_A = own_A - inputs.old_A
-    mean_A = sum_within(difference_A, sequence_A)[sequence_A]
-    mean_A = mean_A / size_within(sequence_A, difference_A.dtype)
+    row_A = inputs.row_A
+    difference_A = own_A - inputs.old_logprobs_A
+    mean_A = sum_within(difference_A, row_A)[row_A]
+    mean_A = mean_A / size_within(row_A, difference_A.dtype)
     ratio_A = clamped_log_ratio(mean_A).exp() * (inputs.logprobs_A - own_A).exp()
     return _clipped(ratio_A, inputs.advantages_A, clip_low, clip_high)
 
@@ -102,7 +102,7 @@ def cispo(
     included. By default there is no lower bound, and the upper one is 5. MiniMax, "MiniMax-M1: Scaling
     Test-Time Compute Efficiently with Lightning Attention", 2025, arXiv:2506.13585.
     """
-    ratio_A = clamped_log_ratio(inputs.logprobs_A.detach() - inputs.old_A).exp()
+    ratio_A = clamped_log_ratio(inputs.logprobs_A.detach() - inputs.old_logprobs_A).exp()
     weight_A = ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = -weight_A * inputs.advantages_A * inputs.logprobs_A
     return loss_A, _clip_fractions(ratio_A < weight_A, ratio_A > weight_A)

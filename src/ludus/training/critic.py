@@ -107,7 +107,7 @@ class Critic:
                     continue
                 inside_T = torch.ones(len(after_T), dtype=torch.bool)
                 inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
-                values_T[part.own_T[inside_T]] = after_T.roll(1)[inside_T]
+                values_T[part.source_index_T[inside_T]] = after_T.roll(1)[inside_T]
         return values_T
 
     def learn(
@@ -132,11 +132,11 @@ class Critic:
     def _loss(
         self, targets: ValueTargets, weights_T: Tensor, packed: PackedRows
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        place_A = take_rows(targets.used_T, packed.own_T).nonzero().squeeze(1)
-        own_A = take_rows(packed.own_T, place_A)
+        place_A = take_rows(targets.used_T, packed.source_index_T).nonzero().squeeze(1)
+        source_index_A = take_rows(packed.source_index_T, place_A)
         device = self.updater.device
         old_A, returns_A, weights_A = (
-            to_device(take_rows(one_T, own_A), device)
+            to_device(take_rows(one_T, source_index_A), device)
             for one_T in (targets.old_T, targets.returns_T, weights_T)
         )
         values_A = self._after(packed)[to_device(place_A, device) - 1]

@@ -46,7 +46,7 @@ from ludus.training.packing import (
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """For each trained token: its log-probability, and the entropy of the distribution it came from."""
-    return _logprobs(model, pack.lengths, pack.tokens_T, pack.action_A, temperature)
+    return _logprobs(model, pack.lengths, pack.tokens_T, pack.trained_index_A, temperature)
 
 
 def logprobs_of(
@@ -68,8 +68,11 @@ def logprobs_of(
             except RuntimeError as error:
                 splitter.retry(part, error)
     result_T = np.zeros(len(scored_T), dtype=np.float32)
-    for own_A, found_A in found:  # read after all work has been queued, so that the device never waits
-        result_T[own_A.numpy()] = found_A.cpu().numpy()
+    for (
+        source_index_A,
+        found_A,
+    ) in found:  # read after all work has been queued, so that the device never waits
+        result_T[source_index_A.numpy()] = found_A.cpu().numpy()
     return torch.from_numpy(result_T)
 
 
@@ -78,10 +81,10 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     """(places among the tokens of all rows, log-probabilities) of a micro-batch's scored tokens."""
     device = next(model.parameters()).device
-    place_A = take_rows(scored_T, part.own_T).nonzero().squeeze(1)
+    place_A = take_rows(scored_T, part.source_index_T).nonzero().squeeze(1)
     tokens_T = part.to(device).tokens_T
     found_A, _ = _logprobs(model, part.lengths, tokens_T, to_device(place_A, device), temperature)
-    return take_rows(part.own_T, place_A), found_A
+    return take_rows(part.source_index_T, place_A), found_A
 
 
 def _logprobs(

@@ -211,7 +211,7 @@ class PackedRows:
 
     lengths: list[int]
     tokens_T: Tensor
-    own_T: Tensor
+    source_index_T: Tensor
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
@@ -221,8 +221,8 @@ class PackedRows:
         """Two parts of whole rows, of about as many tokens each."""
         row, place = split_point(self.lengths)
         return (
-            PackedRows(self.lengths[:row], self.tokens_T[:place], self.own_T[:place]),
-            PackedRows(self.lengths[row:], self.tokens_T[place:], self.own_T[place:]),
+            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place]),
+            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:]),
         )
 
 
@@ -268,7 +268,7 @@ def pack_rows(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Itera
         yield PackedRows(
             lengths=[len(rows[i].tokens) for i in chosen],
             tokens_T=concat_lists([rows[i].tokens for i in chosen], np.int64),
-            own_T=torch.from_numpy(
+            source_index_T=torch.from_numpy(
                 np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
             ),
         )
@@ -278,16 +278,16 @@ def pack_rows(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Itera
 class Pack:
     """Rows end to end: R rows, T tokens, A of them trained.
 
-    `action_A` holds the places of the trained tokens; each was predicted from the place before it. They are
-    the actions, unless a recipe trains on observations as well.
+    `trained_index_A` holds the positions of the trained tokens; each was predicted from the position before it.
+    They are the actions, unless a recipe trains on observations as well.
     """
 
     lengths: list[int]
     tokens_T: Tensor
-    action_A: Tensor
+    trained_index_A: Tensor
     old_logprobs_A: Tensor
     """Under the weights at the start of the step: where ratios start from."""
-    behaviour_A: Tensor
+    rollout_logprobs_A: Tensor
     """As the engine reported them when it sampled."""
     advantages_A: Tensor
     weights_A: Tensor
@@ -302,11 +302,11 @@ class Pack:
     def split(self) -> tuple[Pack, Pack]:
         """Two packs of whole rows, of about as many tokens each."""
         row, place = split_point(self.lengths)
-        trained = int((self.action_A < place).sum())
+        trained = int((self.trained_index_A < place).sum())
         along_A = {name: tensor for name, tensor in self._tensors() if name != "tokens_T"}
         first: dict[str, Any] = {name: tensor[:trained] for name, tensor in along_A.items()}
         second: dict[str, Any] = {name: tensor[trained:] for name, tensor in along_A.items()}
-        second["action_A"] = second["action_A"] - place
+        second["trained_index_A"] = second["trained_index_A"] - place
         second["row_A"] = second["row_A"] - row
         return (
             replace(self, lengths=self.lengths[:row], tokens_T=self.tokens_T[:place], **first),
@@ -319,7 +319,7 @@ class Pack:
     @property
     def actions(self) -> Tensor:
         """The trained tokens themselves."""
-        return self.tokens_T[self.action_A]
+        return self.tokens_T[self.trained_index_A]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,14 +327,14 @@ class Columns:
     """Training inputs for every token of all rows."""
 
     trained_T: Tensor
-    behaviour_T: Tensor
-    old_T: Tensor
+    rollout_logprobs_T: Tensor
+    old_logprobs_T: Tensor
     advantages_T: Tensor
     weights_T: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Row], advantages_T: Tensor, weights_T: Tensor) -> Columns:
-        """The usual ones: the actions are trained, and the engine's logprobs are the old ones."""
+        """Train on the actions, with ratios that start from the log-probabilities that the engine reported."""
         sampled_T = engine_logprobs(rows)
         said_T = concat_masks(row.action_mask for row in rows)
         return cls(said_T, sampled_T, sampled_T, advantages_T, weights_T)
@@ -349,19 +349,19 @@ def packs_of(
     trains = [bool(columns.trained_T.numpy()[start:stop].any()) for start, stop in pairwise(ends)]
     wanted = range(len(rows)) if numbers is None else numbers
     for part in pack_rows(rows, [i for i in wanted if trains[i]], budget):
-        mask_T = take_rows(columns.trained_T, part.own_T)
-        action_A = mask_T.nonzero().squeeze(1)
-        own_A = take_rows(part.own_T, action_A)
+        mask_T = take_rows(columns.trained_T, part.source_index_T)
+        trained_index_A = mask_T.nonzero().squeeze(1)
+        source_index_A = take_rows(part.source_index_T, trained_index_A)
         row_T = torch.from_numpy(np.repeat(np.arange(len(part.lengths)), part.lengths))
         yield Pack(
             lengths=part.lengths,
             tokens_T=part.tokens_T,
-            action_A=action_A,
-            old_logprobs_A=take_rows(columns.old_T, own_A),
-            behaviour_A=take_rows(columns.behaviour_T, own_A),
-            advantages_A=take_rows(columns.advantages_T, own_A),
-            weights_A=take_rows(columns.weights_T, own_A),
-            row_A=take_rows(row_T, action_A),
+            trained_index_A=trained_index_A,
+            old_logprobs_A=take_rows(columns.old_logprobs_T, source_index_A),
+            rollout_logprobs_A=take_rows(columns.rollout_logprobs_T, source_index_A),
+            advantages_A=take_rows(columns.advantages_T, source_index_A),
+            weights_A=take_rows(columns.weights_T, source_index_A),
+            row_A=take_rows(row_T, trained_index_A),
         )
 
 

@@ -95,9 +95,9 @@ class Experience:
     inputs: AdvantageInputs
     trained_T: Tensor
     """Where the loss applies: not at masked episodes, which are in the inputs nevertheless."""
-    behaviour_T: Tensor
+    rollout_logprobs_T: Tensor
     """Log-probabilities as the engine reported them when it sampled."""
-    old_T: Tensor
+    old_logprobs_T: Tensor
     """Log-probabilities where importance ratios start from."""
     parts: list[list[int]]
     """The rows of each update."""
@@ -122,7 +122,7 @@ def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) ->
         train_observations=not config.loss_mask,
     )
     masked_N = torch.tensor([scored_at[:2] in played.masked for scored_at in scored], dtype=torch.bool)
-    behaviour_T, old_T = _old_logprobs(learner, rows, inputs, config)
+    rollout_logprobs_T, old_logprobs_T = _old_logprobs(learner, rows, inputs, config)
     parts: list[list[int]] = [[] for _ in range(config.updates)]
     for i, row in enumerate(rows):
         # as even as can be, so that there are as many updates as the recipe says
@@ -131,8 +131,8 @@ def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) ->
         rows=rows,
         inputs=inputs,
         trained_T=inputs.loss_mask & ~masked_N[inputs.trajectory_T],
-        behaviour_T=behaviour_T,
-        old_T=old_T,
+        rollout_logprobs_T=rollout_logprobs_T,
+        old_logprobs_T=old_logprobs_T,
         parts=[part for part in parts if part],
     )
 
@@ -140,7 +140,7 @@ def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) ->
 def _old_logprobs(
     learner: Learner, rows: Sequence[Row], inputs: AdvantageInputs, config: RLConfig
 ) -> tuple[Tensor, Tensor]:
-    """(behaviour_T, old_T): as the engine sampled, and as the trainer sees it before the first update.
+    """(rollout_logprobs_T, old_logprobs_T): the engine's when it sampled, the trainer's before the first update.
 
     They are the same unless an importance correction compares them. Nobody sampled the observations, so there
     both are the trainer's.
@@ -152,13 +152,13 @@ def _old_logprobs(
         return sampled_T, sampled_T
     budget = learner.config.micro_batch_tokens
     found_T = logprobs_of(learner.model, rows, needed_T, learner.temperature, budget)
-    behaviour_T = torch.where(inputs.action_T, sampled_T, found_T)
-    return behaviour_T, found_T if compares else behaviour_T
+    rollout_logprobs_T = torch.where(inputs.action_T, sampled_T, found_T)
+    return rollout_logprobs_T, found_T if compares else rollout_logprobs_T
 
 
-def _check_sampled(step: Experience) -> None:
+def _check_sampled(experience: Experience) -> None:
     """Without the log-probabilities of what was sampled there is no importance ratio."""
-    sampled_A = step.behaviour_T[step.inputs.action_T]
+    sampled_A = experience.rollout_logprobs_T[experience.inputs.action_T]
     unknown = int((~sampled_A.isfinite()).sum())
     if unknown:
         raise ConfigError(
@@ -169,16 +169,16 @@ def _check_sampled(step: Experience) -> None:
 
 
 def with_kl_penalty(
-    step: Experience, learner: Learner, config: RLConfig, reference: nn.Module
+    experience: Experience, learner: Learner, config: RLConfig, reference: nn.Module
 ) -> tuple[Experience, float]:
     """The KL penalty as a reward of each action token; also its mean."""
-    action_T, budget = step.inputs.action_T, learner.config.micro_batch_tokens
-    reference_T = logprobs_of(reference, step.rows, action_T, learner.temperature, budget)
+    action_T, budget = experience.inputs.action_T, learner.config.micro_batch_tokens
+    reference_T = logprobs_of(reference, experience.rows, action_T, learner.temperature, budget)
     divergence = load_divergence(config.kl_estimator)
-    old_A, reference_A = step.old_T[action_T], reference_T[action_T]
+    old_A, reference_A = experience.old_logprobs_T[action_T], reference_T[action_T]
     penalty_T = kl_reward(old_A, reference_A, action_T, beta=config.kl, divergence=divergence)
     kl = float(divergence(old_A, reference_A).mean())
-    return replace(step, inputs=replace(step.inputs, penalty_T=penalty_T)), kl
+    return replace(experience, inputs=replace(experience.inputs, penalty_T=penalty_T)), kl
 
 
 def policy_update(
@@ -213,35 +213,37 @@ def policy_update(
     if critic is None and Need.CRITIC in algorithm.needs:
         raise ValueError(f"{config.algorithm} needs a critic, and none was given")
     learner.clear_gradients()  # a critic may need their room
-    step = make_experience(learner, played, config)
-    if not step.rows:
+    experience = make_experience(learner, played, config)
+    if not experience.rows:
         return {}
-    _check_sampled(step)
+    _check_sampled(experience)
     metrics: dict[str, float] = {}
     if reference is not None and config.kl_in == "reward":
-        step, metrics["kl"] = with_kl_penalty(step, learner, config, reference)
+        experience, metrics["kl"] = with_kl_penalty(experience, learner, config, reference)
         reference = None
     if critic is not None:
-        step = replace(step, inputs=replace(step.inputs, values_T=critic.values(step.rows)))
-    estimate = algorithm.estimate(step.inputs)
-    if critic is not None and estimate.returns_T is not None:
-        metrics |= _update_critic(critic, step, estimate.returns_T, config)
+        experience = replace(
+            experience, inputs=replace(experience.inputs, values_T=critic.values(experience.rows))
+        )
+    advantages = algorithm.estimate(experience.inputs)
+    if critic is not None and advantages.returns_T is not None:
+        metrics |= _update_critic(critic, experience, advantages.returns_T, config)
     if critic_only:
         return metrics
-    metrics["no_signal"] = float(not estimate.advantages_T[step.trained_T].any())
+    metrics["no_signal"] = float(not advantages.advantages_T[experience.trained_T].any())
     objective = PolicyObjective(algorithm, config, reference, learner.temperature)
     measured: list[dict[str, float]] = []
-    for part in (part for _ in range(config.epochs) for part in step.parts):
+    for part in (part for _ in range(config.epochs) for part in experience.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
-        measured.append(_update(learner, step, estimate, part, objective, limit))
+        measured.append(_update(learner, experience, advantages, part, objective, limit))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
     found = _merged([one for one in measured if one])
     found["updates"] = float(sum(map(_is_taken, measured)))
     if any(measured):
-        found[TOKENS] = float(step.trained_T.sum())  # of the batch, whatever the epochs
+        found[TOKENS] = float(experience.trained_T.sum())  # of the batch, whatever the epochs
     return metrics | found if any(measured) or critic is not None else {}
 
 
@@ -257,19 +259,21 @@ def _is_taken(update: dict[str, float]) -> bool:
 
 
 def _update_critic(
-    critic: Critic, step: Experience, returns_T: Tensor, config: RLConfig
+    critic: Critic, experience: Experience, returns_T: Tensor, config: RLConfig
 ) -> dict[str, float]:
     """Let the critic learn the returns, wherever its value was used."""
-    inputs, used_T = step.inputs, step.inputs.action_T
+    inputs, used_T = experience.inputs, experience.inputs.action_T
     if not config.advantage_mask:
         used_T = action_span(inputs.trajectory_T, inputs.action_T, len(inputs.rewards_N))
         # before the first token of a row there is nothing to read a value from
-        used_T = used_T & ~concat_masks([True] + [False] * (len(row.tokens) - 1) for row in step.rows)
+        used_T = used_T & ~concat_masks(
+            [True] + [False] * (len(row.tokens) - 1) for row in experience.rows
+        )
     assert inputs.values_T is not None
     explained = explained_variance(inputs.values_T[used_T], returns_T[used_T])
     metrics = {} if explained is None else {"explained_variance": explained}
     targets = ValueTargets(used_T, inputs.values_T, returns_T)
-    return metrics | critic.learn(step.rows, targets, step.parts)
+    return metrics | critic.learn(experience.rows, targets, experience.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +296,13 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
         loss_A, metrics = self.algorithm.loss(
-            LossInputs(logprobs_A, pack.old_logprobs_A, pack.advantages_A, pack.row_A, pack.behaviour_A)
+            LossInputs(
+                logprobs_A=logprobs_A,
+                old_logprobs_A=pack.old_logprobs_A,
+                advantages_A=pack.advantages_A,
+                row_A=pack.row_A,
+                rollout_logprobs_A=pack.rollout_logprobs_A,
+            )
         )
         metrics |= _comparison(logprobs_A.detach(), pack)
         if self.reference is not None:
@@ -306,8 +316,8 @@ class PolicyObjective:
 
 def _update(
     learner: Learner,
-    step: Experience,
-    estimate: Advantages,
+    experience: Experience,
+    advantages: Advantages,
     part: Sequence[int],
     objective: PolicyObjective,
     limit: float | None,
@@ -316,19 +326,25 @@ def _update(
 
     Nor is there one where the policy has left the one that the step began with by more than `limit`.
     """
-    inside_T = step.trained_T & row_mask(step.rows, part)
-    weights_T = objective.algorithm.weigh(step.inputs.trajectory_T, inside_T)
-    columns = Columns(inside_T, step.behaviour_T, step.old_T, estimate.advantages_T, weights_T)
+    inside_T = experience.trained_T & row_mask(experience.rows, part)
+    weights_T = objective.algorithm.weigh(experience.inputs.trajectory_T, inside_T)
+    columns = Columns(
+        inside_T,
+        experience.rollout_logprobs_T,
+        experience.old_logprobs_T,
+        advantages.advantages_T,
+        weights_T,
+    )
     # rows without a gradient keep their weight in the average, so skipping them changes nothing
-    has_gradient_T = inside_T if objective.has_other_terms else inside_T & (estimate.advantages_T != 0)
-    pieces = torch.split(has_gradient_T, [len(row.tokens) for row in step.rows])
+    has_gradient_T = inside_T if objective.has_other_terms else inside_T & (advantages.advantages_T != 0)
+    pieces = torch.split(has_gradient_T, [len(row.tokens) for row in experience.rows])
     learned = [i for i in part if bool(pieces[i].any())]
     others = sorted(set(part) - set(learned))
-    budget = learner.micro_batch_tokens(len(step.rows[i].tokens) for i in learned)
+    budget = learner.micro_batch_tokens(len(experience.rows[i].tokens) for i in learned)
     metrics = learner.step(
-        packs_of(step.rows, columns, budget, learned),
+        packs_of(experience.rows, columns, budget, learned),
         objective,
-        measured=packs_of(step.rows, columns, learner.config.micro_batch_tokens, others),
+        measured=packs_of(experience.rows, columns, learner.config.micro_batch_tokens, others),
         limits=None if limit is None else {OLD_KL: limit},
     )
     for name, parts in _SHARES.items():
@@ -343,8 +359,8 @@ _SHARES = {"ess": ("sum", "squares"), "ess_sequence": ("sum", "squares", "count"
 
 def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
     """How far the weights are from those that sampled, and from those that the step began with."""
-    difference_A = (logprobs_A - pack.behaviour_A).abs()
-    ratio_A = (logprobs_A - pack.old_logprobs_A).clamp(max=20).exp()
+    difference_A = (logprobs_A - pack.rollout_logprobs_A).abs()
+    ratio_A = clamped_log_ratio(logprobs_A - pack.old_logprobs_A).exp()
     return {
         "logprob_difference_mean": difference_A,
         "logprob_difference_max": difference_A,
@@ -353,7 +369,7 @@ def _comparison(logprobs_A: Tensor, pack: Pack) -> dict[str, Tensor]:
         # the tokens were drawn from the old policy, so that is the first argument of the divergence
         "kl_old_k1": k1(pack.old_logprobs_A, logprobs_A),
         OLD_KL: k3(pack.old_logprobs_A, logprobs_A),
-    } | _weights(logprobs_A - pack.behaviour_A, pack.row_A)
+    } | _weights(logprobs_A - pack.rollout_logprobs_A, pack.row_A)
 
 
 def _weights(difference_A: Tensor, row_A: Tensor) -> dict[str, Tensor]:
