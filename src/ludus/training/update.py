@@ -140,7 +140,7 @@ def make_experience(learner: Learner, played: RolloutBatch, config: RLConfig) ->
 def _old_logprobs(
     learner: Learner, rows: Sequence[Row], inputs: AdvantageInputs, config: RLConfig
 ) -> tuple[Tensor, Tensor]:
-    """(rollout_logprobs_T, old_logprobs_T): the engine's when it sampled, the trainer's before the first update.
+    """(rollout_logprobs_T, old_logprobs_T): the engine's when it sampled, the trainer's before any update.
 
     They are the same unless an importance correction compares them. Nobody sampled the observations, so there
     both are the trainer's.
