@@ -50,10 +50,19 @@ def said_logprob(model: nn.Module, trajectory: Trajectory) -> Tensor:
     """The sum over what was said, row by row with the prefix in front."""
     total = torch.zeros(())
     for index, sequence in enumerate(trajectory.sequences):
-        prefix = trajectory.prefix_tokens(index)
+        prefix = _prefix(trajectory, index)
         logprobs = row_logprobs(model, prefix + sequence.tokens)[len(prefix) :]
         total = total + logprobs[torch.tensor(sequence.action_mask)].sum()
     return total
+
+
+def _prefix(trajectory: Trajectory, index: int) -> list[int]:
+    """The tokens that a sequence shares with its ancestors, in reading order."""
+    parent = trajectory.sequences[index].parent
+    if parent is None:
+        return []
+    shared = trajectory.sequences[parent[0]].segments[: parent[1] + 1]
+    return _prefix(trajectory, parent[0]) + [token for segment in shared for token in segment.tokens]
 
 
 def textbook(model: nn.Module, reference: nn.Module, pairs: list[Pair]) -> tuple[Tensor, list[float]]:

@@ -121,7 +121,11 @@ class TokenSequence:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One episode. The common case is a single sequence; the views below read the first one."""
+    """One episode. The common case is a single sequence.
+
+    `tokens`, `action_mask` and `logprobs` are those of the first sequence; `actions`, `turns`, `calls` and
+    `faults` are those of all.
+    """
 
     task: Task
     sequences: list[TokenSequence] = field(default_factory=lambda: [TokenSequence()])
@@ -169,15 +173,6 @@ class Trajectory:
     def is_trainable(self) -> bool:
         """Whether it belongs in the loss and the baseline: it was scored, and nothing of ours broke."""
         return self.failure is None and self.stop is not StopReason.ABORTED and self.reward is not None
-
-    def prefix_tokens(self, index: int) -> list[int]:
-        """The tokens that sequence `index` shares with its ancestors, in reading order."""
-        parent = self.sequences[index].parent
-        if parent is None:
-            return []
-        sequence, segment = parent
-        own = self.sequences[sequence].segments[: segment + 1]
-        return self.prefix_tokens(sequence) + [t for s in own for t in s.tokens]
 
 
 @dataclass(slots=True)
