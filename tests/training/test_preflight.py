@@ -228,6 +228,9 @@ def test_keys_of_older_recipes_still_load() -> None:
     assert ludus.training.Recipe.parse({**model, "stage": stages}).max_failures == 0.1
     own = {**model, "max_failures": 0.2, "rl": other}
     assert ludus.training.Recipe.parse(own).max_failures == 0.2
+    usual = ludus.training.Recipe.model_fields["max_failures"].default
+    own["max_failures"] = usual  # what is written counts, also where it is the default
+    assert ludus.training.Recipe.parse(own).max_failures == usual
     with pytest.raises(ConfigError, match="max_failures: must be"):
         ludus.training.Recipe.parse({**model, "rl": {"max_failures": 2}})
     off = {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

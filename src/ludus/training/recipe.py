@@ -295,7 +295,7 @@ class Recipe(Config):
                 raw[name] = tables if several else tables[0]
         usual = cls.model_fields["max_failures"].default
         given = [value for value in found if value not in (None, usual)]
-        if given and raw.get("max_failures", usual) == usual:
+        if given and "max_failures" not in raw:
             raw["max_failures"] = max(given, key=lambda one: one if isinstance(one, float | int) else 0)
         return raw
 
