@@ -119,6 +119,10 @@ def pages_of(lengths, kv_heads, size, page, width):
     return keys.masked_fill(spoiled, math.nan), values.masked_fill(spoiled, math.nan), tables.to(DEVICE)
 
 
+SHAPES = ((14, 2, 64), (4, 4, 8), (3, 1, 24))
+"""Query heads, KV heads, head size. Every shape meets every rule under `make test-slow`."""
+
+
 @pytest.mark.parametrize(
     ("case", "window", "softcap"),
     [
@@ -127,6 +131,11 @@ def pages_of(lengths, kv_heads, size, page, width):
         ((4, 4, 8), None, 5.0),
         ((3, 1, 24), None, None),
         ((3, 1, 24), 16, 3.0),
+        *(
+            pytest.param(case, *rule, marks=pytest.mark.slow)
+            for case in SHAPES
+            for rule in ((None, None), (37, None), (None, 5.0), (16, 3.0))
+        ),
     ],
 )
 @pytest.mark.parametrize("programs", [1, 264])
@@ -161,6 +170,11 @@ def test_a_context_is_split_for_few_rows_only():
         ((4, 4, 8), 37, None, 90),
         ((3, 1, 24), None, None, 7),
         ((3, 1, 24), 16, 3.0, 7),
+        *(
+            pytest.param(case, *rule, marks=pytest.mark.slow)
+            for case in SHAPES
+            for rule in ((None, None, 0), (37, None, 90), (16, 3.0, 7))
+        ),
     ],
 )
 def test_prefill_reads_its_own_pages_causally(case, window, softcap, padding):
