@@ -33,6 +33,7 @@ from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
 from ludus.sandbox.guest_process import GuestProcess
 from ludus.sandbox.session import Session
+from ludus.sandbox.subids import subordinate_ids
 from ludus.sandbox.worker import SandboxWorker
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ async def prepare(
             if not isinstance(error, SandboxError) or not settings["namespaces"]:
                 group.remove()
                 raise
-            reasons["namespaces"] = str(error)
+            reasons["own user ids" if settings["subids"] else "namespaces"] = str(error)
     raise SandboxUnavailable("no arrangement was tried")
 
 
@@ -157,9 +158,12 @@ async def try_arrangement(
     kinds = (False, True) if settings["namespaces"] else (False,)
     found = [await _probe(worker, config, is_slot=is_slot) for is_slot in kinds]
     active = {name: all(_active(one, told)[name] for one in found) for name in _active(found[0], told)}
+    active["own user ids"] = settings["uid"] is not None or settings["subids"] is not None
     active["control group"] = worker.group.counts
     if not active["Python"]:
         reasons["Python"] = f"{sys.prefix} and {sys.base_prefix} are not open to other users"
+        if settings["subids"]:  # as this very user it may run
+            raise SandboxError(reasons["Python"])
     doors = _doors(found[0], config)
     for one in found[1:]:  # a door is open if a session or a slot gets through it
         doors |= {name: error for name, error in _doors(one, config).items() if error is None}
@@ -206,19 +210,29 @@ def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dic
         "folder": "",
         "uid": _FIRST_USER if os.geteuid() == 0 else None,
         "users": 1,
+        "subids": None,
     }
     if config.network and workers.slirp_program():
-        yield {
-            **common,
-            "namespaces": True,
-            "own_net": True,
-            "slirp": True,
-            "resolver": workers.RESOLVER,
-        }
-    yield {**common, "namespaces": True}
+        slirp = {"own_net": True, "slirp": True, "resolver": workers.RESOLVER}
+        yield from _with_and_without_subids({**common, **slirp, "namespaces": True}, reasons)
+    yield from _with_and_without_subids({**common, "namespaces": True}, reasons)
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
     Path(folder).chmod(0o711)
     yield {**common, "namespaces": False, "shown": [*_SYSTEM, *common["shown"]], "folder": folder}
+
+
+def _with_and_without_subids(
+    settings: dict[str, Any], reasons: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """As an ordinary user: first with a subordinate user id for each session, then all as this user."""
+    if settings["uid"] is None:
+        try:
+            subids = list(subordinate_ids(shown=settings["shown"]))
+        except SandboxError as error:
+            reasons["own user ids"] = str(error)
+        else:
+            yield {**settings, "subids": subids}
+    yield settings
 
 
 def _resolver() -> str:

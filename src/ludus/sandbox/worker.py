@@ -26,6 +26,7 @@ from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.config import Limits, SandboxError
 from ludus.sandbox.guest_io import ControlChannel
 from ludus.sandbox.result import ProcessExit
+from ludus.sandbox.subids import map_subids, share_of_subids
 
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
@@ -116,6 +117,8 @@ class SandboxWorker:
         if settings["uid"] is not None:  # each worker has its own range of user ids
             self._settings["uid"] += _USERS_EACH * (next(_counter) % _WORKERS_APART)
             self._settings["users"] = _USERS_EACH
+        elif settings["subids"]:
+            self._settings["subids"] = share_of_subids(settings["subids"], next(_counter))
         self.group = group
         self._on_death = on_death
         self._processes: dict[int, ProcessHandle] = {}
@@ -281,8 +284,11 @@ class SandboxWorker:
     def _map_users(self) -> None:
         assert self._popen is not None and self._ready is not None and self._link is not None
         try:
-            map_users(self._popen.pid, self._settings["uid"])
-        except OSError as error:
+            if self._settings["subids"]:
+                map_subids(self._popen.pid, self._settings["subids"])
+            else:
+                map_users(self._popen.pid, self._settings["uid"])
+        except (OSError, SandboxError) as error:
             if not self._ready.done():
                 self._ready.set_exception(SandboxError(f"user map: {error}"))
             return
@@ -346,7 +352,8 @@ def map_users(pid: int, first: int | None) -> None:
     """Write the uid and gid map of a new user namespace.
 
     As root: a range of unused ids, one for each session, because the kernel keeps many of its counts per user
-    (descriptors in flight, pages in pipes, epoll watches). Otherwise the host's own user only.
+    (descriptors in flight, pages in pipes, epoll watches). Otherwise the host's own user only (for an ordinary
+    user with subordinate ids see `subids`).
     """
     folder = Path(f"/proc/{pid}")
     if first is None:

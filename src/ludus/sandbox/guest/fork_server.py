@@ -102,6 +102,10 @@ def _enter_namespaces(link: socket.socket, shown: list[str], resolver: str, *, i
     frames.send(link, {"event": "unshared"})
     frames.receive(link)  # the host has written the uid and gid maps
     _continue_as_child(link)
+    with contextlib.suppress(
+        PermissionError
+    ):  # where only one user is mapped, groups cannot be given up
+        os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or our forks could not open their own files under /proc
@@ -168,7 +172,7 @@ def _plan(settings: dict[str, Any]) -> IsolationPlan:
 def _mapped_users() -> int:
     """How many users the host has mapped into this user namespace."""
     with open("/proc/self/uid_map") as file:
-        return int(file.read().split()[2])
+        return sum(int(line.split()[2]) for line in file)
 
 
 class ForkServer:
