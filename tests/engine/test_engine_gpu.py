@@ -151,7 +151,7 @@ async def test_a_pause_hands_memory_to_the_trainer_and_a_close_all_of_it() -> No
 async def test_a_crowded_cache_changes_nothing_on_a_gpu() -> None:
     model = _on_gpu()
     roomy = EmbeddedEngine(model, config=CONFIG)
-    tight = EmbeddedEngine(model, config=EngineConfig(cache_tokens=640, page_size=16, max_running=16))
+    tight = EmbeddedEngine(model, config=EngineConfig(cache_tokens=640, block_size=16, max_running=16))
     contexts = prompts([5 + 7 * i % 40 for i in range(40)], seed=3)
     stop = tuple(range(0, VOCABULARY, 12))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_models import make, plain_logprobs, prompts, stock_greedy, until
 
-from ludus.core import Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
+from ludus.core import ConfigError, Engine, EngineError, FinishReason, Media, Sampling, VersionSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine import engine as engine_module
 
@@ -164,7 +164,7 @@ async def test_a_model_that_raises_fails_the_step_and_not_the_engine() -> None:
 
 async def test_diverged_weights_are_an_error_and_spoil_nothing_that_follows() -> None:
     model = make()
-    engine = EmbeddedEngine(model, config=EngineConfig(page_size=64))
+    engine = EmbeddedEngine(model, config=EngineConfig(block_size=64))
     context = prompts([20])[0]
     expected = await engine.generate(context[:5], GREEDY)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -336,10 +336,20 @@ async def test_a_pause_can_hand_the_caches_memory_back() -> None:
     [
         ({"max_running": 10**9}, "max_running"),
         ({"cache_tokens": 10**14}, "cache_tokens"),
-        ({"page_size": 10**6}, "page_size"),
+        ({"block_size": 10**6}, "block_size"),
         ({"cache_tokens": 1000, "memory": 0.5}, "leave one out"),
     ],
 )
 def test_sizes_that_no_machine_has_are_refused_by_name(settings: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         EngineConfig(**settings)
+
+
+def test_the_old_name_of_the_block_size_leads_to_the_new_one() -> None:
+    from ludus.training import Recipe
+
+    for config, raw in ((EngineConfig, {"page_size": 8}), (Recipe, {"engine": {"page_size": 8}})):
+        with pytest.raises(
+            ConfigError, match=r"page_size: unknown key; did you mean '(engine\.)?block_size'"
+        ):
+            config.parse(raw)

@@ -31,11 +31,11 @@ async def _all(engine: EmbeddedEngine, sessions: bool = False) -> list[Completio
 @pytest.mark.parametrize(
     "config",
     [
-        EngineConfig(cache_tokens=96, page_size=4),
-        EngineConfig(cache_tokens=80, page_size=16),
-        EngineConfig(cache_tokens=200, page_size=4, max_running=5, tokens_per_step=7),
+        EngineConfig(cache_tokens=96, block_size=4),
+        EngineConfig(cache_tokens=80, block_size=16),
+        EngineConfig(cache_tokens=200, block_size=4, max_running=5, tokens_per_step=7),
         EngineConfig(max_running=1, tokens_per_step=1),
-        EngineConfig(page_size=1, max_waiting=2),
+        EngineConfig(block_size=1, max_waiting=2),
     ],
     ids=lambda config: str(config.model_dump(exclude_defaults=True)),
 )
@@ -55,7 +55,7 @@ async def test_limits_change_the_order_of_work_not_its_result(config: EngineConf
 
 
 async def test_nothing_is_left_behind() -> None:
-    engine = EmbeddedEngine(make(), config=EngineConfig(cache_tokens=160, page_size=4))
+    engine = EmbeddedEngine(make(), config=EngineConfig(cache_tokens=160, block_size=4))
     await _all(engine, sessions=True)
     for i in range(12):
         await engine.release(str(i))
@@ -67,7 +67,7 @@ async def test_nothing_is_left_behind() -> None:
 
 
 async def test_idle_sessions_give_way_to_running_requests() -> None:
-    engine = EmbeddedEngine(make(), config=EngineConfig(cache_tokens=64, page_size=4))
+    engine = EmbeddedEngine(make(), config=EngineConfig(cache_tokens=64, block_size=4))
     first = prompts([30])[0]
     await engine.generate(first, Sampling(max_tokens=2), session="idle")
     await engine.generate(prompts([50], seed=9)[0], Sampling(max_tokens=10), session="busy")
@@ -106,5 +106,5 @@ async def test_callers_beyond_the_queue_wait_outside() -> None:
 def test_impossible_settings_name_the_key() -> None:
     with pytest.raises(ConfigError, match="tokens_per_step"):
         EngineConfig.parse({"max_running": 64, "tokens_per_step": 32})
-    with pytest.raises(ConfigError, match="page_size"):
-        EngineConfig.parse({"page_size": 0})
+    with pytest.raises(ConfigError, match="block_size"):
+        EngineConfig.parse({"block_size": 0})

@@ -31,7 +31,7 @@ async def test_a_turn_computes_only_what_is_new() -> None:
 
 async def test_a_group_computes_its_prompt_once_even_when_it_arrives_together() -> None:
     model = make()
-    engine = EmbeddedEngine(model, config=EngineConfig(page_size=4))
+    engine = EmbeddedEngine(model, config=EngineConfig(block_size=4))
     prompt = prompts([23])[0]
     group = await asyncio.gather(*(engine.generate(prompt, GREEDY, session=f"{i}") for i in range(8)))
     assert {tuple(completion.tokens) for completion in group} == {tuple(stock_greedy(model, prompt, 7))}
@@ -43,7 +43,7 @@ async def test_a_group_computes_its_prompt_once_even_when_it_arrives_together() 
 
 async def test_another_context_keeps_the_longest_common_prefix() -> None:
     model = make()
-    engine = EmbeddedEngine(model, config=EngineConfig(page_size=8))
+    engine = EmbeddedEngine(model, config=EngineConfig(block_size=8))
     context = prompts([30])[0]
     first = await engine.generate(context, GREEDY, session="s")
     for length in (27, 19, 8, 3):
@@ -62,7 +62,7 @@ async def test_another_context_keeps_the_longest_common_prefix() -> None:
 
 async def test_fork_shares_the_past_and_parts_ways() -> None:
     model = make()
-    engine = EmbeddedEngine(model, config=EngineConfig(page_size=8))
+    engine = EmbeddedEngine(model, config=EngineConfig(block_size=8))
     context = prompts([21])[0]
     start = await engine.generate(context, GREEDY, session="trunk")
     await engine.fork("trunk", "branch")
@@ -82,7 +82,7 @@ async def test_fork_shares_the_past_and_parts_ways() -> None:
 
 async def test_a_running_session_can_be_forked() -> None:
     model = make()
-    engine = EmbeddedEngine(model, config=EngineConfig(page_size=8))
+    engine = EmbeddedEngine(model, config=EngineConfig(block_size=8))
     context = prompts([21])[0]
     running = asyncio.create_task(
         engine.generate(context, Sampling(max_tokens=200, temperature=0), session="trunk")
@@ -96,7 +96,7 @@ async def test_a_running_session_can_be_forked() -> None:
 
 
 async def test_a_released_session_is_forgotten() -> None:
-    engine = EmbeddedEngine(make(), config=EngineConfig(page_size=64))
+    engine = EmbeddedEngine(make(), config=EngineConfig(block_size=64))
     context = prompts([21])[0]
     completion = await engine.generate(context, GREEDY, session="s")
     await engine.release("s")

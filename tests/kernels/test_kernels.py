@@ -87,34 +87,37 @@ def test_rotation_and_its_gradient(heads, kv_heads, size):
 
 
 def test_rotated_keys_go_to_their_slots_and_nowhere_else():
-    heads, kv_heads, size, page = 6, 2, 16, 4
+    heads, kv_heads, size, block = 6, 2, 16, 4
     qkv, angle = randn(5, (heads + 2 * kv_heads) * size), randn(5, size // 2, seed=1)
     cos, sin = (torch.cat([f(angle), f(angle)], dim=1) for f in (torch.cos, torch.sin))
     slots = torch.tensor([9, 13, 0, 15, 2], device=DEVICE)
-    pages = [torch.full((4, kv_heads, page, size), 7.0, device=DEVICE) for _ in range(4)]
-    query = triton_layers.rotary_store(qkv, cos, sin, pages[0], pages[1], slots, heads)
+    blocks = [torch.full((4, kv_heads, block, size), 7.0, device=DEVICE) for _ in range(4)]
+    query = triton_layers.rotary_store(qkv, cos, sin, blocks[0], blocks[1], slots, heads)
     expected = layers.rotate_and_store(
-        qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *(p.cpu() for p in pages[2:]), slots.cpu()
+        qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *(p.cpu() for p in blocks[2:]), slots.cpu()
     )
     close(query, expected.to(DEVICE))
-    plain = [torch.full((4, kv_heads, page, size), 7.0) for _ in range(2)]
+    plain = [torch.full((4, kv_heads, block, size), 7.0) for _ in range(2)]
     layers.rotate_and_store(qkv.cpu(), cos.cpu(), sin.cpu(), heads, kv_heads, *plain, slots.cpu())
-    for given, wanted in zip(pages[:2], plain, strict=True):
+    for given, wanted in zip(blocks[:2], plain, strict=True):
         close(given, wanted.to(DEVICE))
         assert int((given != 7.0).any(-1).sum()) == 5 * kv_heads
 
 
-def pages_of(lengths, kv_heads, size, page, width):
-    """Random pages with NaN wherever no context lies, and tables that scatter them."""
-    total = sum(-(-length // page) for length in lengths) + 3
-    keys, values = randn(total, kv_heads, page, size, seed=5), randn(total, kv_heads, page, size, seed=6)
+def blocks_of(lengths, kv_heads, size, block, width):
+    """Random blocks with NaN wherever no context lies, and tables that scatter them."""
+    total = sum(-(-length // block) for length in lengths) + 3
+    keys, values = (
+        randn(total, kv_heads, block, size, seed=5),
+        randn(total, kv_heads, block, size, seed=6),
+    )
     order = torch.randperm(total, generator=torch.Generator().manual_seed(7)).tolist()
     tables = torch.zeros(len(lengths), width, dtype=torch.int32)
-    written = torch.zeros(total, page, dtype=torch.bool)
+    written = torch.zeros(total, block, dtype=torch.bool)
     for row, length in enumerate(lengths):
-        for i in range(-(-length // page)):
+        for i in range(-(-length // block)):
             tables[row, i] = order.pop()
-            written[tables[row, i], : min(page, length - i * page)] = True
+            written[tables[row, i], : min(block, length - i * block)] = True
     spoiled = ~written[:, None, :, None].to(DEVICE)
     return keys.masked_fill(spoiled, math.nan), values.masked_fill(spoiled, math.nan), tables.to(DEVICE)
 
@@ -139,12 +142,12 @@ SHAPES = ((14, 2, 64), (4, 4, 8), (3, 1, 24))
     ],
 )
 @pytest.mark.parametrize("programs", [1, 264])
-def test_decoding_reads_its_own_pages(case, window, softcap, programs, monkeypatch):
+def test_decoding_reads_its_own_blocks(case, window, softcap, programs, monkeypatch):
     """Whether a context is read by one program or by several."""
     monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
     heads, kv_heads, size = case
     lengths = [1, 0, 17, 300, 64]
-    keys, values, tables = pages_of(lengths, kv_heads, size, 16, 40)
+    keys, values, tables = blocks_of(lengths, kv_heads, size, 16, 40)
     query = randn(len(lengths), heads, size)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rule = {"scaling": size**-0.5, "window": window, "softcap": softcap}
@@ -177,10 +180,10 @@ def test_a_context_is_split_for_few_rows_only():
         ),
     ],
 )
-def test_prefill_reads_its_own_pages_causally(case, window, softcap, padding):
+def test_prefill_reads_its_own_blocks_causally(case, window, softcap, padding):
     heads, kv_heads, size = case
     counts, lengths = [5, 0, 1, 70, 33, 0], [5, 20, 40, 70, 133, 3]
-    keys, values, tables = pages_of(lengths, kv_heads, size, 16, 12)
+    keys, values, tables = blocks_of(lengths, kv_heads, size, 16, 12)
     query = randn(sum(counts) + padding, heads, size)
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)

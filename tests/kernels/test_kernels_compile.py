@@ -22,7 +22,7 @@ def text(kernel, kinds, constants, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
 
 numbers = dict.fromkeys(
-    "window table_width rows heads kv_heads page_size size least count blocks STRIDE "
+    "window table_width rows heads kv_heads block_size size least count blocks STRIDE "
     "tokens width ranks chunk parts total rank width0 width1 width2 first0 first1 first2".split(), "i32"
 )
 floats = dict.fromkeys(

@@ -30,7 +30,6 @@ from ludus.sandbox import (
 )
 from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.guest import watch
-from ludus.sandbox.guest.confinement import GuestLimits
 from ludus.sandbox.worker import SandboxWorker
 
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -372,7 +371,7 @@ def test_a_long_count_of_memory_delays_no_requests(monkeypatch: pytest.MonkeyPat
     """Each count takes longer than this test may: whoever waited for one would never be served."""
     monkeypatch.setattr(watch, "_proportional", lambda _: time.sleep(600))
     monkeypatch.setattr(watch, "_COUNT_REST", 1e9)
-    monitor = watch.UsageMonitor({1: os.getpid()}, {1: GuestLimits(1.0, 1, 1000, 1, 1, 1)}, 0)
+    monitor = watch.UsageMonitor({1: os.getpid()}, {1: Limits(memory_mb=16, processes=1000)}, 0)
     held = subprocess.Popen(["sleep", "600"])
     try:
         for _ in range(3):

@@ -70,6 +70,7 @@ _KEYS_ELSEWHERE = {
     "engine.memory": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "engine.max_running": "max_num_seqs",
     "engine.tokens_per_step": "max_num_batched_tokens",
+    "engine.block_size": "page_size",
     "tasks.train": "dataset dataset_name train_dataset train_files",
     "tasks.train = dataset:NAME:CONFIG@SPLIT": "dataset_config",
     "tasks.evaluation": "eval_dataset val_files",

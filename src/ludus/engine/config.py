@@ -25,8 +25,8 @@ class EngineConfig(Config):
     """How many tokens the KV cache holds, instead of a share of memory."""
     release_memory: Literal["auto", "always", "never"] = "auto"
     """Whether a pause hands the KV cache's memory to the trainer: always, never, or when little is free."""
-    page_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens in one block of the KV cache (vLLM: block_size): the unit of prefix caching."""
+    block_size: int = Field(default=16, ge=1, le=1024)
+    """Tokens in one block of the KV cache: the unit of prefix caching."""
     max_waiting: int = Field(default=1024, ge=1)
     """How many requests may wait in the scheduler; further callers wait in the admission queue."""
 

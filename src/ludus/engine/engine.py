@@ -73,7 +73,7 @@ class EmbeddedEngine:
         self._core = EngineCore(
             model,
             blocks=cache_blocks(model, self.config),
-            block_size=self.config.page_size,
+            block_size=self.config.block_size,
             max_running=self.config.max_running,
             tokens_per_step=max_step_tokens(model, self.config),
             version=version,

@@ -122,7 +122,7 @@ def cache_blocks(model: nn.Module, config: EngineConfig) -> int:
     if tokens is None:
         wanted = config.max_running * (context_limit(model) or _WITHOUT_LIMIT)
         tokens = min(wanted, int(_memory(model, config.memory) / bytes_per_token(model)))
-    return max(1, -(-tokens // config.page_size))
+    return max(1, -(-tokens // config.block_size))
 
 
 def max_step_tokens(model: nn.Module, config: EngineConfig) -> int:

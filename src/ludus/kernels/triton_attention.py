@@ -1,4 +1,4 @@
-"""Triton kernels of `attention` over the blocks of a KV cache, called pages here: BLOCK is a tile in Triton.
+"""Triton kernels of `attention` over the blocks of a KV cache, which are not Triton's tiles (BLOCK).
 
 Decoding attends with one new token a row, split along the context. A program takes one row, one head of keys
 with all the query heads that share it, and one part of the context. Its scores are a matrix product (query
@@ -49,7 +49,7 @@ def absorbed(score, value, top, total, acc):
 @triton.jit
 def _decode_kernel(
     Q, KEYS, VALUES, TABLES, LENGTHS, OUT, PART, LSE, scaling, softcap, window, table_width,
-    heads, kv_heads, page_size, size, least,
+    heads, kv_heads, block_size, size, least,
     GROUP: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +73,8 @@ def _decode_kernel(
     for start in range(first, last, TILE):
         position = start + tl.arange(0, TILE)
         inside = position < last
-        page = tl.load(TABLES + row * table_width + position // page_size, mask=inside, other=0)
-        place = (page.to(tl.int64) * kv_heads + kv_head) * page_size + position % page_size
+        block = tl.load(TABLES + row * table_width + position // block_size, mask=inside, other=0)
+        place = (block.to(tl.int64) * kv_heads + kv_head) * block_size + position % block_size
         mask = inside[:, None] & (at < size)[None, :]
         address = place[:, None] * size + at[None, :]
         key = tl.load(KEYS + address, mask=mask, other=0.0)
@@ -131,11 +131,11 @@ def decode(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[R, Hq, D] from query [R, Hq, D] and pages [pages, Hkv, page_size, D]."""
+    """[R, Hq, D] from query [R, Hq, D] and blocks [blocks, Hkv, block_size, D]."""
     rows, heads, size = query.shape
-    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    kv_heads, block_size = keys.shape[1], keys.shape[2]
     out = torch.empty_like(query)
-    capacity = tables.shape[1] * page_size
+    capacity = tables.shape[1] * block_size
     parts = parts_for(rows, kv_heads, capacity if window is None else min(capacity, window))
     if parts > 1:
         part = torch.empty(rows, heads, parts, size, dtype=torch.float32, device=query.device)
@@ -146,7 +146,7 @@ def decode(
     tile = max(16, min(128, _TILE_ELEMENTS // wide))
     _decode_kernel[(rows, kv_heads, parts)](
         query, keys, values, tables, lengths, out, part, lse,
-        scaling, softcap or 1.0, window or 0, tables.stride(0), heads, kv_heads, page_size, size, _LEAST,
+        scaling, softcap or 1.0, window or 0, tables.stride(0), heads, kv_heads, block_size, size, _LEAST,
         GROUP=max(16, next_power_of_2(heads // kv_heads)), SIZE=wide, TILE=tile, PARTS=parts,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
@@ -155,8 +155,8 @@ def decode(
     return out
 
 
-# Prefill: causal attention of several new tokens a row over its pages, the new ones included. A program takes a
-# tile of (new token, query head) pairs that share one head of keys, so that a short turn on a long context
+# Prefill: causal attention of several new tokens a row over its blocks, including the new ones. A program takes
+# a tile of (new token, query head) pairs that share one head of keys, so that a short turn on a long context
 # reads the context once for all heads of a group. The number of programs follows from the number of tokens and
 # rows alone, not from how the tokens are spread over the rows, so that one captured launch serves any spread:
 # each program looks up whose tile it has.
@@ -182,7 +182,7 @@ def _row_of(STARTS, tile, rows, group, ROWS: tl.constexpr):
 @triton.jit
 def _prefill_kernel(
     Q, KEYS, VALUES, TABLES, STARTS, LENGTHS, OUT, scaling, softcap, window, table_width,
-    rows, heads, kv_heads, page_size, size,
+    rows, heads, kv_heads, block_size, size,
     ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -213,10 +213,10 @@ def _prefill_kernel(
     for start in range(nearest, furthest, TILE):
         position = start + tl.arange(0, TILE)
         inside = position < furthest
-        page = tl.load(
-            TABLES + row.to(tl.int64) * table_width + position // page_size, mask=inside, other=0
+        block = tl.load(
+            TABLES + row.to(tl.int64) * table_width + position // block_size, mask=inside, other=0
         )
-        place = (page.to(tl.int64) * kv_heads + kv_head) * page_size + position % page_size
+        place = (block.to(tl.int64) * kv_heads + kv_head) * block_size + position % block_size
         address = place[:, None] * size + at[None, :]
         mask = inside[:, None] & narrow
         key = tl.load(KEYS + address, mask=mask, other=0.0)
@@ -246,9 +246,9 @@ def prefill(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """[T, Hq, D]; row r's new tokens are starts[r] to starts[r + 1], the last of lengths[r] in its pages."""
+    """[T, Hq, D]; row r's new tokens are starts[r] to starts[r + 1], the last of lengths[r] in its blocks."""
     tokens, heads, size = query.shape
-    kv_heads, page_size = keys.shape[1], keys.shape[2]
+    kv_heads, block_size = keys.shape[1], keys.shape[2]
     out = torch.empty_like(query)
     wide = max(16, next_power_of_2(size))
     element = query.element_size()
@@ -256,7 +256,7 @@ def prefill(
     grid = (tokens * (heads // kv_heads) // tile + len(lengths), kv_heads)
     _prefill_kernel[grid](
         query, keys, values, tables, starts, lengths, out,
-        scaling, softcap or 1.0, window or 0, tables.stride(0), len(lengths), heads, kv_heads, page_size, size,
+        scaling, softcap or 1.0, window or 0, tables.stride(0), len(lengths), heads, kv_heads, block_size, size,
         ROWS=tile, SIZE=wide, TILE=tile,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -255,10 +255,10 @@ def _rotary_split(
 
 @triton.jit
 def _rotary_store(
-    QKV, COS, SIN, Q, KEYS, VALUES, SLOTS, half, heads, kv_heads, page_size,
+    QKV, COS, SIN, Q, KEYS, VALUES, SLOTS, half, heads, kv_heads, block_size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Joint rows to a rotated query, with key and value written to their slots in the pages."""
+    """Joint rows to a rotated query, with key and value written to their slots in the blocks."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, HALF)
     narrow = at < half
@@ -277,8 +277,8 @@ def _rotary_store(
     kv_head = tl.arange(0, KV_HEADS)
     joint_key = joint + heads * size
     low, high = _turned(joint_key, cos, sin, kv_head, half, HALF, kv_head < kv_heads)
-    page, offset = slot // page_size, slot % page_size
-    target = ((page * kv_heads + kv_head) * page_size + offset)[:, None] * size + at[None, :]
+    block, offset = slot // block_size, slot % block_size
+    target = ((block * kv_heads + kv_head) * block_size + offset)[:, None] * size + at[None, :]
     kv_mask = (kv_head < kv_heads)[:, None] & narrow[None, :]
     tl.store(KEYS + target, low.to(kind), mask=kv_mask)
     tl.store(KEYS + target + half, high.to(kind), mask=kv_mask)
@@ -327,12 +327,12 @@ def rotary_join(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: 
 def rotary_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor, heads: int
 ) -> Tensor:
-    """The rotated query; key and value go to `slots` of pages [pages, Hkv, page_size, D]."""
-    _, kv_heads, page_size, size = keys.shape
+    """The rotated query; key and value go to `slots` of blocks [blocks, Hkv, block_size, D]."""
+    _, kv_heads, block_size, size = keys.shape
     query = qkv.new_empty(qkv.shape[0], heads, size)
     if len(qkv):
         _rotary_store[(len(qkv),)](
-            qkv, cos, sin, query, keys, values, slots, size // 2, heads, kv_heads, page_size,
+            qkv, cos, sin, query, keys, values, slots, size // 2, heads, kv_heads, block_size,
             **_sizes(heads, kv_heads, size // 2), num_warps=4,
         )  # fmt: skip
     return query

@@ -185,15 +185,9 @@ class SandboxWorker:
     ) -> ProcessHandle:
         """Fork a session with `control` as its control socket, or a slot, which runs one-shot programs."""
         process = self._new_process()
-        guest_limits = {
-            "cpu_seconds": limits.cpu_seconds,
-            "memory_mb": limits.memory_mb,
-            "processes": limits.processes + slot,  # a slot's first process runs no program
-            "open_files": limits.open_files,
-            "file_mb": limits.file_mb,
-            "disk_mb": limits.disk_mb,
-        }
-        header = {"op": "spawn", "id": process.number, "limits": guest_limits}
+        plain_limits = limits.model_dump()
+        plain_limits["processes"] += slot  # a slot's first process runs no program
+        header = {"op": "spawn", "id": process.number, "limits": plain_limits}
         header |= {"one_shot": one_shot, "slot": slot}
         self.tell(header, (control.fileno(),))
         return process

@@ -13,8 +13,12 @@ import resource
 import signal
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ludus.sandbox.guest import filesystem, kernel, seccomp
+
+if TYPE_CHECKING:
+    from ludus.sandbox.config import Limits
 
 NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
 """The namespaces of each session."""
@@ -53,18 +57,6 @@ class IsolationPlan:
     """With namespaces: the Landlock ruleset of all sessions, built once."""
 
 
-@dataclass(frozen=True)
-class GuestLimits:
-    """The limits of one session that the guest applies itself."""
-
-    cpu_seconds: float
-    memory_mb: int
-    processes: int
-    open_files: int
-    file_mb: int
-    disk_mb: int
-
-
 @dataclass
 class SessionPaths:
     """Where the session's own files are."""
@@ -75,7 +67,7 @@ class SessionPaths:
 
 
 def confine(
-    plan: IsolationPlan, limits: GuestLimits, name: str, user: int, *, one_shot: bool, is_slot: bool
+    plan: IsolationPlan, limits: Limits, name: str, user: int, *, one_shot: bool, is_slot: bool
 ) -> SessionPaths:
     """Give up, layer by layer, everything that model-written code must not have.
 
@@ -152,7 +144,7 @@ def _own_folder(plan: IsolationPlan, name: str, user: int) -> SessionPaths:
     return SessionPaths(f"{home}/home", f"{home}/state", home)
 
 
-def _set_limits(plan: IsolationPlan, limits: GuestLimits, one_shot: bool) -> None:
+def _set_limits(plan: IsolationPlan, limits: Limits, one_shot: bool) -> None:
     mega = 1 << 20
     cpu = int(limits.cpu_seconds + 2) if one_shot else resource.RLIM_INFINITY
     wanted = {

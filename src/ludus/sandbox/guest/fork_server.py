@@ -18,20 +18,23 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from ludus.sandbox.guest import filesystem, frames, kernel, watch
 from ludus.sandbox.guest.confinement import (
     AGENT,
     FORK_FACTOR,
     NAMESPACES,
-    GuestLimits,
     IsolationPlan,
     call_filter,
     file_rules,
     map_user,
 )
 from ludus.sandbox.guest.guest_main import guest_main
+
+if TYPE_CHECKING:
+    from ludus.sandbox.config import Limits
 
 _ALWAYS = ("collections", "datetime", "functools", "itertools", "json", "math", "random", "re", "string")
 _HIGH_FD = 64
@@ -188,7 +191,7 @@ class ForkServer:
         """First pid of each session, by number."""
         self._numbers: dict[int, int] = {}
         """And back."""
-        self._limits: dict[int, GuestLimits] = {}
+        self._limits: dict[int, Limits] = {}
         self._completions: dict[int, tuple[int, int]] = {}
         """Helper processes that complete a fork, by pid: its number, and the pipe for the helper's report."""
         self._removals: set[int] = set()
@@ -282,7 +285,9 @@ class ForkServer:
         frames.close_all(fds)
 
     def _spawn(self, number: int, control: int, header: dict[str, Any]) -> None:
-        limits, is_slot = GuestLimits(**header["limits"]), header["slot"]
+        # the fields of the host's `Limits` on a plain object: the guest has no pydantic
+        limits = cast("Limits", SimpleNamespace(**header["limits"]))
+        is_slot = header["slot"]
         user = self._free_user()
         try:
             pid = self._forked(user)

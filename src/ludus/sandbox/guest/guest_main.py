@@ -15,25 +15,27 @@ import random
 import signal
 import socket
 import stat
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ludus.sandbox.guest import filesystem, frames, kernel, slot, watch
 from ludus.sandbox.guest.confinement import (
     CONTROL,
     NAMESPACES,
     RULESET,
-    GuestLimits,
     IsolationPlan,
     SessionPaths,
     confine,
 )
 from ludus.sandbox.guest.interpreter import Interpreter, redirect, run_program, run_shell
 
+if TYPE_CHECKING:
+    from ludus.sandbox.config import Limits
+
 
 def guest_main(
     control: int,
     plan: IsolationPlan,
-    limits: GuestLimits,
+    limits: Limits,
     name: str,
     user: int,
     *,
@@ -84,7 +86,7 @@ def _only_link(control: int, ruleset: int) -> socket.socket:
 def _serve(
     link: socket.socket,
     plan: IsolationPlan,
-    limits: GuestLimits,
+    limits: Limits,
     paths: SessionPaths,
     one_shot: bool,
 ) -> None:
@@ -114,7 +116,7 @@ def _run(
     operation: str,
     header: dict[str, Any],
     body: bytes,
-    limits: GuestLimits,
+    limits: Limits,
     paths: SessionPaths,
 ) -> dict[str, Any]:
     if operation == "python":

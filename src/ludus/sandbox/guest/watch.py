@@ -12,8 +12,10 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
-from ludus.sandbox.guest.confinement import GuestLimits
+if TYPE_CHECKING:
+    from ludus.sandbox.config import Limits
 
 _COUNT_REST = 2.0
 """After an exact memory count, none of the same session for so many times as long as it took."""
@@ -41,7 +43,7 @@ class UsageMonitor:
     """
 
     def __init__(
-        self, sessions: Mapping[int, int], limits: Mapping[int, GuestLimits], base_bytes: int
+        self, sessions: Mapping[int, int], limits: Mapping[int, Limits], base_bytes: int
     ) -> None:
         """`sessions` and `limits`: first pids and limits of living sessions, by number; read at each check."""
         self._sessions, self._limits, self._base_bytes = sessions, limits, base_bytes
