@@ -185,6 +185,21 @@ def test_usage_errors_are_no_tracebacks(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+    if words == ["nonsense"]:
+        assert "The commands are: train, eval, rollout, init, settings, show, check, serve" in " ".join(
+            done.stderr.split()
+        )
+
+
+def test_an_unknown_command_is_answered_with_those_like_it_or_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, said in (
+        (["trian"], "Did you mean 'train'?"),
+        (["check", "everything"], "The commands are: recipe, env, tool, sandbox."),
+    ):
+        assert run_command(lambda words=words, **options: app(words, **options)) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_killed_run_goes_on(project: Path) -> None:
@@ -230,7 +245,11 @@ def test_a_killed_run_goes_on(project: Path) -> None:
         (("train", "recipe.toml", "stage=[]"), "stage = [] has no table"),
         (("train", "recipe.toml", "warm_start.steps=1"), "warm_start has no demonstrations"),
         (("train", "recipe.toml", "model.name=http://127.0.0.1:1/v1"), "can be evaluated only"),
-        (("eval", "runs/nope"), "runs/nope is neither a recipe (a TOML file) nor a run's folder"),
+        (("eval", "runs/nope"), "there is no run folder HERE/runs/nope ('runs/nope' in the working"),
+        (("rollout", "runs/nope"), "there are no runs in runs/ (recipes that come with Ludus: hunt,"),
+        (("show", "runs/nope"), "there is no run folder HERE/runs/nope ('runs/nope' in the working"),
+        (("eval", "nope.toml"), "there is no recipe HERE/nope.toml"),
+        (("train", "recipe.toml", "rl.algorithm=grpo_roc"), "attempts = 16, keep_attempts = 8"),
         (("check", "recipe", "recipe.toml", "agent.format=hermse"), "Did you mean 'hermes'"),
         (("check", "recipe", "recipe.toml", "agent.loop=task:tasks"), "no coroutine"),
         (("eval", "recipe.toml", "--top-p", "0"), "error: --top-p cannot be 0.0"),

@@ -262,11 +262,17 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     said = ludus("show", run, "--task", "2", "--attempt", "1", "--split", "train", "--prompt")
     assert said.count("=== task") == 1 and "--- prompt, " in said and "--- action, " in said
     assert "<|im_start|>user\n2 plus 2?<|im_end|>" in said and "<tools>" in said, "what the model read"
+    said = ludus("show", run, "--failed", "--task", "2")
+    assert "no recorded episode" in said and "failed" in said and "=== task" not in said
     file = next((project / run / "trajectories").glob("*1.parquet"))
     assert ludus("show", str(file), "--task", "[12]", "--full").count("=== task") == 4
     for words, problem in (
         ([run, "--step", "7"], "there are episodes of the steps 0, 1"),
         ([run, "--task", "nobody"], "no episode"),
+        ([run, "--task", "nobody", "--failed"], "no episode"),
+        (["runs/adding-01"], "did you mean runs/adding-001?"),
+        (["runs/other"], "there is no run folder"),
+        (["runs/other"], "; there are: runs/adding-001"),
         (["recipe.toml"], "cannot be read"),
         ([str(project)], "neither a run's folder nor"),
     ):

@@ -219,6 +219,19 @@ def test_missing_files_are_named_by_their_key(tmp_path: Path) -> None:
         ludus.training.load_parts(ludus.training.Recipe.parse({**tables, "tasks": {"train": missing}}))
 
 
+def test_a_key_that_has_moved_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = {"model": {"scratch": {}}}
+    assert ludus.training.Recipe.parse({**model, "rl": {"max_failures": 0.8}}).max_failures == 0.8
+    assert "rl.max_failures: max_failures is a key of the whole recipe" in caplog.text
+    assert "write max_failures = 0.8 at its top" in caplog.text
+    caplog.clear()
+    ludus.training.Recipe.parse({**model, "stage": [{"kind": "eval", "max_failures": 0.5}]})
+    assert "stage.0.max_failures" in caplog.text and "max_failures = 0.5" in caplog.text
+    caplog.clear()
+    ludus.training.Recipe.parse({**model, "max_failures": 0.8})
+    assert not caplog.text
+
+
 def test_keys_of_older_recipes_still_load() -> None:
     """`max_failures` was a key of each stage, and sampling had keys that could only be switched off."""
     model = {"model": {"scratch": {}}}

@@ -6,14 +6,20 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from ludus.cli.show import missing_run
 from ludus.core.config import apply_overrides
-from ludus.core.failures import ConfigError, LudusError, failed_episodes_warning, most_frequent_failure
+from ludus.core.failures import (
+    ConfigError,
+    LudusError,
+    failed_episodes_warning,
+    most_frequent_failure,
+    not_there,
+)
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
@@ -23,7 +29,6 @@ from ludus.observe import (
     Cell,
     RunFolder,
     episode_text,
-    find_runs,
     printable,
     rollout_metrics,
     table_rich,
@@ -280,9 +285,10 @@ def load(source: Path, overrides: list[str], model: str | None) -> tuple[Recipe,
     if str(source) in packaged_recipes():
         source = find_recipe(source)
     if not source.exists():
-        near = get_close_matches(str(source), [str(run.path) for run in find_runs()], n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"{source} is neither a recipe (a TOML file) nor a run's folder{hint}")
+        if source.suffix == ".toml":
+            raise ConfigError(not_there(source, "recipe", beside_recipe=False))
+        known = ", ".join(packaged_recipes())
+        raise ConfigError(f"{missing_run(source)} (recipes that come with Ludus: {known})")
     if source.is_dir():
         _refuse_checkpoint(source)
         # demonstrations are for training alone

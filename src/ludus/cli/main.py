@@ -15,12 +15,31 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from ludus.cli.serve import serve_app
 from ludus.core.failures import LudusError
 
+# Which package the command line's errors come from differs between versions of typer (some bring their own
+# copy of click), so the class is found as an ancestor of one that typer exports.
+ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class CommandGroup(TyperGroup):
+    """Commands; an unknown one that is like none of them is answered with all of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except ClickError as error:
+            if "Did you mean" not in error.message:
+                error.message += f" The commands are: {', '.join(self.list_commands(ctx))}."
+            raise
+
+
 app = typer.Typer(
     name="ludus",
+    cls=CommandGroup,
     help="Train language-model agents with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,14 +47,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 check_app = typer.Typer(
-    help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
+    cls=CommandGroup, help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
 )
 app.add_typer(check_app, name="check")
-app.add_typer(serve_app, name="serve")
-
-# Which package the command line's errors come from differs between versions of typer (some bring their own
-# copy of click), so the class is found as an ancestor of one that typer exports.
-ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+app.add_typer(serve_app, name="serve", cls=CommandGroup)
 
 RecipeArgument = Annotated[
     Path | None,
@@ -220,7 +235,10 @@ def init(
 @app.command()
 def settings(
     key: Annotated[
-        str | None, typer.Argument(help="A key or a table: rl.kl, rl, stage.0.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A key or a table (rl.kl, rl, stage.0); or TRL's or verl's.", show_default=False
+        ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="A JSON Schema, for editors.")] = False,
@@ -231,7 +249,10 @@ def settings(
     if markdown or schema:
         typer.echo(settings.markdown() if markdown else settings.schema(), nl=schema)
         return
-    for name, one in settings.described(key or ""):
+    found, meant = settings.find_settings(key or "")
+    if meant:
+        typer.echo(f"{key} is called here: {', '.join(meant)}\n")
+    for name, one in found:
         default = settings.default_text(one)
         typer.echo(f"{name}{f' = {default}' if default else ''}    ({one.takes})\n    {one.meaning}")
 

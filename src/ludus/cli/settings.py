@@ -129,15 +129,23 @@ def described(key: str) -> list[tuple[str, Setting]]:
                 visit(SettingsTable(inner, usual=usual), place, rest[1:])
 
     visit(SettingsTable(Recipe), "", wanted)
-    if not found:
-        near = _alike(key, wanted)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ludus settings` lists all of them"
-        raise ConfigError(f"there is no setting {key!r}{hint}")
     return list(found.items())
 
 
-def _alike(key: str, wanted: list[str]) -> list[str]:
-    """The keys that may have been meant, as `described` takes them: by name, by a peer's word, by spelling."""
+def find_settings(key: str) -> tuple[list[tuple[str, Setting]], list[str]]:
+    """The settings of a key or a table; and which keys are meant, where it is TRL's or verl's word for them."""
+    if found := described(key):
+        return found, []
+    meant, near = _alike(key)
+    if not meant:
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ludus settings` lists all of them"
+        raise ConfigError(f"there is no setting {key!r}{hint}")
+    return [one for name in meant for one in described(name.partition(" = ")[0])], meant
+
+
+def _alike(key: str) -> tuple[list[str], list[str]]:
+    """Keys of the same name or of that meaning in TRL and verl; and, where there are none, of like spelling."""
+    wanted = [part for part in key.split(".") if part and not part.isdecimal()]
     places = [
         (re.sub(r'\[\](?: of kind = "\w+")?', ".0", place), t) for t in tables() for place in t.places
     ]
@@ -147,8 +155,8 @@ def _alike(key: str, wanted: list[str]) -> list[str]:
     ours = [OTHER_FRAMEWORKS_KEYS[last.lower()]] if last.lower() in OTHER_FRAMEWORKS_KEYS else []
     # in a table that there is, its own key of that name comes before what others call so
     own = sorted([one for one in same if within and one.startswith(f"{within[0]}.")], key=len)
-    near = own or [*ours, *same] or get_close_matches(key, every, n=3)
-    return list(dict.fromkeys(near))[:3]
+    meant = list(dict.fromkeys(own or [*ours, *same]))[:3]
+    return meant, [] if meant else get_close_matches(key, every, n=3)
 
 
 def schema() -> str:

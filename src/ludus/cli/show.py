@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, not_there
 from ludus.core.trajectory import Trajectory
-from ludus.observe import RunFolder, TrajectoryFile, episode_text, printable, select_trajectories
+from ludus.observe import (
+    RunFolder,
+    TrajectoryFile,
+    episode_text,
+    find_runs,
+    printable,
+    select_trajectories,
+)
 
 if TYPE_CHECKING:
     from ludus.core.tokenizer import Tokenizer
@@ -59,7 +67,9 @@ def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bo
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader closed the pipe, as `head` does
         return
-    if not shown:
+    if not shown and wanted.failed and any(_found(files, replace(wanted, failed=False))):
+        print(f"no recorded episode in {source} that was asked for failed")
+    elif not shown:
         raise ConfigError(f"no episode in {source} is what was asked for{_hint(source, files, wanted)}")
     if more:
         print(f"the first {shown}; for more, --limit N (0: all)", file=sys.stderr)
@@ -86,6 +96,8 @@ def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
     if source.is_file():
         return [TrajectoryFile(0, "file", source)]
     run = RunFolder(source)
+    if not source.exists():
+        raise ConfigError(missing_run(source))
     if not run.is_run:
         raise ConfigError(f"{source} is neither a run's folder nor a .parquet file of episodes")
     return [
@@ -93,6 +105,19 @@ def _files(source: Path, wanted: EpisodeFilter) -> list[TrajectoryFile]:
         for file in reversed(run.trajectory_files())
         if wanted.step in (None, file.step) and wanted.split in (None, file.split)
     ]
+
+
+def missing_run(source: Path) -> str:
+    """That there is no such run, and which there are beside it or in runs/; those of like names come first."""
+    beside = source.parent if source.parent != Path() else Path("runs")
+    runs = [str(run.path) for run in find_runs(beside) or find_runs()]
+    near = get_close_matches(str(source), runs, n=3, cutoff=0.8)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    if runs and not near:
+        hint = f"; there are: {', '.join(runs[-8:])}" + (", ..." if len(runs) > 8 else "")
+    return (
+        f"{not_there(source, 'run folder', beside_recipe=False)}{hint or '; there are no runs in runs/'}"
+    )
 
 
 def _found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from ludus.training.settings import (
     SFTConfig,
     StageConfig,
 )
+
+log = logging.getLogger(__name__)
 
 
 class ScratchConfig(Config):
@@ -283,20 +286,28 @@ class Recipe(Config):
         if not isinstance(raw, Mapping):
             return raw
         raw = dict(raw)
-        found: list[Any] = []
+        found: dict[str, Any] = {}
         for name in ("warm_start", "rl", "stage"):
             several = isinstance(raw.get(name), list | tuple)
-            tables = [
-                dict(one) if isinstance(one, Mapping) else one
-                for one in (raw[name] if several else [raw.get(name)])
-            ]
-            found += [one.pop("max_failures", None) for one in tables if isinstance(one, dict)]
+            tables = list(raw[name]) if several else [raw.get(name)]
+            for number, table in enumerate(tables):
+                if isinstance(table, Mapping) and "max_failures" in table:
+                    place = f"{name}.{number}" if several else name
+                    found[place] = table["max_failures"]
+                    tables[number] = {key: table[key] for key in table if key != "max_failures"}
             if name in raw:
                 raw[name] = tables if several else tables[0]
         usual = cls.model_fields["max_failures"].default
-        given = [value for value in found if value not in (None, usual)]
+        given = [value for value in found.values() if value not in (None, usual)]
         if given and "max_failures" not in raw:
             raw["max_failures"] = max(given, key=lambda one: one if isinstance(one, float | int) else 0)
+        if found:
+            log.warning(
+                "%s: max_failures is a key of the whole recipe, not of a stage: write max_failures = %s at its "
+                "top, above all tables. This is the value in effect",
+                ", ".join(f"{place}.max_failures" for place in found),
+                raw.get("max_failures", usual),
+            )
         return raw
 
     @model_validator(mode="after")

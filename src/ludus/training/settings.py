@@ -379,6 +379,11 @@ _OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight":
 
 def check_rl(config: RLConfig) -> None:
     """Raise a `ValueError` for what could not learn."""
+    if config.algorithm.replace("-", "_").lower() in ("grpo_roc", "roc"):
+        raise ValueError(
+            'GRPO-RoC is GRPO on resampled attempts: set algorithm = "grpo", and keep_attempts to about half '
+            "of attempts, such as attempts = 16, keep_attempts = 8"
+        )
     by_length = config.aggregation in (None, "length")
     if config.algorithm == "dr_grpo" and by_length and "length" not in config.aggregation_options:
         raise ValueError(
