@@ -5,12 +5,15 @@ The tokens that the model read and wrote are in `trajectory`.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 from ludus.core.failures import Fault
 
@@ -19,6 +22,17 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 Json = dict[str, Any]
+Base64 = Annotated[
+    bytes,
+    BeforeValidator(
+        lambda data: base64.b64decode(data, validate=True) if isinstance(data, str) else data
+    ),
+    PlainSerializer(
+        lambda data: base64.b64encode(data).decode("ascii"), return_type=str, when_used="json"
+    ),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+]
+"""Bytes that are base64 in JSON."""
 
 _SHAREGPT = {
     "human": "user",
@@ -36,7 +50,7 @@ class Media:
 
     kind: str
     sha256: str
-    data: bytes | None = field(default=None, repr=False, compare=False)
+    data: Base64 | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

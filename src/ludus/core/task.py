@@ -13,8 +13,8 @@ from ludus.core.messages import Json, Message, parse_messages
 class Task:
     """One thing to do. `envs` names environments and the arguments their reset gets."""
 
-    id: str
-    messages: tuple[Message, ...]
+    id: str = ""
+    messages: tuple[Message, ...] = ()
     target: Any = None
     envs: Mapping[str, Json] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -11,24 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import Boundary, Failure, Fault, LudusError, not_there
-from ludus.core.generation import FinishReason, VersionSpan
-from ludus.core.messages import Json, Media, Message, ToolCall
+from pydantic import TypeAdapter
+
+from ludus.core.codec import decode
+from ludus.core.failures import Boundary, Failure, LudusError, not_there
+from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.task import Task
-from ludus.core.trajectory import (
-    Group,
-    MediaSpan,
-    Segment,
-    SegmentKind,
-    StopReason,
-    TokenSequence,
-    Trajectory,
-)
+from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.observe.encoding import dump_value, escape, load_value, unescape
 from ludus.observe.files import atomic_file
 
@@ -37,6 +32,12 @@ FORMAT = b"1"
 
 _FORMAT_KEY = b"ludus.trajectories"
 _ROWS_AT_ONCE = 256
+_FAILURE = tuple(field.name for field in fields(Failure))
+_JSON = frozenset({"target", "envs", "metadata", "tool_calls", "calls", "media"})
+"""Columns of JSON text, which `dump_value` has escaped."""
+_TRAJECTORY = TypeAdapter(Trajectory)
+_SEGMENT = TypeAdapter(Segment)
+_MESSAGES = TypeAdapter(tuple[Message, ...])
 
 
 class StoreError(LudusError):
@@ -115,9 +116,9 @@ def read_failures(path: str | Path) -> list[Failure]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    names = ("failure_boundary", "failure_kind", "failure_message", "failure_attempts")
+    names = [f"failure_{name}" for name in _FAILURE]
     try:
-        rows = pq.read_table(path, columns=list(names)).to_pylist()
+        rows = pq.read_table(path, columns=names).to_pylist()
         found = [[row[name] for name in names] for row in rows if row["failure_boundary"] is not None]
         return [Failure(Boundary(where), *rest) for where, *rest in found]
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
@@ -186,7 +187,14 @@ def _schema() -> Any:
 
     text, count, number = pa.string(), pa.int32(), pa.float64()
     entries = pa.list_(pa.struct([("name", text), ("value", number)]))
-    messages = pa.list_(pa.struct(_message_fields(pa)))
+    messages = pa.list_(pa.struct([(field.name, text) for field in fields(Message)]))
+    segments = [
+        ("sequence", count), ("kind", text), ("length", count), ("reward", number), ("finish", text),
+        ("calls", text), ("faults", pa.list_(text)),
+        ("versions", pa.list_(pa.struct([("start", count), ("version", pa.int64())]))),
+        ("seconds", number),
+        ("media", pa.list_(pa.struct([("sha256", text), ("start", count), ("stop", count)]))),
+    ]  # fmt: skip
     flat = [
         ("tokens", pa.list_(pa.int32())),
         ("action_mask", pa.list_(pa.bool_())),
@@ -201,33 +209,12 @@ def _schema() -> Any:
         ("answer", text), ("turns", count),
         *flat,
         ("messages", messages),
-        ("segments", pa.list_(pa.struct(_segment_fields(pa)))),
+        ("segments", pa.list_(pa.struct(segments))),
         ("parents", pa.list_(pa.struct([("sequence", count), ("segment", count)]))),
         ("more_sequences", pa.list_(pa.struct(flat))),
         ("seconds", entries),
     ]  # fmt: skip
     return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
-
-
-def _message_fields(pa: Any) -> list[tuple[str, Any]]:
-    names = ("role", "content", "name", "tool_calls", "tool_call_id", "media")
-    return [(name, pa.string()) for name in names]
-
-
-def _segment_fields(pa: Any) -> list[tuple[str, Any]]:
-    count, number, text = pa.int32(), pa.float64(), pa.string()
-    return [
-        ("sequence", count),
-        ("kind", text),
-        ("length", count),
-        ("reward", number),
-        ("finish", text),
-        ("calls", text),
-        ("faults", pa.list_(text)),
-        ("versions", pa.list_(pa.struct([("start", count), ("version", pa.int64())]))),
-        ("seconds", number),
-        ("media", pa.list_(pa.struct([("sha256", text), ("start", count), ("stop", count)]))),
-    ]
 
 
 def _encodings() -> Json:
@@ -246,23 +233,25 @@ def _encodings() -> Json:
 
 def row_of(trajectory: Trajectory, *, step: int, split: str, group: int) -> Json:
     """The row for a trajectory."""
+    task = trajectory.task
+    dumped = {name: dump_value(getattr(task, name)) for name in ("target", "envs", "metadata")}
     first, *more = [_flat(sequence) for sequence in trajectory.sequences] or [_flat(TokenSequence())]
-    failure = trajectory.failure
-    return {
+    parents = [sequence.parent or (None, None) for sequence in trajectory.sequences]
+    row = {
         "step": step,
-        "split": escape(split),
+        "split": split,
         "group_id": group,
         "attempt": trajectory.attempt,
         "seed": trajectory.seed,
-        **_task_columns(trajectory.task),
-        "stop": trajectory.stop.value,
-        "failure_boundary": failure.boundary.value if failure else None,
-        "failure_kind": escape(failure.kind) if failure else None,
-        "failure_message": escape(failure.message) if failure else None,
-        "failure_attempts": failure.attempts if failure else None,
+        "task_id": task.id,
+        "prompt": [_message_row(message) for message in task.messages],
+        **{name: text for name, (text, _) in dumped.items()},
+        "task_exact": all(exact for _, exact in dumped.values()),
+        "stop": trajectory.stop,
+        **{f"failure_{name}": getattr(trajectory.failure, name, None) for name in _FAILURE},
         "reward": trajectory.reward,
         "rewards": _entries(trajectory.rewards),
-        "answer": None if trajectory.answer is None else escape(trajectory.answer),
+        "answer": trajectory.answer,
         "turns": trajectory.turns,
         **first,
         "messages": [_message_row(message) for message in trajectory.messages],
@@ -271,59 +260,43 @@ def row_of(trajectory: Trajectory, *, step: int, split: str, group: int) -> Json
             for index, sequence in enumerate(trajectory.sequences)
             for segment in sequence.segments
         ],
-        "parents": [_parent_row(sequence) for sequence in trajectory.sequences],
+        "parents": [{"sequence": sequence, "segment": segment} for sequence, segment in parents],
         "more_sequences": more,
         "seconds": _entries(trajectory.seconds),
     }
+    escaped: Json = _with_texts(row, escape)
+    return escaped
 
 
-def trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that `row_of` was given."""
-    failure = None
-    if row["failure_boundary"] is not None:
-        failure = Failure(
-            Boundary(row["failure_boundary"]),
-            unescape(row["failure_kind"]),
-            unescape(row["failure_message"]),
-            row["failure_attempts"],
-        )
-    return Trajectory(
-        task=_task(row),
-        sequences=_sequences(row),
-        messages=[_message(message) for message in row["messages"]],
-        answer=None if row["answer"] is None else unescape(row["answer"]),
-        stop=StopReason(row["stop"]),
-        failure=failure,
-        rewards=_mapping(row["rewards"]),
-        reward=row["reward"],
-        attempt=row["attempt"],
-        seed=row["seed"],
-        seconds=_mapping(row["seconds"]),
-    )
-
-
-def _task_columns(task: Task) -> Json:
-    target, exact_target = dump_value(task.target)
-    envs, exact_envs = dump_value(task.envs)
-    metadata, exact_metadata = dump_value(task.metadata)
-    return {
-        "task_id": escape(task.id),
-        "prompt": [_message_row(message) for message in task.messages],
-        "target": target,
-        "envs": envs,
-        "metadata": metadata,
-        "task_exact": exact_target and exact_envs and exact_metadata,
+def trajectory_of(stored: Mapping[str, Any]) -> Trajectory:
+    """The trajectory that `row_of` was given; a `ValueError` says what does not fit."""
+    row = _with_texts(stored, unescape)
+    values = {name: load_value(row[name]) for name in ("target", "envs", "metadata")}
+    prompt = decode(_MESSAGES, [_message(message) for message in row["prompt"]])
+    failure = {name: row[f"failure_{name}"] for name in _FAILURE}
+    fields = {
+        "task": Task(row["task_id"], prompt, **values),
+        "sequences": _sequences(row),
+        "messages": [_message(message) for message in row["messages"]],
+        "failure": None if failure["boundary"] is None else failure,
+        "rewards": {entry["name"]: entry["value"] for entry in row["rewards"]},
+        "seconds": {entry["name"]: entry["value"] for entry in row["seconds"]},
     }
+    return decode(_TRAJECTORY, {**row, **fields})
 
 
-def _task(row: Mapping[str, Any]) -> Task:
-    return Task(
-        id=unescape(row["task_id"]),
-        messages=tuple(_message(message) for message in row["prompt"]),
-        target=load_value(row["target"]),
-        envs=load_value(row["envs"]),
-        metadata=load_value(row["metadata"]),
-    )
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every text changed but JSON. Lists of numbers, which are long, stay as they are."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {
+            key: item if isinstance(item, str) and key in _JSON else _with_texts(item, change)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple) and value and isinstance(value[0], str | dict):
+        return [_with_texts(item, change) for item in value]
+    return value
 
 
 def _flat(sequence: TokenSequence) -> Json:
@@ -334,123 +307,56 @@ def _flat(sequence: TokenSequence) -> Json:
     }
 
 
-def _parent_row(sequence: TokenSequence) -> Json:
-    owner, segment = sequence.parent if sequence.parent is not None else (None, None)
-    return {"sequence": owner, "segment": segment}
-
-
 def _segment_row(segment: Segment, sequence: int) -> Json:
-    return {
-        "sequence": sequence,
-        "kind": segment.kind.value,
-        "length": len(segment.tokens),
-        "reward": segment.reward,
-        "finish": segment.finish.value if segment.finish is not None else None,
-        "calls": _dump_calls(segment.calls),
-        "faults": [fault.value for fault in segment.faults],
-        "versions": [{"start": span.start, "version": span.version} for span in segment.versions],
-        "seconds": segment.seconds,
-        "media": [
-            {"sha256": escape(span.sha256), "start": span.start, "stop": span.stop}
-            for span in segment.media
-        ],
-    }
+    plain = _SEGMENT.dump_python(segment, exclude={"tokens", "logprobs", "calls"}, warnings=False)
+    calls = _dumped([_fields(call) for call in segment.calls])
+    return {**plain, "sequence": sequence, "length": len(segment.tokens), "calls": calls}
 
 
-def _sequences(row: Mapping[str, Any]) -> list[TokenSequence]:
-    sequences = [TokenSequence(parent=_parent(parent)) for parent in row["parents"]]
-    flats = [row, *row["more_sequences"]]
-    positions = [0] * len(sequences)
+def _sequences(row: Mapping[str, Any]) -> list[Json]:
+    flats, positions = [row, *row["more_sequences"]], [0] * len(row["parents"])
+    sequences: list[list[Json]] = [[] for _ in row["parents"]]
     for raw in row["segments"]:
         index = raw["sequence"]
-        start, stop = positions[index], positions[index] + raw["length"]
-        positions[index] = stop
-        sequences[index].segments.append(_segment(raw, flats[index], start, stop))
-    for index, sequence in enumerate(sequences):
-        if positions[index] != len(flats[index]["tokens"]) or (
-            sequence.action_mask != flats[index]["action_mask"]
-        ):
-            raise ValueError("the segments do not match the tokens and the action mask")
-    return sequences
-
-
-def _segment(raw: Mapping[str, Any], flat: Mapping[str, Any], start: int, stop: int) -> Segment:
-    kind = SegmentKind(raw["kind"])
-    return Segment(
-        kind=kind,
-        tokens=flat["tokens"][start:stop],
-        logprobs=flat["logprobs"][start:stop] if kind is SegmentKind.ACTION else None,
-        versions=tuple(VersionSpan(span["start"], span["version"]) for span in raw["versions"]),
-        finish=FinishReason(raw["finish"]) if raw["finish"] is not None else None,
-        calls=_load_calls(raw["calls"]),
-        faults=tuple(Fault(fault) for fault in raw["faults"]),
-        reward=raw["reward"],
-        seconds=raw["seconds"],
-        media=tuple(MediaSpan(unescape(m["sha256"]), m["start"], m["stop"]) for m in raw["media"]),
-    )
-
-
-def _parent(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    return None if raw["sequence"] is None else (raw["sequence"], raw["segment"])
+        part = slice(positions[index], positions[index] + raw["length"])
+        positions[index] = part.stop
+        is_action = raw["kind"] == SegmentKind.ACTION
+        if flats[index]["action_mask"][part] != [is_action] * raw["length"]:
+            raise ValueError("the segments do not match the action mask")
+        logprobs = flats[index]["logprobs"][part] if is_action else None
+        flat = {"tokens": flats[index]["tokens"][part], "logprobs": logprobs}
+        sequences[index].append({**raw, **flat, "calls": _loaded(raw["calls"])})
+    if any(end != len(flat["tokens"]) for end, flat in zip(positions, flats, strict=False)):
+        raise ValueError("the segments do not match the tokens")
+    parents = [None if p["sequence"] is None else (p["sequence"], p["segment"]) for p in row["parents"]]
+    return [
+        {"segments": segments, "parent": parent}
+        for segments, parent in zip(sequences, parents, strict=True)
+    ]
 
 
 def _message_row(message: Message) -> Json:
+    calls = [_fields(call) for call in message.tool_calls]
     media = [{"kind": item.kind, "sha256": item.sha256} for item in message.media]
-    return {
-        "role": message.role,
-        "content": escape(message.content),
-        "name": None if message.name is None else escape(message.name),
-        "tool_calls": _dump_calls(message.tool_calls),
-        "tool_call_id": None if message.tool_call_id is None else escape(message.tool_call_id),
-        "media": dump_value(media)[0] if media else None,
-    }
+    return {**_fields(message), "tool_calls": _dumped(calls), "media": _dumped(media)}
 
 
-def _message(raw: Mapping[str, Any]) -> Message:
-    media = load_value(raw["media"]) if raw["media"] is not None else ()
-    return Message(
-        role=raw["role"],
-        content=unescape(raw["content"]),
-        tool_calls=_load_calls(raw["tool_calls"]),
-        name=None if raw["name"] is None else unescape(raw["name"]),
-        tool_call_id=None if raw["tool_call_id"] is None else unescape(raw["tool_call_id"]),
-        media=tuple(Media(item["kind"], item["sha256"]) for item in media),
-    )
+def _message(raw: Json) -> Json:
+    return {**raw, "tool_calls": _loaded(raw["tool_calls"]), "media": _loaded(raw["media"])}
 
 
-def _dump_calls(calls: Sequence[ToolCall]) -> str | None:
-    """The calls as JSON text; None for none, which is what most messages have."""
-    if not calls:
-        return None
-    rows = [
-        {
-            "id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "fault": call.fault.value if call.fault is not None else None,
-            "problem": call.problem,
-        }
-        for call in calls
-    ]
-    return dump_value(rows)[0]
+def _fields(value: Message | ToolCall) -> Json:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _load_calls(text: str | None) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(
-            name=raw["name"],
-            arguments=raw["arguments"],
-            id=raw["id"],
-            fault=Fault(raw["fault"]) if raw["fault"] is not None else None,
-            problem=raw["problem"],
-        )
-        for raw in (load_value(text) if text is not None else ())
-    )
+def _dumped(rows: Sequence[Json]) -> str | None:
+    """Calls or media as JSON text; None for none, which is what most messages have."""
+    return dump_value(rows)[0] if rows else None
+
+
+def _loaded(text: str | None) -> Any:
+    return () if text is None else load_value(text)
 
 
 def _entries(values: Mapping[str, float]) -> list[Json]:
-    return [{"name": escape(name), "value": value} for name, value in values.items()]
-
-
-def _mapping(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    return {unescape(entry["name"]): entry["value"] for entry in entries}
+    return [{"name": name, "value": value} for name, value in values.items()]

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ludus.core.failures import Boundary, InfraError, LudusError
+from ludus.core.failures import InfraError, LudusError
 from ludus.core.messages import Json
-from ludus.tools.hosting import EpisodeLost, OutcomeUnknown
-from ludus.tools.wire import ErrorKind
+from ludus.tools.hosting.host import error_kind, failure_fields
+from ludus.tools.wire import ErrorBody, ErrorKind
 
 _SMALL = 65_536
 _SMOOTHING = 0.05
@@ -42,46 +42,25 @@ class RequestError(LudusError):
         *,
         started: bool = False,
         retry_after: float | None = None,
-        boundary: Boundary | None = None,
-        attempts: int = 1,
-        retriable: bool = False,
-        replay: bool = False,
+        failure: Json | None = None,
     ) -> None:
+        """`failure`: what else an infrastructure failure says, see `failure_fields`."""
         super().__init__(message)
         self.kind, self.started, self.retry_after = kind, started, retry_after
-        self.boundary, self.attempts = boundary, attempts
-        self.retriable, self.replay = retriable, replay
+        self._failure = failure or {}
 
     @classmethod
     def of(cls, error: InfraError) -> RequestError:
         """From an infrastructure failure that a host or a tool raised."""
-        kind = ErrorKind.FAILED
-        if isinstance(error, EpisodeLost):
-            kind = ErrorKind.SESSION_LOST
-        elif isinstance(error, OutcomeUnknown):
-            kind = ErrorKind.UNKNOWN_OUTCOME
-        return cls(
-            kind,
-            str(error),
-            started=True,
-            boundary=error.boundary,
-            attempts=error.attempts,
-            retriable=error.retriable,
-            replay=error.replay,
-        )
+        return cls(error_kind(error), str(error), started=True, failure=failure_fields(error))
 
     def body(self) -> Json:
-        """As JSON, see `ErrorBody`."""
-        return {
-            "kind": self.kind.value,
-            "message": str(self),
-            "started": self.started,
-            "retry_after": self.retry_after,
-            "boundary": None if self.boundary is None else self.boundary.value,
-            "attempts": self.attempts,
-            "retriable": self.retriable,
-            "replay": self.replay,
-        }
+        """As JSON."""
+        wait, failure = self.retry_after, self._failure
+        body = ErrorBody(
+            kind=self.kind, message=str(self), started=self.started, retry_after=wait, **failure
+        )
+        return body.model_dump(mode="json")
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ludus.core.codec import explained
 from ludus.core.messages import Json, ToolResult
 from ludus.serve.admission import ByteBudget, ByteShare, RequestError
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
@@ -46,7 +47,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=BaseModel)
 
 _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_MOST_PROBLEMS = 20
 _PIECE_CHARS = 16_384
 _share: ContextVar[ByteShare | None] = ContextVar("share", default=None)
 """The request's share of the byte budget, once its body is read."""
@@ -271,7 +271,7 @@ class ToolApi:
         try:
             return model.model_validate_json(data)
         except ValidationError as error:
-            raise RequestError(ErrorKind.BAD_REQUEST, _explained(error)) from None
+            raise RequestError(ErrorKind.BAD_REQUEST, explained(error)) from None
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -365,15 +365,6 @@ def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
     if error.status == 413:
         return _error_response(_too_large(max_body_bytes))
     return _error_response(RequestError(ErrorKind.BAD_REQUEST, error.reason or "bad request"))
-
-
-def _explained(error: ValidationError) -> str:
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = [
-        f"{'.'.join(str(part) for part in one['loc'])[:200] or 'body'}: {one['msg']}"
-        for one in problems[:_MOST_PROBLEMS]
-    ]
-    return "; ".join(lines)[:2000]
 
 
 def _key(request: web.Request, name: str) -> str:

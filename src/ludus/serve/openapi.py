@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 
-from ludus.core.messages import Json
+from ludus.core.messages import Json, ToolResult
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
@@ -24,14 +23,14 @@ from ludus.tools.wire import (
     ErrorAnswer,
     ErrorKind,
     HealthBody,
+    Key,
     OpenBody,
-    ResultBody,
     SessionBody,
 )
 
 MOST_MILLISECONDS = 10**9
 """The longest deadline: eleven days."""
-_KEY_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[A-Za-z0-9_.:-]+$"}
+_KEY_SCHEMA = TypeAdapter(Key).json_schema()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class Endpoint:
     method: str
     path: str
     summary: str
-    answer: type[BaseModel] | str
-    """The model of a success, or the media type of one that is not JSON."""
+    answer: type | str
+    """The type of a success, or the media type of one that is not JSON."""
     body: type[BaseModel] | None = None
     status: int = 200
     errors: tuple[ErrorKind, ...] = ()
@@ -83,14 +82,14 @@ ENDPOINTS = (
     ),
     Endpoint(
         "call_in_session", "POST", "/v1/sessions/{session}/calls", "Call a tool in a session.",
-        ResultBody, body=CallBody, streams=True, has_deadline=True, errors=(*_SESSION, *_RUN),
+        ToolResult, body=CallBody, streams=True, has_deadline=True, errors=(*_SESSION, *_RUN),
     ),
     Endpoint(
         "cancel_call", "DELETE", "/v1/sessions/{session}/calls/{key}", "Cancel a running call.",
         ClosedBody,
     ),
     Endpoint(
-        "call_alone", "POST", "/v1/calls", "Call a tool outside any session.", ResultBody,
+        "call_alone", "POST", "/v1/calls", "Call a tool outside any session.", ToolResult,
         body=CallBody, streams=True, has_deadline=True, errors=(*_RUN, ErrorKind.SESSION_LOST),
     ),
     Endpoint(
@@ -112,11 +111,9 @@ _WITH_BODY = (ErrorKind.SLOW_CLIENT, ErrorKind.TOO_LARGE, ErrorKind.UNSUPPORTED_
 
 def openapi_document(version: str) -> Json:
     """The OpenAPI 3.1 description of all endpoints."""
-    models: set[type[BaseModel]] = {ErrorAnswer}
-    for endpoint in ENDPOINTS:
-        models.update(one for one in (endpoint.body, endpoint.answer) if isinstance(one, type))
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in sorted(models, key=lambda one: one.__name__)],
+    types = {one for endpoint in ENDPOINTS for one in (endpoint.body, endpoint.answer, ErrorAnswer)}
+    _, schemas = TypeAdapter.json_schemas(
+        [(one.__name__, "validation", TypeAdapter(one)) for one in types if isinstance(one, type)],
         ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, Json] = {}
@@ -146,8 +143,7 @@ def _operation(endpoint: Endpoint) -> Json:
         "security": [] if endpoint.is_open else [{"token": []}, {}],
     }
     if endpoint.body is not None:
-        content = {JSON_TYPE: {"schema": _reference(endpoint.body)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": True, "content": _json_content(endpoint.body)}
     return operation
 
 
@@ -163,28 +159,28 @@ def _parameters(endpoint: Endpoint) -> list[Json]:
 
 
 def _responses(endpoint: Endpoint) -> Json:
-    headers = {INSTANCE_HEADER: {"schema": {"type": "string"}, "required": True}}
-    responses: Json = {str(endpoint.status): {"description": "Success", "headers": headers}}
-    content: Json = {}
+    headers: Json = {INSTANCE_HEADER: {"schema": {"type": "string"}, "required": True}}
     if isinstance(endpoint.answer, str):
-        content[endpoint.answer] = {"schema": {} if endpoint.answer == JSON_TYPE else {"type": "string"}}
+        content = {
+            endpoint.answer: {"schema": {} if endpoint.answer == JSON_TYPE else {"type": "string"}}
+        }
     else:
-        content[JSON_TYPE] = {"schema": _reference(endpoint.answer)}
+        content = _json_content(endpoint.answer)
     if endpoint.streams:
         content[STREAM_TYPE] = {"schema": {"type": "string"}}
-    responses[str(endpoint.status)]["content"] = content
+    success = {"headers": headers, "content": content}
+    responses: Json = {str(endpoint.status): {"description": "Success", **success}}
     if endpoint.status == 201:
-        responses["200"] = {**responses["201"], "description": "It was there already"}
+        responses["200"] = {"description": "It was there already", **success}
     for status, kinds in _by_status(endpoint).items():
-        names = ", ".join(kind.value for kind in kinds)
-        error: Json = {"description": names, "content": {JSON_TYPE: {"schema": _reference(ErrorAnswer)}}}
-        error["headers"] = dict(headers)
-        if status == 503:
-            error["headers"]["Retry-After"] = {"schema": {"type": "integer"}}
-        responses[str(status)] = error
+        later = {"Retry-After": {"schema": {"type": "integer"}}} if status == 503 else {}
+        responses[str(status)] = {
+            "description": ", ".join(kind.value for kind in kinds),
+            "headers": {**headers, **later},
+            "content": _json_content(ErrorAnswer),
+        }
     for status, model in endpoint.also.items():
-        answer = {"schema": _reference(model)}
-        responses[str(status)] = {"description": "Not now", "content": {JSON_TYPE: answer}}
+        responses[str(status)] = {"description": "Not now", "content": _json_content(model)}
     return responses
 
 
@@ -202,8 +198,8 @@ def _by_status(endpoint: Endpoint) -> dict[int, list[ErrorKind]]:
     return by_status
 
 
-def _reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{model.__name__}"}
+def _json_content(type_: type) -> Json:
+    return {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{type_.__name__}"}}}
 
 
 # The documentation page: plain HTML, no scripts, nothing external.
@@ -226,35 +222,32 @@ def docs_page(document: Json) -> str:
     ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            parts += _operation_html(path, method, operation)
+            title = f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
+            parts += [
+                f"{title}<p>{escape(operation['summary'])}</p><table>",
+                *_rows(operation),
+                "</table>",
+            ]
     parts.append("<h2>Schemas</h2>")
     for name, schema in sorted(document["components"]["schemas"].items()):
         text = escape(json.dumps(schema, indent=2))
-        parts.append(
-            f"<details id=schema-{name}><summary><code>{name}</code></summary><pre>{text}</pre>"
-        )
-        parts.append("</details>")
+        summary = f"<summary><code>{name}</code></summary>"
+        parts.append(f"<details id=schema-{name}>{summary}<pre>{text}</pre></details>")
     return "\n".join([*parts, "</body></html>"])
 
 
-def _operation_html(path: str, method: str, operation: Json) -> list[str]:
-    parts = [
-        f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>",
-        "<table>",
-    ]
+def _rows(operation: Json) -> Iterator[str]:
     for parameter in operation["parameters"]:
         kind = f"{parameter['in']}, {parameter['schema']['type']}"
-        parts.append(f"<tr><td><code>{escape(parameter['name'])}</code><td>{escape(kind)}")
+        yield f"<tr><td><code>{escape(parameter['name'])}</code><td>{escape(kind)}"
     if "requestBody" in operation:
-        schemas = [content["schema"] for content in operation["requestBody"]["content"].values()]
-        parts.append(f"<tr><td>body<td>{_schema_link(schemas[0])}")
+        yield f"<tr><td>body<td>{_schema_link(operation['requestBody']['content'][JSON_TYPE]['schema'])}"
     for status, answer in sorted(operation["responses"].items()):
         kinds = ", ".join(
             f"{escape(kind)} {_schema_link(content['schema'])}"
             for kind, content in answer["content"].items()
         )
-        parts.append(f"<tr><td><code>{status}</code><td>{escape(answer['description'])}<td>{kinds}")
-    return [*parts, "</table>"]
+        yield f"<tr><td><code>{status}</code><td>{escape(answer['description'])}<td>{kinds}"
 
 
 def _schema_link(schema: Json) -> str:

@@ -19,7 +19,7 @@ from ludus.core.messages import ToolContext, ToolSpec
 from ludus.serve.admission import Admission, RequestError, Ticket
 from ludus.serve.telemetry import Metrics
 from ludus.tools.hosting import ToolHost
-from ludus.tools.wire import ErrorKind, OpenBody, task_from_json
+from ludus.tools.wire import ErrorKind, OpenBody
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ServerSessions:
         # Two clients may use the same episode name; tools keep state by episode, so it must be unique here.
         unique = body.episode not in self._episodes
         episode = body.episode if unique else f"{body.episode}~{body.session}"
-        context = ToolContext(episode, task_from_json(body.task.model_dump()))
+        context = ToolContext(episode, body.task)
         wanted = None if body.tools is None else frozenset(body.tools)
         session = ServerSession(body.session, body.episode, context, wanted, _now())
         self._sessions[session.id] = session

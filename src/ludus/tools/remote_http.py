@@ -328,7 +328,7 @@ def result_of(reply: ServerResponse) -> ToolResult:
     """The result in an answer."""
     try:
         return result_from_json(reply.body, reply.content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError) as error:
         raise nonsense(error) from error
 
 

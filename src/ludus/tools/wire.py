@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from ludus.core.failures import Boundary, Fault
-from ludus.core.messages import Json, Media, Message, ToolCall, ToolResult, ToolSpec
+from ludus.core.codec import decode
+from ludus.core.failures import Boundary
+from ludus.core.messages import Json, Media, Message, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.tools.calling import text_of
 
@@ -86,34 +86,6 @@ class _Request(_Body):
     model_config = ConfigDict(strict=True)
 
 
-class CalledBody(_Request):
-    """A call that a message of a task records."""
-
-    name: str
-    arguments: dict[str, Any] = {}
-    id: str = ""
-
-
-class MessageBody(_Request):
-    """One message of a task."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    tool_calls: list[CalledBody] = []
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-class TaskBody(_Request):
-    """What the episode is about, for tools that want to know."""
-
-    id: str = ""
-    messages: list[MessageBody] = []
-    target: Any = None
-    envs: dict[str, dict[str, Any]] = {}
-    metadata: dict[str, Any] = {}
-
-
 class OpenBody(_Request):
     """Open a session for an episode. Repeating it with the same `session` gives the same session."""
 
@@ -121,7 +93,8 @@ class OpenBody(_Request):
     """Chosen by the client, random."""
     episode: str = Field(max_length=1024)
     """What the tools are told of as the episode."""
-    task: TaskBody = TaskBody()
+    task: Task = Task()
+    """What the episode is about, for tools that want to know."""
     tools: list[str] | None = None
     """The tools wanted; all of them when left out."""
 
@@ -181,26 +154,6 @@ class BatchBody(_Request):
     calls: list[BatchCallBody] = Field(max_length=1024)
 
 
-class MediaBody(_Body):
-    """Something that is not text."""
-
-    kind: str
-    sha256: str
-    data: str | None
-    """Base64."""
-
-
-class ResultBody(_Body):
-    """What a call gave. A fault is the model's own; `content` then says what was wrong."""
-
-    content: str
-    reward: float | None
-    terminated: bool
-    fault: Fault | None
-    media: list[MediaBody]
-    seconds: float
-
-
 class ErrorBody(_Body):
     """Why there is no result."""
 
@@ -230,7 +183,7 @@ class OutcomeBody(_Body):
     """The outcome of one call of a batch: a result, or an error."""
 
     key: str
-    result: ResultBody | None = None
+    result: ToolResult | None = None
     error: ErrorBody | None = None
 
 
@@ -265,6 +218,10 @@ class HealthBody(_Body):
 # The codec between our types and plain JSON values, for servers, worker processes and recordings. Nothing is
 # ever pickled.
 
+_TASK = TypeAdapter(Task)
+_RESULT = TypeAdapter(ToolResult)
+_MEDIA = TypeAdapter(tuple[Media, ...])
+
 
 def dump(value: Any) -> bytes:
     """JSON as UTF-8. Never fails on odd text: what UTF-8 cannot carry (lone surrogates) becomes '?'."""
@@ -284,9 +241,8 @@ def task_to_json(task: Task) -> Json:
 
 
 def task_from_json(raw: Json) -> Task:
-    messages = tuple(_message_from_json(message) for message in raw.get("messages", ()))
-    metadata, envs = dict(raw.get("metadata") or {}), dict(raw.get("envs") or {})
-    return Task(str(raw.get("id", "")), messages, raw.get("target"), envs, metadata)
+    """The task; a `ValueError` says what does not fit."""
+    return decode(_TASK, raw)
 
 
 def _message_to_json(message: Message) -> Json:
@@ -295,53 +251,20 @@ def _message_to_json(message: Message) -> Json:
     return {**chat, "name": message.name, "tool_call_id": message.tool_call_id}
 
 
-def _message_from_json(raw: Json) -> Message:
-    calls = tuple(
-        ToolCall(call["name"], call.get("arguments") or {}, call.get("id") or "")
-        for call in raw.get("tool_calls") or ()
-    )
-    return Message(raw["role"], raw["content"], calls, raw.get("name"), raw.get("tool_call_id"))
-
-
 def result_to_json(result: ToolResult, *, content: bool = True) -> Json:
     """A result; without its content where that travels on its own."""
     fields: Json = {"content": result.content} if content else {}
     fields["reward"] = None if result.reward is None else float(result.reward)
     fields["terminated"] = bool(result.terminated)
     fields["fault"] = None if result.fault is None else result.fault.value
-    fields["media"] = [_media_to_json(media) for media in result.media]
+    fields["media"] = _MEDIA.dump_python(result.media, mode="json") if result.media else []
     fields["seconds"] = float(result.seconds)
     return fields
 
 
 def result_from_json(raw: Json, content: str | None = None) -> ToolResult:
-    """The result; `KeyError`, `TypeError`, `ValueError` or `AttributeError` where `raw` is none."""
-    fault = raw.get("fault")
-    return ToolResult(
-        content=require_text(raw["content"]) if content is None else content,
-        reward=raw.get("reward"),
-        terminated=bool(raw.get("terminated")),
-        fault=None if fault is None else Fault(fault),
-        media=tuple(_media_from_json(media) for media in raw.get("media") or ()),
-        seconds=float(raw.get("seconds") or 0.0),
-    )
-
-
-def _media_to_json(media: Media) -> Json:
-    data = None if media.data is None else base64.b64encode(media.data).decode("ascii")
-    return {"kind": media.kind, "sha256": media.sha256, "data": data}
-
-
-def _media_from_json(raw: Json) -> Media:
-    data = None if raw.get("data") is None else base64.b64decode(raw["data"], validate=True)
-    return Media(require_text(raw["kind"]), require_text(raw["sha256"]), data)
-
-
-def require_text(value: Any) -> str:
-    """`value`, if it is text; `TypeError` otherwise."""
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, not {type(value).__name__}")
-    return value
+    """The result, with the content that travelled on its own; a `ValueError` says what does not fit."""
+    return decode(_RESULT, raw if content is None else {**raw, "content": content})
 
 
 def spec_to_json(spec: ToolSpec) -> Json:

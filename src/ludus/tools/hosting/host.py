@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
+from pydantic import TypeAdapter
+
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
@@ -13,7 +15,7 @@ from ludus.core.task import Task
 from ludus.sandbox import SandboxConfig
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import CombinedTools, LocalTools, shut
-from ludus.tools.wire import spec_from_json, spec_to_json
+from ludus.tools.wire import ErrorKind
 
 
 class EpisodeLost(InfraError):
@@ -41,6 +43,9 @@ class ToolFacts:
     """Whether a call may leave state in the episode that later calls need."""
     concurrency: int | None = None
     """How many calls may run at once."""
+
+
+FACTS = TypeAdapter(list[ToolFacts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,47 +123,38 @@ def _members(tools: ToolSet | Any) -> Iterable[Tool]:
             yield from _members(one)
 
 
-def facts_to_json(facts: ToolFacts) -> Json:
-    return {
-        **spec_to_json(facts.spec),
-        "repeatable": facts.repeatable,
-        "stateful": facts.stateful,
-        "concurrency": facts.concurrency,
-    }
+def error_kind(error: InfraError) -> ErrorKind:
+    """What a failure is called where it is told to another process."""
+    if isinstance(error, EpisodeLost):
+        return ErrorKind.SESSION_LOST
+    return ErrorKind.UNKNOWN_OUTCOME if isinstance(error, OutcomeUnknown) else ErrorKind.FAILED
 
 
-def facts_from_json(raw: Json) -> ToolFacts:
-    return ToolFacts(spec_from_json(raw), raw["repeatable"], raw["stateful"], raw.get("concurrency"))
+def failure_fields(error: InfraError) -> Json:
+    """What else of a failure is told there, see `ErrorBody`."""
+    fields: Json = {"boundary": error.boundary.value, "attempts": error.attempts}
+    return {**fields, "retriable": error.retriable, "replay": error.replay}
 
 
 def error_to_json(error: Exception) -> Json:
-    """An error by its kind, so that it can be raised again on the other side."""
-    if isinstance(error, EpisodeLost):
-        kind = "session_lost"
-    elif isinstance(error, OutcomeUnknown):
-        kind = "unknown_outcome"
-    elif isinstance(error, ConfigError):
+    """An error of a worker by its kind, so that its host can raise it again."""
+    if isinstance(error, ConfigError):
         return {"kind": "config", "message": str(error)}
-    elif isinstance(error, InfraError):
-        kind = "infra"
-    else:
-        message = f"{type(error).__name__}: {error}"
-        return error_to_json(InfraError(Boundary.TOOL, message, retriable=False))
-    fields: Json = {"kind": kind, "boundary": error.boundary.value, "message": str(error)}
-    fields |= {"attempts": error.attempts, "retriable": error.retriable, "replay": error.replay}
-    return fields
+    if not isinstance(error, InfraError):
+        error = InfraError(Boundary.TOOL, f"{type(error).__name__}: {error}", retriable=False)
+    return {"kind": error_kind(error).value, "message": str(error), **failure_fields(error)}
 
 
 def error_from_json(raw: Json) -> Exception:
-    kind, message, attempts = raw["kind"], str(raw["message"]), int(raw.get("attempts") or 1)
+    kind, message = raw["kind"], raw["message"]
     if kind == "config":
         return ConfigError(message)
-    if kind == "session_lost":
-        return EpisodeLost(message, attempts=attempts)
-    if kind == "unknown_outcome":
-        return OutcomeUnknown(message, attempts=attempts)
-    boundary, retriable, replay = Boundary(raw["boundary"]), bool(raw["retriable"]), bool(raw["replay"])
-    return InfraError(boundary, message, attempts=attempts, retriable=retriable, replay=replay)
+    if kind == ErrorKind.SESSION_LOST:
+        return EpisodeLost(message, attempts=raw["attempts"])
+    if kind == ErrorKind.UNKNOWN_OUTCOME:
+        return OutcomeUnknown(message, attempts=raw["attempts"])
+    how = {name: raw[name] for name in ("attempts", "retriable", "replay")}
+    return InfraError(Boundary(raw["boundary"]), message, **how)
 
 
 def reply_of(answer: Json) -> Json:

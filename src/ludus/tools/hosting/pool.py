@@ -31,13 +31,13 @@ from typing import Protocol
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.tools.hosting.host import (
+    FACTS,
     EpisodeLost,
     HostHealth,
     OutcomeUnknown,
     ToolFacts,
     ToolReference,
     error_from_json,
-    facts_from_json,
     reply_of,
 )
 from ludus.tools.wire import dump, result_from_json, spec_from_json, task_to_json
@@ -112,8 +112,8 @@ class PooledHost:
             await asyncio.gather(*starting, return_exceptions=True)
             await asyncio.gather(*(worker.kill() for worker in first))
             raise
-        tools = starting[0].result()["tools"]
-        self._facts = {raw["name"]: facts_from_json(raw) for raw in tools}
+        facts = FACTS.validate_python(starting[0].result()["tools"])
+        self._facts = {one.spec.name: one for one in facts}
         for worker in first:
             self._add_worker(worker)
             self._supervisors.append(asyncio.create_task(self._keep_alive(worker)))

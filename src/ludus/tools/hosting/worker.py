@@ -14,7 +14,7 @@ import sys
 from ludus.core import process_worker
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext
-from ludus.tools.hosting.host import ToolReference, error_to_json, facts_of, facts_to_json, load_tools
+from ludus.tools.hosting.host import FACTS, ToolReference, error_to_json, facts_of, load_tools
 from ludus.tools.hosting.pool import pack_frame, read_frame
 from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 
@@ -30,7 +30,7 @@ class HostedTools:
         """Build the tools; the answer holds their facts, or an error for people to read."""
         try:
             self._tools = load_tools(self._references)
-            return {"reply": {"tools": [facts_to_json(facts) for facts in await facts_of(self._tools)]}}
+            return {"reply": {"tools": FACTS.dump_python(await facts_of(self._tools))}}
         except ConfigError as error:
             return {"error": error_to_json(error)}
         except Exception as error:  # noqa: BLE001 - told to the host, which says it to people

@@ -14,18 +14,22 @@ from difflib import SequenceMatcher
 from enum import StrEnum
 from typing import TypeVar
 
+from pydantic import TypeAdapter
+
+from ludus.core.codec import decode
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, spec_version, specs_key
 from ludus.tools.recording.stores import RecordingStoreError, Store
 from ludus.tools.toolset import LocalTools
-from ludus.tools.wire import require_text, result_from_json, result_to_json
+from ludus.tools.wire import result_from_json, result_to_json
 
 Choice = TypeVar("Choice", bound=StrEnum)
 Specs = Sequence[tuple[ToolSpec, str]]
 """Tools, each with its version."""
 
+_ROWS = TypeAdapter(list[tuple[str, str, Json, str]])
 _COMPRESS_FROM = 4_096
 _PLAIN, _COMPRESSED = b"j", b"z"
 _LONG = 262_144  # from here on, coding is left to a thread
@@ -226,7 +230,8 @@ class BadRecord(ValueError):
 
 def encode_result(result: ToolResult) -> bytes:
     """A result as bytes; `TypeError` or `ValueError` when a foreign tool set gave something odd."""
-    require_text(result.content)
+    if not isinstance(result.content, str):
+        raise TypeError(f"its content is {type(result.content).__name__}, not text")
     return _packed(result_to_json(result))
 
 
@@ -235,8 +240,8 @@ def decode_result(data: bytes) -> ToolResult:
     raw = _unpacked(data)
     try:
         return result_from_json(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadRecord(f"it is no result of a call ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise BadRecord(f"it is no result of a call ({error})") from None
 
 
 def encode_specs(specs: list[tuple[ToolSpec, str]]) -> bytes:
@@ -249,14 +254,10 @@ def decode_specs(data: bytes) -> list[tuple[ToolSpec, str]]:
     """Tools with their versions."""
     raw = _unpacked(data)
     try:
-        rows = [
-            (require_text(n), require_text(d), dict(p), require_text(v)) for n, d, p, v in raw["tools"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRecord(f"it is no list of tools ({type(error).__name__}: {error})") from None
-    return [
-        (ToolSpec(name, description, schema), version) for name, description, schema, version in rows
-    ]
+        rows = decode(_ROWS, raw.get("tools"))
+    except ValueError as error:
+        raise BadRecord(f"it is no list of tools ({error})") from None
+    return [(ToolSpec(name, about, schema), version) for name, about, schema, version in rows]
 
 
 def _packed(value: Json) -> bytes:
