@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ludus.core import EngineError, Sampling
-from ludus.engine import EngineCore, EngineStats, Request, use_ludus_attention
+from ludus.engine import EngineCore, EngineStats, Request, loading, model_runner, use_ludus_attention
 from ludus.engine.cuda import prefill
-from ludus.engine.cuda import runner as cuda_runner
 from ludus.engine.cuda.decode import rows_for
 from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
 from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
@@ -372,8 +371,8 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    cuda_runner._warn_slow.cache_clear()
-    monkeypatch.setattr(cuda_runner, "sample", _raise(ValueError("odd vocabulary")))
+    model_runner._warn_slow.cache_clear()
+    monkeypatch.setattr(loading, "sample_at_temperature", _raise(ValueError("odd vocabulary")))
     worker = _worker(model, lookahead=None)
     assert isinstance(worker._runner, TorchModelRunner)
     assert "odd vocabulary" in caplog.text
@@ -385,7 +384,7 @@ def test_kernels_that_do_not_run_are_done_without_and_the_reason_is_told(
 def test_kernels_that_compute_something_else_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda_runner._warn_slow.cache_clear()
+    model_runner._warn_slow.cache_clear()
 
     def zeros(*arguments: Any, **_: Any) -> Tensor:
         return torch.zeros_like(arguments[0])
@@ -401,7 +400,7 @@ def test_what_layers_keep_is_found_by_looking(family: str) -> None:
     model = make(family)
     use_ludus_attention(model)
     layers = model.config.num_hidden_layers
-    assert cuda_runner.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
+    assert loading.kv_shape(model) == KVShape(layers, 2, 8, torch.float32)
 
 
 def test_graphs_are_forgotten_when_an_address_changes_and_only_then() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.core import Sampling
-from ludus.engine.sampler import sample
+from ludus.engine.sampler import sample_with_params
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
 DRAWS = 20_000
@@ -60,7 +60,7 @@ def _reference(s: Sampling, seen: set[int]) -> np.ndarray:
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     marked = {0, 4}
     seen = np.isin(np.arange(len(LOGITS)), list(marked)) if sampling.repetition_penalty != 1 else None
-    tokens, logprobs, sound = sample(
+    tokens, logprobs, sound = sample_with_params(
         LOGITS.expand(DRAWS, -1), [sampling] * DRAWS, range(DRAWS), [seen] * DRAWS
     )
     assert all(sound)
@@ -76,13 +76,15 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 
 
 def test_temperature_zero_is_the_maximum() -> None:
-    tokens, logprobs, _ = sample(LOGITS[None], [Sampling(temperature=0)], [0], [None])
+    tokens, logprobs, _ = sample_with_params(LOGITS[None], [Sampling(temperature=0)], [0], [None])
     assert tokens == [0]
     assert logprobs[0] == pytest.approx(float(LOGITS.log_softmax(-1)[0]), abs=1e-6)
 
 
 def test_a_tiny_temperature_is_nearly_greedy_and_finite() -> None:
-    tokens, logprobs, sound = sample(LOGITS[None], [Sampling(temperature=1e-30)], [0], [None])
+    tokens, logprobs, sound = sample_with_params(
+        LOGITS[None], [Sampling(temperature=1e-30)], [0], [None]
+    )
     assert (tokens, logprobs, sound) == ([0], [0.0], [True])
 
 
@@ -94,10 +96,10 @@ def test_a_row_draws_the_same_whatever_it_is_batched_with(
     place = min(place, rows - 1)
     others = [Sampling(seed=i, temperature=0.5 * i, top_k=i % 3) for i in range(rows)]
     logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
-    alone = sample(logits[place][None], [own], [position], [None])
+    alone = sample_with_params(logits[place][None], [own], [position], [None])
     samplings = [own if i == place else other for i, other in enumerate(others)]
     positions = [position if i == place else i for i in range(rows)]
-    together = sample(logits, samplings, positions, [None] * rows)
+    together = sample_with_params(logits, samplings, positions, [None] * rows)
     assert together[0][place] == alone[0][0]
     assert together[1][place] == pytest.approx(alone[1][0], abs=1e-6)
 
@@ -105,12 +107,12 @@ def test_a_row_draws_the_same_whatever_it_is_batched_with(
 def test_what_is_not_a_number_is_noticed() -> None:
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, math.nan)])
     for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=2)):
-        assert sample(logits, [sampling] * 2, [0, 0], [None] * 2)[2] == [True, False]
+        assert sample_with_params(logits, [sampling] * 2, [0, 0], [None] * 2)[2] == [True, False]
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((4000, 6), -math.inf)
     logits[:, [1, 4]] = 0.0
-    tokens, _, sound = sample(logits, [Sampling()] * 4000, range(4000), [None] * 4000)
+    tokens, _, sound = sample_with_params(logits, [Sampling()] * 4000, range(4000), [None] * 4000)
     assert set(tokens) == {1, 4}
     assert all(sound)

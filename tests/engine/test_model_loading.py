@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ludus.core import ConfigError, Sampling
-from ludus.engine import EmbeddedEngine, use_ludus_attention
-from ludus.engine.cuda import runner as cuda_runner
+from ludus.engine import EmbeddedEngine, model_runner, use_ludus_attention
 from ludus.engine.cuda.kv_cache import KVShape
+from ludus.engine.loading import usable_kv_shape
 from ludus.engine.model_runner import why_not_fused
 from ludus.training import ModelConfig, load_model
 
@@ -58,7 +58,7 @@ def test_stock_attentions_differ_more_in_bfloat16_than_a_fixed_tolerance() -> No
 def test_sharp_attention_is_taken_in_every_format(dtype: torch.dtype, seed: int) -> None:
     model = sharp_qwen2(dtype, seed)
     use_ludus_attention(model)
-    assert isinstance(cuda_runner.usable_kv_shape(model, block_size=16), KVShape)
+    assert isinstance(usable_kv_shape(model, block_size=16), KVShape)
 
 
 def test_the_probe_leaves_the_weights_as_they_were() -> None:
@@ -119,15 +119,15 @@ def test_wrong_paged_kernels_are_found_in_bfloat16(
     model = sharp_qwen2()
     use_ludus_attention(model)
     monkeypatch.setattr(place, _zeros if is_blind else _without_the_oldest(real))
-    assert "other hidden states" in str(cuda_runner.usable_kv_shape(model, block_size=16))
+    assert "other hidden states" in str(usable_kv_shape(model, block_size=16))
 
 
 async def test_the_slower_runner_is_announced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda_runner._warn_slow.cache_clear()
+    model_runner._warn_slow.cache_clear()
     monkeypatch.setattr("ludus.engine.paged_attention.paged_decode", _zeros)
-    monkeypatch.setattr("ludus.engine.engine_core.make_runner", _static(cuda_runner.make_runner))
+    monkeypatch.setattr("ludus.engine.engine_core.make_runner", _static(model_runner.make_runner))
     with caplog.at_level(logging.WARNING):
         engine = EmbeddedEngine(sharp_qwen2())
         await engine.generate([1, 2, 3], Sampling(max_tokens=2, temperature=0))
@@ -146,7 +146,7 @@ def _stays_on_the_fast_path(model: nn.Module, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         use_ludus_attention(model)
         assert why_not_fused(model) is None
-        assert isinstance(cuda_runner.usable_kv_shape(model, block_size=16), KVShape)
+        assert isinstance(usable_kv_shape(model, block_size=16), KVShape)
     assert not caplog.text
 
 

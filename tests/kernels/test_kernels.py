@@ -299,8 +299,8 @@ def test_sampling_inverts_the_distribution(size):
     temperatures = torch.tensor([1.0, 0.0, 0.3, 1e-4] * 3, device=DEVICE)
     shares = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     shares[0], shares[4] = 0.0, 0.999
-    given = triton_logprobs.sample(logits, temperatures, shares)
-    plain = logprobs.sample(logits.cpu(), temperatures.cpu(), shares.cpu())
+    given = triton_logprobs.sample_at_temperature(logits, temperatures, shares)
+    plain = logprobs.sample_at_temperature(logits.cpu(), temperatures.cpu(), shares.cpu())
     assert given[0].tolist() == plain[0].tolist()
     assert torch.allclose(given[1].cpu(), plain[1], atol=1e-4)
     assert given[2].all()
@@ -310,7 +310,9 @@ def test_sampling_inverts_the_distribution(size):
 def test_the_largest_share_draws_something_possible():
     logits = rows_of_logits(1, 9001)
     shares = torch.tensor([1 - 2**-53], dtype=torch.float64, device=DEVICE)
-    token, logprob, sound = triton_logprobs.sample(logits, torch.ones(1, device=DEVICE), shares)
+    token, logprob, sound = triton_logprobs.sample_at_temperature(
+        logits, torch.ones(1, device=DEVICE), shares
+    )
     assert sound.all()
     assert 4000 < token < 4500
     assert float(logprob) > -40
@@ -326,10 +328,10 @@ def test_sampling_says_which_rows_are_spoiled(size, where):
     logits[5, where] = -math.inf
     temperatures = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0], device=DEVICE)
     shares = torch.full((6,), 0.5, dtype=torch.float64, device=DEVICE)
-    tokens, _, sound = triton_logprobs.sample(logits, temperatures, shares)
+    tokens, _, sound = triton_logprobs.sample_at_temperature(logits, temperatures, shares)
     assert sound.tolist() == [True, False, False, True, False, True]
     assert ((tokens >= 0) & (tokens < size)).all()
-    twin = logprobs.sample(logits.cpu(), temperatures.cpu(), shares.cpu())[2]
+    twin = logprobs.sample_at_temperature(logits.cpu(), temperatures.cpu(), shares.cpu())[2]
     assert twin.tolist() == sound.tolist()
 
 

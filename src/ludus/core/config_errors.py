@@ -210,12 +210,11 @@ def _unknown(
 ) -> str:
     """What to write instead of a key of the table at `place`: one of another table is named in full."""
     known = sorted({name for table in tables for name in table.model_fields})
-    ours = OTHER_FRAMEWORKS_KEYS.get(key.lower())
-    if ours is not None and has_key([whole], ours):
-        path, _, value = ours.partition(" = ")
-        parts = path.split(".")
-        # in this table or in one inside it, where that has it; then this table's key of that beginning
-        inner = [".".join(parts[i:]) for i in range(len(parts)) if has_key(tables, ".".join(parts[i:]))]
+    path, _, value = OTHER_FRAMEWORKS_KEYS.get(key.lower(), "").partition(" = ")
+    parts = path.split(".")
+    # in this table or in one inside it, where that has it; then this table's key of that beginning
+    inner = [".".join(parts[i:]) for i in range(len(parts)) if has_key(tables, ".".join(parts[i:]))]
+    if inner or has_key([whole], path):
         inner += [name for name in known if key.lower().startswith(f"{name}_")]
         path = _dotted([*place, inner[0]]) if inner else path
         return f"unknown key; did you mean {path + (f' = {value}' if value else '')!r}?"

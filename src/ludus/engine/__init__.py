@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ludus.engine.attention import AttentionParams
     from ludus.engine.block_manager import BlockManager, BlockPool, BlockTable
     from ludus.engine.config import EngineConfig, EngineStats
-    from ludus.engine.engine import AdmissionQueue, EmbeddedEngine
+    from ludus.engine.engine import EmbeddedEngine
     from ludus.engine.engine_core import EngineCore
+    from ludus.engine.engine_thread import AdmissionQueue
     from ludus.engine.fake import FakeCall, FakeEngine
     from ludus.engine.hf_model import (
         checkpointable_layers,

@@ -21,8 +21,7 @@ from ludus.core.failures import Aborted, EngineError
 from ludus.core.generation import FinishReason
 from ludus.engine.block_manager import BlockManager
 from ludus.engine.config import EngineStats
-from ludus.engine.cuda.runner import make_runner
-from ludus.engine.model_runner import PendingStep, StepResults
+from ludus.engine.model_runner import PendingStep, StepResults, make_runner
 from ludus.engine.scheduler import Chunk, Request, Scheduler
 
 _log = logging.getLogger(__name__)

@@ -2,14 +2,17 @@
 
 `hidden_states` and `head_logits` run the model on flat tokens, for the engine and for the trainer. Decoder and
 LM head are apart, because log-probabilities are computed in chunks of rows, never for a whole batch at once.
-`TorchModelRunner` computes a step at once with plain torch operations over gathered blocks: it works everywhere
-and is written for CPUs. On a GPU, `cuda.runner` launches steps and has their results later.
+`make_runner` chooses between two runners. `TorchModelRunner` computes a step at once with plain torch
+operations over gathered blocks: it works everywhere and is written for CPUs. On a GPU, `cuda.runner` launches
+steps and has their results later.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,16 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engine.attention import CONTEXT, AttentionContext
+from ludus.engine.config import EngineStats
+from ludus.engine.cuda.kv_cache import KVShape, StaticKVCache
 from ludus.engine.fused_model import decoder_parts, fused_hidden_states, unsupported
 from ludus.engine.hf_model import (
     checkpointed_layers,
+    context_limit,
     decoder_of,
     device_of,
     text_config,
     unwrapped,
 )
-from ludus.engine.paged_attention import PagedBatch, PagedContext, TorchKVCache
-from ludus.engine.sampler import log_softmax_at, sample
+from ludus.engine.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
+from ludus.engine.sampler import log_softmax_at, sample_with_params
 from ludus.engine.scheduler import Chunk
 from ludus.kernels import linear_float32, unavailable
 
@@ -109,6 +115,9 @@ def why_not_fused(model: nn.Module) -> str | None:
 
 # Rows of hidden states that go through the head at once when a prompt is scored.
 _HEAD_ROWS = 1024
+# Initial width of the block tables of `CudaModelRunner`; they grow with the contexts.
+_WIDEST = 8192
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -218,12 +227,57 @@ class TorchModelRunner:
         return StepResults(sampled, *sample_chunks(logits_RV, sampled))
 
 
+def make_runner(
+    model: nn.Module,
+    blocks: int,
+    block_size: int,
+    rows: int,
+    stats: EngineStats,
+    is_static: bool | None = None,
+    lookahead: int | None = None,
+) -> tuple[ModelRunner, KVCache]:
+    """The runner and its KV cache; `is_static` and `lookahead` default to what suits the device.
+
+    The CUDA runner is chosen on a GPU, if a trial of the paged kernels on the model succeeds.
+    """
+    # imported here because both import this module
+    from ludus.engine.cuda.runner import CudaModelRunner
+    from ludus.engine.loading import usable_kv_shape
+
+    device = device_of(model)
+    on_gpu = device.type == "cuda"
+    if on_gpu if is_static is None else is_static:
+        shape = usable_kv_shape(model, block_size)
+        if isinstance(shape, KVShape):
+            kv_cache = StaticKVCache(shape, blocks, block_size, device)
+            tokens = min(context_limit(model) or blocks * block_size, blocks * block_size)
+            runner = CudaModelRunner(
+                model,
+                kv_cache,
+                rows=rows,
+                width=min(-(-tokens // block_size), _WIDEST),
+                stats=stats,
+                lookahead=int(on_gpu) if lookahead is None else lookahead,
+            )
+            return runner, kv_cache
+        _warn_slow(shape)
+    plain = TorchKVCache(blocks, block_size)
+    return TorchModelRunner(model, plain), plain
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    _log.warning(
+        "sampling without the GPU's kernels and graphs, which is several times slower: %s", reason
+    )
+
+
 def sample_chunks(
     logits_RV: Tensor, chunks: Sequence[Chunk]
 ) -> tuple[list[int], list[float], list[bool]]:
     """(tokens, log-probabilities, whether finite) by each request's sampling parameters."""
     requests = [chunk.request for chunk in chunks]
-    return sample(
+    return sample_with_params(
         logits_RV,
         [request.sampling for request in requests],
         [chunk.stop - chunk.request.prompt for chunk in chunks],

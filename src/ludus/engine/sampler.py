@@ -22,7 +22,7 @@ from ludus.core.random import uniforms
 _LARGEST = 1 - 2.0**-40
 
 
-def sample(
+def sample_with_params(
     logits_RV: Tensor,
     samplings: Sequence[Sampling],
     positions: Sequence[int],

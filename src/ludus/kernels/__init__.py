@@ -19,7 +19,7 @@ from ludus.kernels.layers import (
 from ludus.kernels.logprobs import (
     kept_gradient,
     logit_gradient,
-    sample,
+    sample_at_temperature,
     summarise_and_keep,
     summarise_logits,
     token_logprobs,
@@ -45,7 +45,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_store",
-    "sample",
+    "sample_at_temperature",
     "silu_mul",
     "summarise_and_keep",
     "summarise_logits",

@@ -122,7 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient, None, None
 
 
-def sample(
+def sample_at_temperature(
     logits_RV: Tensor, temperatures_R: Tensor, uniform_R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, log-probabilities, whether finite) of R rows.
@@ -134,7 +134,7 @@ def sample(
     if unavailable(logits_RV.device) is None:
         from ludus.kernels import triton_logprobs
 
-        return triton_logprobs.sample(logits_RV, temperatures_R, uniform_R)
+        return triton_logprobs.sample_at_temperature(logits_RV, temperatures_R, uniform_R)
     logits_RV = logits_RV.float()
     is_greedy_R = temperatures_R == 0
     divisor_R1 = torch.where(is_greedy_R, torch.ones_like(temperatures_R), temperatures_R)[:, None]

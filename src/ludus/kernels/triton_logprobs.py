@@ -203,7 +203,9 @@ def _draw(
     tl.store(SOUND + row, is_sound)
 
 
-def sample(logits: Tensor, temperatures: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample_at_temperature(
+    logits: Tensor, temperatures: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, logprobs, sound) of R rows; a row with NaN is not sound, and its token means nothing."""
     rows, size = logits.shape
     device = logits.device

@@ -21,7 +21,7 @@ from ludus.engine.model_runner import head_logits, hidden_states
 from ludus.engine.paged_attention import DecodeContext
 from ludus.engine.sampler import seed_of, uniforms_at
 from ludus.engine.scheduler import Chunk
-from ludus.kernels import sample
+from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers
 
 Ints = npt.NDArray[np.int64]
@@ -179,7 +179,7 @@ class DecodeStep:
         logits = head_logits(self._model, hidden)
         if shape.kind == _LOGITS:
             return logits
-        self.store(0, rows, sample(logits, inputs["temperatures"], inputs["uniform"]))
+        self.store(0, rows, sample_at_temperature(logits, inputs["temperatures"], inputs["uniform"]))
         return None
 
     def _make_idle(self) -> None:

@@ -23,7 +23,7 @@ from ludus.engine.cuda.kv_cache import StaticKVCache
 from ludus.engine.model_runner import flat_batch, head_logits, hidden_states, sample_chunks, score
 from ludus.engine.paged_attention import PrefillContext
 from ludus.engine.scheduler import Chunk
-from ludus.kernels import sample
+from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers, arrays_to_device
 
 Ints = npt.NDArray[np.int64]
@@ -191,7 +191,7 @@ class GraphPrefill:
         block_tables_RB = self._state.block_tables[:, : shape.width].index_select(0, inputs["rows_R"])
         hidden_TD = self._parts.hidden_states(inputs, block_tables_RB)
         logits_RV = head_logits(self._parts.model, hidden_TD.index_select(0, inputs["last_S"]))
-        sampled = sample(logits_RV, inputs["temperatures_S"], inputs["uniform_S"])
+        sampled = sample_at_temperature(logits_RV, inputs["temperatures_S"], inputs["uniform_S"])
         self._parts.decode.store(self._state.idle, inputs["sampling_rows_S"], sampled)
 
     def _make_idle(self) -> None:
@@ -297,7 +297,9 @@ class PrefillStep:
                 sampled = sample_chunks(logits_SV, batch.sampling_chunks)
                 decode.store_host(place, batch.sampling_rows_S, sampled)
             else:
-                sampled_S = sample(logits_SV, inputs["temperatures_S"], inputs["uniform_S"])
+                sampled_S = sample_at_temperature(
+                    logits_SV, inputs["temperatures_S"], inputs["uniform_S"]
+                )
                 decode.store(place, inputs["sampling_rows_S"], sampled_S)
         starts = batch.starts_R1.tolist()
         return [

@@ -3,15 +3,12 @@
 A step has two parts on one stream: first its prefill, then its decoding rows, both as CUDA graphs unless they
 are long. In this order a request that shares the prompt of another one in the same step reads what that one has
 just written. Nothing here waits for the device, except where a request samples from a truncated distribution:
-its tokens are sampled by plain torch operations, and the step is collected at once. `make_runner` chooses
-between this runner and the one of plain torch, after a trial of the paged kernels on the model.
+its tokens are sampled by plain torch operations, and the step is collected at once.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,27 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.engine.attention import AttentionParams
 from ludus.engine.config import EngineStats
 from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
 from ludus.engine.cuda.graphs import StepGraphs
-from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
+from ludus.engine.cuda.kv_cache import StaticKVCache
 from ludus.engine.cuda.prefill import PrefillStep, StepParts
-from ludus.engine.hf_model import context_limit, device_of, sampling_mode
-from ludus.engine.loading import agree_up_to_rounding, computed_in_float32, probe_tokens
-from ludus.engine.model_runner import (
-    ModelRunner,
-    StepResults,
-    TorchModelRunner,
-    head_logits,
-    hidden_states,
-    sample_chunks,
-    stock_hidden_states,
-)
-from ludus.engine.packed_attention import PackedContext
-from ludus.engine.paged_attention import DecodeContext, KVCache, PrefillContext, TorchKVCache
+from ludus.engine.hf_model import device_of
+from ludus.engine.model_runner import StepResults, sample_chunks
 from ludus.engine.scheduler import Chunk
-from ludus.kernels import sample, unavailable
 from ludus.kernels.device import on_device
 
 Ints = npt.NDArray[np.int64]
@@ -188,123 +172,3 @@ def _to_host(values: Tensor) -> Tensor:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
-
-
-_log = logging.getLogger(__name__)
-
-_WIDEST = 8192
-"""Initial width of the block tables; they grow with the contexts."""
-_PROBE_LENGTHS = (6, 2, 8, 7, 4, 5, 3, 8)
-"""Contexts that the paged kernels are tried on, each a prompt and one decoded token."""
-
-
-def make_runner(
-    model: nn.Module,
-    blocks: int,
-    block_size: int,
-    rows: int,
-    stats: EngineStats,
-    is_static: bool | None = None,
-    lookahead: int | None = None,
-) -> tuple[ModelRunner, KVCache]:
-    """The runner and its KV cache; `is_static` and `lookahead` default to what suits the device."""
-    device = device_of(model)
-    on_gpu = device.type == "cuda"
-    if on_gpu if is_static is None else is_static:
-        shape = usable_kv_shape(model, block_size)
-        if isinstance(shape, KVShape):
-            kv_cache = StaticKVCache(shape, blocks, block_size, device)
-            tokens = min(context_limit(model) or blocks * block_size, blocks * block_size)
-            width = min(-(-tokens // block_size), _WIDEST)
-            ahead = int(on_gpu) if lookahead is None else lookahead
-            runner = CudaModelRunner(
-                model, kv_cache, rows=rows, width=width, stats=stats, lookahead=ahead
-            )
-            return runner, kv_cache
-        _warn_slow(shape)
-    plain = TorchKVCache(blocks, block_size)
-    return TorchModelRunner(model, plain), plain
-
-
-def usable_kv_shape(model: nn.Module, block_size: int) -> KVShape | str:
-    """The KV shape of the model, after a trial of the kernels; or why they cannot be used."""
-    device = device_of(model)
-    if device.type == "cuda" and (reason := unavailable(device)) is not None:
-        return reason
-    try:
-        with on_device(device):
-            shape = kv_shape(model)
-            if isinstance(shape, KVShape) and not _agrees(model, shape, block_size):
-                return "the paged kernels give other hidden states than packed sequences for this model"
-    except Exception as error:  # noqa: BLE001 - whatever breaks here would break every step
-        return f"{type(error).__name__}: {error}"
-    return shape
-
-
-@cache
-def _warn_slow(reason: str) -> None:
-    _log.warning(
-        "sampling without the GPU's kernels and graphs, which is several times slower: %s", reason
-    )
-
-
-class _ShapeProbe:
-    """An attention context that records the shape of each layer's keys, and returns zeros."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
-        self.has_other_values = False
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams
-    ) -> Tensor:
-        self.found[layer] = (key.shape[1], key.shape[3], key.dtype)
-        self.has_other_values |= key.shape != value.shape
-        return torch.zeros(
-            1, query.shape[2], query.shape[1], value.shape[3], dtype=query.dtype, device=query.device
-        )
-
-
-def kv_shape(model: nn.Module) -> KVShape | str:
-    """The KV shape of all layers, or why they have no common one."""
-    probe = _ShapeProbe()
-    tokens = probe_tokens(model, 1)
-    with torch.no_grad(), sampling_mode(model):
-        hidden_states(model, tokens, torch.zeros_like(tokens), probe)
-    kinds = set(probe.found.values())
-    if len(kinds) != 1 or probe.has_other_values or set(probe.found) != set(range(len(probe.found))):
-        return "the model's layers have keys and values of different shapes"
-    heads, size, dtype = kinds.pop()
-    return KVShape(len(probe.found), heads, size, dtype)
-
-
-def _agrees(model: nn.Module, shape: KVShape, block_size: int) -> bool:
-    """Whether prefill and one decoded token through blocks agree with packed attention."""
-    device = device_of(model)
-    rows, width = len(_PROBE_LENGTHS), -(-max(_PROBE_LENGTHS) // block_size)
-    kv_cache = StaticKVCache(shape, rows * width, block_size, device, FixedMemory(device))
-    kv_cache.acquire()
-    block_tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
-    packed = PackedContext(_PROBE_LENGTHS, device)
-    tokens, positions = probe_tokens(model, packed.tokens), packed.position_ids[0]
-    lengths = torch.tensor(_PROBE_LENGTHS, device=device)
-    row_of = torch.repeat_interleave(torch.arange(rows, device=device), lengths)
-    slots = row_of * (width * block_size) + positions
-    is_last = positions == lengths[row_of] - 1
-    prompts = (lengths - 1).int()
-    starts = torch.cat([torch.zeros_like(prompts[:1]), prompts.cumsum(0).int()])
-    with torch.no_grad(), sampling_mode(model):
-        prefill = PrefillContext(kv_cache, slots[~is_last], block_tables, starts, prompts)
-        decode = DecodeContext(kv_cache, slots[is_last], block_tables, lengths.int())
-        given = torch.empty_like(stock := hidden_states(model, tokens, positions, packed))
-        given[~is_last] = hidden_states(model, tokens[~is_last], positions[~is_last], prefill)
-        given[is_last] = hidden_states(model, tokens[is_last], positions[is_last], decode)
-        with computed_in_float32(model):
-            exact = stock_hidden_states(model, tokens, positions, packed)
-        logits = head_logits(model, given[is_last])
-        ones = torch.ones(rows, device=device)
-        drawn = sample(logits, ones, ones.double() * 0.5)
-    agrees = all(
-        agree_up_to_rounding(given[part], stock[part], exact[part]) for part in (is_last, ~is_last)
-    )
-    return agrees and bool(drawn[2].all())
