@@ -1,4 +1,4 @@
-"""The tree's promises: imports point up the levels, and the public surface changes on purpose only."""
+"""The tree's promises: imports point to lower levels only, and the public surface changes on purpose only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_room_is_known() -> None:
     assert rooms <= LEVELS.keys()
 
 
-def test_imports_point_up_the_levels() -> None:
+def test_imports_point_to_lower_levels_only() -> None:
     wrong = [
         f"{file} imports {name}"
         for room, file, tree in _modules()

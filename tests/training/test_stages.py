@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ludus
 from ludus.core import ConfigError, LudusError
-from ludus.observe import RunFolder, undefined
+from ludus.observe import RunFolder, RunWriter, prefixed, undefined
 from ludus.training import Parts, Recipe, Result, train_async
 from ludus.training.optimizer import MasterAdamW
+from ludus.training.report import write_report
+from ludus.training.settings import STAGE_CONFIGS, BaseStageConfig
+from ludus.training.stages import STAGES
 
 RATE = {"learning_rate": 1e-2}
 SFT = {"kind": "sft", "steps": 2, "batch": 2}
@@ -729,3 +732,23 @@ def test_an_update_that_fails_in_its_midst_is_not_saved(
     assert [c.step for c in RunFolder(tmp_path / "cut").checkpoints()] == [0]
     ludus.train(resume=tmp_path / "cut", **code())
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_every_kind_of_stage_is_complete() -> None:
+    """What a run asks of each kind: a class that runs it, a name, and metrics of its own."""
+    assert STAGES.keys() == set(STAGE_CONFIGS)
+    assert (
+        len({kind.prefix for kind in STAGE_CONFIGS}) == len({kind.label for kind in STAGE_CONFIGS}) == 6
+    )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAGE_CONFIGS if kind.draws_tasks])
+def test_lost_episodes_of_any_stage_are_in_the_report(
+    tmp_path: Path, kind: type[BaseStageConfig]
+) -> None:
+    recipe = Recipe.parse({"model": {"scratch": {}}})
+    with RunWriter.create(tmp_path / "run", recipe.model_dump(mode="json")) as writer:
+        counts = {"episodes": 10.0, "failures": 4.0}
+        writer.log(1, prefixed(kind.prefix, counts) if kind.prefix else counts)
+        report = write_report(writer, recipe)
+    assert any("4 of 10 training episodes (40%) failed" in text for text in report.warnings)

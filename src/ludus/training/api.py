@@ -56,17 +56,12 @@ from ludus.training.recipe import (
     Recipe,
     beside,
     find_recipe,
-    learns,
     refuse_empty,
-    steps_of,
     with_absolute_paths,
 )
 from ludus.training.report import EXTENDED, Report, success_text, write_report
 from ludus.training.run_context import build_run_context
-from ludus.training.settings import (
-    RejectionConfig,
-    SFTConfig,
-)
+from ludus.training.settings import STAGE_CONFIGS, SFTConfig
 
 log = logging.getLogger(__name__)
 
@@ -419,9 +414,7 @@ def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
     """Whether a run that recorded what it did has had a checkpoint; only imitation begins without one."""
     done: int = max((row.get("step", 0) for row in run.metrics()), default=0)
     first = recipe.stages[0]
-    if not isinstance(first, SFTConfig):
-        return done > 0
-    return done > min(first.steps, recipe.run.checkpoint_every)
+    return done > (0 if first.saves_at_start else min(first.total_steps, recipe.run.checkpoint_every))
 
 
 def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
@@ -444,8 +437,9 @@ _OWN = {
     "held_out_loss": "held-out loss",
 }
 _SHOWN = {**SHOWN_METRICS} | {
-    f"{stage}/{name}": label
-    for stage in ("sft", "dpo", "rejection", "distill")
+    f"{stage.prefix}/{name}": label
+    for stage in STAGE_CONFIGS
+    if stage.prefix and stage.learns
     for name, label in {**SHOWN_METRICS, **_OWN}.items()
 }
 """What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
@@ -522,11 +516,7 @@ def show_progress(
 def length_key(recipe: Recipe) -> str | None:
     """The key that says how long the last stage is, such as rl.steps; None where it does not learn."""
     where, last = recipe.named_stages[-1]
-    if isinstance(last, RejectionConfig):
-        return f"{where}.rounds"  # other steps would divide the steps that are done into other rounds
-    if isinstance(last, SFTConfig) and last.epochs is not None:
-        return f"{where}.epochs"
-    return f"{where}.steps" if learns(last) else None
+    return f"{where}.{last.length_key}" if last.length_key is not None else None
 
 
 def check_extension(
@@ -553,9 +543,9 @@ def check_extension(
         if earlier.epochs is not None and last.epochs < earlier.epochs:
             raise ConfigError(f"{length} can only be raised: it is {earlier.epochs:g}")
         return
-    if done is not None and done.stage == len(recipe.stages) - 1 and steps_of(last) < done.done:
+    if done is not None and done.stage == len(recipe.stages) - 1 and last.total_steps < done.done:
         raise ConfigError(
-            f"{where} has done {done.done} steps already, so its length cannot be {steps_of(last)}"
+            f"{where} has done {done.done} steps already, so its length cannot be {last.total_steps}"
         )
 
 
@@ -570,7 +560,7 @@ def finished_text(recipe: Recipe, counted: Recipe, done: RunProgress | None, run
 
     `counted` is the recipe with steps where it says epochs.
     """
-    if done is None or done.step < sum(map(steps_of, counted.stages)):
+    if done is None or done.step < sum(stage.total_steps for stage in counted.stages):
         return None
     text, key = f"{run} is finished: all {done.step} steps are done.", length_key(recipe)
     if key is None:

@@ -23,7 +23,7 @@ from ludus.training.learner import Learner, frozen
 from ludus.training.lora import AdapterReference, adapter_reference, is_adapted, save_adapter
 from ludus.training.models import load_model
 from ludus.training.recipe import ModelConfig
-from ludus.training.settings import RLConfig, StageConfig
+from ludus.training.settings import RLConfig
 
 if TYPE_CHECKING:
     from ludus.training.run_context import RunContext
@@ -152,11 +152,9 @@ def load_reference(context: RunContext, folder: Path, is_resumed: bool) -> nn.Mo
     return frozen(model)
 
 
-def check_sync(context: RunContext, config: StageConfig) -> None:
+def check_sync(context: RunContext, config: RLConfig) -> None:
     """Refuse what a reference made of an adapter cannot do, before anything is played."""
-    if not isinstance(config, RLConfig) or config.reference_sync is None:
-        return
-    if not is_adapted(context.model):
+    if config.reference_sync is None or not is_adapted(context.model):
         return
     lora = context.recipe.model.lora
     if lora is not None and lora.reference == "base":

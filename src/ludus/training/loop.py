@@ -21,32 +21,30 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed, remove_directory
 from ludus.training.checkpoint import (
     RunProgress,
-    check_sync,
     load_progress,
     load_rewards,
     rewards_state,
     save_checkpoint,
 )
 from ludus.training.evaluation.evaluate import Evaluation
-from ludus.training.recipe import stage_ends, steps_of
+from ludus.training.recipe import stage_ends
 from ludus.training.report import (
     best_of,
     idle_patience,
     is_exhausted,
     no_signal_text,
-    stage_kind,
     stage_of,
 )
 from ludus.training.run_context import RunContext
-from ludus.training.stages import Stage, StepResult, build_stage, check_stage_data
+from ludus.training.stages import Stage, StepResult, stage_class
 from ludus.training.stages.base import check_failures
-from ludus.training.stages.sft import SFTStage
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class Trainer:
         self.evaluations: dict[str, Evaluation] = {}
         self._on_step = on_step or (lambda phase, step, total, metrics: None)
         self._saved: int | None = None
-        self._stage: Stage | None = None
+        self._stage: Stage[Any] | None = None
         self._rewards = ""
         """What the rewards remembered after the last completed step."""
         self._measured: set[int] = set()
@@ -84,8 +82,7 @@ class Trainer:
             if text := idle_patience(self.recipe):
                 log.warning("%s", text)
             for stage in self.recipe.stages:
-                await check_stage_data(self.context, stage)
-                check_sync(self.context, stage)
+                await stage_class(stage).check_data(self.context, stage)
             await self._evaluate()
         else:
             self._go_on(checkpoint)
@@ -133,7 +130,7 @@ class Trainer:
     async def _run_stage(self, number: int, checkpoint: Checkpoint | None) -> None:
         config = self.recipe.stages[number]
         folder = self.run.path / "stages" / str(number)
-        self._stage = stage = build_stage(self.context, folder, config)
+        self._stage = stage = stage_class(config)(self.context, folder, config)
         stage.is_resumed = checkpoint is not None and self.progress.done < stage.steps
         await stage.begin()
         if checkpoint is not None:
@@ -141,13 +138,13 @@ class Trainer:
             await self._evaluate_between(stage)  # which may be what the run was stopped in
         else:
             self.progress = replace(self.progress, stage=number, done=0)
-        if self.progress.step or not isinstance(stage, SFTStage):
+        if self.progress.step or stage.config.saves_at_start:
             self.save()
         while self.progress.done < stage.steps and not self._is_over(number):
             await self._advance(stage)
         if self.progress.done < stage.steps:
             self._end_early(number)
-        if stage.learns:
+        if stage.config.learns:
             self.save()
             await self._evaluate()
 
@@ -165,7 +162,7 @@ class Trainer:
             "stopped early, after %d of %d steps: evaluation.patience = %s evaluations brought no better "
             "held-out %s. The best checkpoint is kept; %s.steps is %d in the run's recipe now",
             done,
-            steps_of(config),
+            config.total_steps,
             self.recipe.evaluation.patience,
             self.recipe.evaluation.best_by,
             self.recipe.named_stages[number][0],
@@ -186,7 +183,7 @@ class Trainer:
             else self.recipe.model_copy(update={"rl": shorter})
         )
 
-    async def _advance(self, stage: Stage) -> None:
+    async def _advance(self, stage: Stage[Any]) -> None:
         result = await stage.advance(self.progress.done)
         self.progress = replace(self.progress, step=self.progress.step + 1, done=self.progress.done + 1)
         self._rewards = rewards_state(self.context.scorers)
@@ -198,15 +195,17 @@ class Trainer:
         await asyncio.sleep(0)  # where Ctrl-C is heard
         await self._evaluate_between(stage)
 
-    def _write_down(self, stage: Stage, result: StepResult) -> None:
+    def _write_down(self, stage: Stage[Any], result: StepResult) -> None:
         every = self.recipe.run.trajectories_every
         due = bool(every) and (self.progress.done % every == 0 or result.split == "eval")
         if result.groups and due:
             self.run.write_groups(list(result.groups), self.progress.step, result.split)
-        metrics = prefixed(stage.prefix, result.metrics) if stage.prefix else result.metrics
+        metrics = (
+            prefixed(stage.config.prefix, result.metrics) if stage.config.prefix else result.metrics
+        )
         self._warn_of_failures(result.groups, "held-out" if result.split == "eval" else "training")
         self._warn_of_silence(result.metrics)
-        if not stage.learns:
+        if not stage.config.learns:
             self._log(stage.phase, self.progress.step, self.progress.step, metrics)
             return
         self._log(self._phase(stage), self.progress.done, stage.steps, metrics)
@@ -227,18 +226,18 @@ class Trainer:
             self._warned.add("no signal")
             log.warning("%s", no_signal_text(metrics, f"in {_SILENT_STEPS} steps in a row"))
 
-    def _phase(self, stage: Stage) -> str:
+    def _phase(self, stage: Stage[Any]) -> str:
         """What the stage is called where people read: counted, where there are several of its kind."""
         number = self.progress.stage
-        kinds = [stage_kind(config) for config in self.recipe.stages]
-        alike = [place for place, kind in enumerate(kinds) if kind == kinds[number]]
+        titles = [config.title for config in self.recipe.stages]
+        alike = [place for place, title in enumerate(titles) if title == titles[number]]
         place = f" ({alike.index(number) + 1} of {len(alike)})" if len(alike) > 1 else ""
         return f"{stage.phase}{place}"
 
-    async def _evaluate_between(self, stage: Stage) -> None:
+    async def _evaluate_between(self, stage: Stage[Any]) -> None:
         """Evaluate if it is time to in the midst of a stage; at its end it always is."""
         every, done = self.recipe.evaluation.every, self.progress.done
-        if stage.learns and every and done and done % every == 0 and done < stage.steps:
+        if stage.config.learns and every and done and done % every == 0 and done < stage.steps:
             await self._evaluate()
 
     async def _evaluate(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -61,12 +62,19 @@ def load_parts(recipe: Recipe) -> Parts:
     )
 
 
-def resolve_named(where: str, name: str, value: Any, recipe: Recipe) -> Any:
-    """A part that a recipe names at `where`, which is said when there is something wrong with it."""
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Put the place in the recipe before what is wrong there."""
     try:
-        return resolve_part(name, value, recipe)
+        yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def resolve_named(where: str, name: str, value: Any, recipe: Recipe) -> Any:
+    """A part that a recipe names at `where`."""
+    with errors_at(where):
+        return resolve_part(name, value, recipe)
 
 
 def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:

@@ -24,7 +24,6 @@ from ludus.tools.recording import RecordingConfig
 from ludus.training.curriculum import BUDGETS
 from ludus.training.settings import (
     EvaluationStageConfig,
-    RejectionConfig,
     RLConfig,
     SFTConfig,
     StageConfig,
@@ -528,19 +527,7 @@ def beside(raw: dict[str, Any], recipe: str | Path) -> dict[str, Any]:
     return found
 
 
-def steps_of(config: StageConfig) -> int:
-    """How many steps a stage has."""
-    if isinstance(config, RejectionConfig):
-        return config.rounds * config.steps
-    return 1 if isinstance(config, EvaluationStageConfig) else config.steps
-
-
-def stage_ends(recipe: Recipe) -> set[int]:
-    """The steps with which stages that learn end."""
-    ends = accumulate(map(steps_of, recipe.stages))
-    return {end for end, config in zip(ends, recipe.stages, strict=True) if learns(config)}
-
-
-def learns(config: StageConfig) -> bool:
-    """Whether a stage changes the weights."""
-    return not isinstance(config, EvaluationStageConfig)
+def stage_ends(recipe: Recipe, *, learning: bool = True) -> set[int]:
+    """The steps with which the stages end that learn, or (`learning=False`) that do not."""
+    ends = accumulate(stage.total_steps for stage in recipe.stages)
+    return {end for end, stage in zip(ends, recipe.stages, strict=True) if stage.learns == learning}

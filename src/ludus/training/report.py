@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,9 @@ from ludus.observe import (
     read_failures,
     table_markdown,
 )
-from ludus.training.recipe import Recipe, learns, steps_of
-from ludus.training.settings import (
-    EvaluationStageConfig,
-    PreferenceConfig,
-    RejectionConfig,
-    RLConfig,
-    SFTConfig,
-    StageConfig,
-)
+from ludus.training.recipe import Recipe, stage_ends
+from ludus.training.settings import STAGE_CONFIGS, RLConfig
 
-_NAMES = {
-    "sft": "the warm start",
-    "rl": "RL",
-    "rejection": "rejection sampling",
-    "distill": "distillation",
-    "eval": "the evaluation",
-}
 COLUMNS = (
     "held-out tasks",
     "step",
@@ -97,7 +82,7 @@ def stage_of(step: int, recipe: Recipe) -> str:
     """Where in the recipe a step stands, in words."""
     start, before = 0, "at the start"
     for number, config in enumerate(recipe.stages):
-        name, steps = _name(number, recipe), steps_of(config)
+        name, steps = _name(number, recipe), config.total_steps
         if step == start:
             return before
         if step < start + steps:
@@ -108,15 +93,10 @@ def stage_of(step: int, recipe: Recipe) -> str:
 
 def _name(number: int, recipe: Recipe) -> str:
     """What a stage is called, counted where there are several of its kind."""
-    kinds = [stage_kind(config) for config in recipe.stages]
-    kind = kinds[number]
-    many = kinds.count(kind) > 1
-    return f"{kind} {kinds[:number].count(kind) + 1}" if many else kind
-
-
-def stage_kind(config: StageConfig) -> str:
-    """What stages of its kind are called; preferences go by their loss."""
-    return config.title if isinstance(config, PreferenceConfig) else _NAMES[config.kind]
+    titles = [config.title for config in recipe.stages]
+    title = titles[number]
+    many = titles.count(title) > 1
+    return f"{title} {titles[:number].count(title) + 1}" if many else title
 
 
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
@@ -140,12 +120,12 @@ def _losses(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
     rows, start = run.metrics(), 0
     found: list[list[Cell]] = []
     for number, config in enumerate(recipe.stages):
-        end = start + steps_of(config)
+        end = start + config.total_steps
         own = [row for row in rows if start < row["step"] <= end]
         losses = [row[name] for row in own for name in LOSSES if row.get(name) is not None]
         if losses:
             shown = [f"{loss:.4f}" for loss in (losses[0], losses[-1])]
-            found.append([_name(number, recipe), steps_of(config), *shown])
+            found.append([_name(number, recipe), config.total_steps, *shown])
         start = end
     return found
 
@@ -219,7 +199,8 @@ def _warnings(run: RunFolder) -> list[str]:
 
 def _episodes_of(row: Mapping[str, float], split: str) -> tuple[int, int]:
     """Episodes that were played in a row's step, and how many of them failed."""
-    prefixes = ("eval/",) if split == "eval" else ("", "dpo/", "rejection/")
+    kinds = [one for one in STAGE_CONFIGS if one.learns == (split == "train")]
+    prefixes = [f"{one.prefix}/" if one.prefix else "" for one in kinds]
     played = sum(int(row.get(f"{prefix}episodes") or 0) for prefix in prefixes)
     return played, sum(int(row.get(f"{prefix}failures") or 0) for prefix in prefixes)
 
@@ -253,7 +234,8 @@ def _cells(row: dict[str, float], names: tuple[str, ...]) -> list[Cell]:
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     """The same task before and after RL, or all of the run: one that was learned, if there is such a one."""
     steps = sorted(file.step for file in run.trajectory_files() if file.split == "eval")
-    first = _start_of_rl(recipe)
+    number = next((n for n, one in enumerate(recipe.stages) if isinstance(one, RLConfig)), None)
+    first = sum(one.total_steps for one in recipe.stages[:number]) if number is not None else 0
     if first not in steps or steps[-1] == first:
         return []
     before, after = (run.trajectories(step, "eval") for step in (first, steps[-1]))
@@ -265,18 +247,8 @@ def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:
     if not pairs:
         return []
     old, new = (learned or pairs)[0]
-    what = "RL" if any(isinstance(stage, RLConfig) for stage in recipe.stages) else "training"
+    what = "RL" if number is not None else "training"
     return [(f"before {what}", old), (f"after {what}", new)]
-
-
-def _start_of_rl(recipe: Recipe) -> int:
-    """The step after which the first RL stage begins; 0 where there is none."""
-    start = 0
-    for config in recipe.stages:
-        if isinstance(config, RLConfig):
-            return start
-        start += steps_of(config)
-    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +274,7 @@ def held_out_scores(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[H
     before them.
     """
     name = f"eval/{recipe.evaluation.best_by}"
-    ends = accumulate(map(steps_of, recipe.stages))
-    left_out = {end for end, config in zip(ends, recipe.stages, strict=True) if not learns(config)}
+    left_out = stage_ends(recipe, learning=False)
     found = {
         row["step"]: HeldOutScore(float(row[name]), row["step"], float(row.get("eval/reward") or 0.0))
         for row in rows
@@ -332,7 +303,7 @@ def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, 
     that do not count against patience: who extends a stage that has ended early wants it to go on.
     """
     patience = recipe.evaluation.patience
-    if patience is None or not _can_end_early(recipe.stages[stage]):
+    if patience is None or not recipe.stages[stage].can_end_early:
         return False
     within = [one for one in held_out_scores(rows, recipe) if one.step >= start]
     if not within:
@@ -345,7 +316,7 @@ def is_exhausted(rows: Sequence[Mapping[str, Any]], recipe: Recipe, stage: int, 
 def idle_patience(recipe: Recipe) -> str | None:
     """What to say where no stage is long enough for `evaluation.patience` to end it."""
     config = recipe.evaluation
-    longest = max((steps_of(one) for one in recipe.stages if _can_end_early(one)), default=0)
+    longest = max((one.total_steps for one in recipe.stages if one.can_end_early), default=0)
     if config.patience is None or config.patience * config.every < longest:
         return None
     return (
@@ -353,7 +324,3 @@ def idle_patience(recipe: Recipe) -> str | None:
         f"{config.every} steps, take {config.patience * config.every} steps, and the longest stage of RL, DPO "
         f"or distillation has {longest}. Lower patience or evaluation.every"
     )
-
-
-def _can_end_early(config: StageConfig) -> bool:
-    return not isinstance(config, SFTConfig | RejectionConfig | EvaluationStageConfig)

@@ -38,7 +38,7 @@ from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models import fit_tokenizer, load_model
 from ludus.training.parts import Parts, task_set_specs
-from ludus.training.recipe import AgentConfig, Recipe, learns, steps_of
+from ludus.training.recipe import AgentConfig, Recipe
 from ludus.training.task_sampler import TaskSet
 
 log = logging.getLogger(__name__)
@@ -300,5 +300,5 @@ async def close_task_sets(sets: Sequence[TaskSet]) -> None:
 
 def updates_until(progress: RunProgress, recipe: Recipe) -> int:
     """The policy version: one for every step of a stage that learns."""
-    steps = [steps_of(config) for config in recipe.stages[: progress.stage]] + [progress.done]
-    return sum(count for count, config in zip(steps, recipe.stages, strict=False) if learns(config))
+    steps = [stage.total_steps for stage in recipe.stages[: progress.stage]] + [progress.done]
+    return sum(count for count, stage in zip(steps, recipe.stages, strict=False) if stage.learns)

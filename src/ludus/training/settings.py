@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -35,8 +35,56 @@ class OptimizerConfig(Config):
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
 
 
-class SFTConfig(Config):
+class BaseStageConfig(Config):
+    """What a run asks of a stage of any kind. A new kind: a subclass of this, a `Stage`, a line in `STAGES`."""
+
+    label: ClassVar[str]
+    """What stages of this kind are called in a sentence."""
+    prefix: ClassVar[str] = ""
+    """What its metrics are called, before the slash; RL's have none."""
+    learns: ClassVar[bool] = True
+    """Whether it changes the weights."""
+    draws_tasks: ClassVar[bool] = True
+    """Whether it plays training tasks, which the stage's own seed decides."""
+    can_end_early: ClassVar[bool] = False
+    """Whether `evaluation.patience` may end it."""
+    saves_at_start: ClassVar[bool] = True
+    """Whether a run that begins with it has a checkpoint before its first step."""
+
+    @property
+    def title(self) -> str:
+        """What it is called in a sentence; for several losses in one kind, by the loss."""
+        return self.label
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the whole stage; one that has no `steps` is a single one."""
+        steps: int = getattr(self, "steps", 1)
+        return steps
+
+    @property
+    def length_key(self) -> str | None:
+        """The key by which a finished stage is made longer; None where it does not learn."""
+        return "steps" if self.learns else None
+
+    @property
+    def needs_tasks(self) -> bool:
+        """Whether it plays training tasks with these settings."""
+        return self.draws_tasks and self.total_steps > 0
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether what it plays must be scored."""
+        return self.needs_tasks
+
+
+class SFTConfig(BaseStageConfig):
     """Supervised learning on demonstrations."""
+
+    label = "the warm start"
+    prefix = "sft"
+    draws_tasks = False
+    saves_at_start = False
 
     kind: Literal["sft"] = "sft"
     """What kind of stage this is."""
@@ -61,11 +109,14 @@ class SFTConfig(Config):
             raise ValueError("give steps or epochs, not both")
         return self
 
+    @property
+    def length_key(self) -> str:
+        return "steps" if self.epochs is None else "epochs"
 
-def held_out_count(config: SFTConfig, found: int) -> int:
-    """How many of the demonstrations are kept out of training to measure the loss on."""
-    share = config.held_out if isinstance(config.held_out, float) else 0.0
-    return min(max(1, round(share * found)), found - 1) if share else 0
+    def held_out_count(self, found: int) -> int:
+        """How many of the demonstrations are kept out of training to measure the loss on."""
+        share = self.held_out if isinstance(self.held_out, float) else 0.0
+        return min(max(1, round(share * found)), found - 1) if share else 0
 
 
 class CriticConfig(Config):
@@ -158,8 +209,11 @@ class RolloutSettings:
     broken: BrokenConfig = field(default_factory=BrokenConfig)
 
 
-class RLConfig(Config):
+class RLConfig(BaseStageConfig):
     """Reinforcement learning."""
+
+    label = "RL"
+    can_end_early = True
 
     kind: Literal["rl"] = "rl"
     """What kind of stage this is."""
@@ -242,8 +296,12 @@ class RLConfig(Config):
         return {"name": self.algorithm, **{name: getattr(self, name) for name in (*names, *also)}}
 
 
-class PreferenceConfig(Config):
+class PreferenceConfig(BaseStageConfig):
     """DPO and its kin: prefer one episode to another, on pairs mined from groups or given."""
+
+    label = "preferences"
+    prefix = "dpo"
+    can_end_early = True
 
     kind: Literal["dpo"] = "dpo"
     """What kind of stage this is."""
@@ -281,7 +339,6 @@ class PreferenceConfig(Config):
 
     @property
     def title(self) -> str:
-        """What the loss is called where people read."""
         return {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO"}[self.loss]
 
     @property
@@ -290,9 +347,16 @@ class PreferenceConfig(Config):
         usual = 2.0 if self.loss == "simpo" else 0.1
         return usual if self.beta is None else self.beta
 
+    @property
+    def needs_tasks(self) -> bool:
+        return self.pairs is None
 
-class RejectionConfig(Config):
+
+class RejectionConfig(BaseStageConfig):
     """Rejection sampling; with several rounds AgentEvol's: explore, filter, imitate, repeat."""
+
+    label = "rejection sampling"
+    prefix = "rejection"
 
     kind: Literal["rejection"] = "rejection"
     """What kind of stage this is."""
@@ -315,6 +379,14 @@ class RejectionConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
     """Optimizer settings."""
 
+    @property
+    def total_steps(self) -> int:
+        return self.rounds * self.steps
+
+    @property
+    def length_key(self) -> str:
+        return "rounds"  # other steps would divide the steps that are done into other rounds
+
     @model_validator(mode="after")
     def _keeps_some(self) -> RejectionConfig:
         if self.keep > self.attempts:
@@ -325,8 +397,12 @@ class RejectionConfig(Config):
         return self
 
 
-class DistillationConfig(Config):
+class DistillationConfig(BaseStageConfig):
     """On-policy distillation: the student plays, and a teacher scores its tokens (reverse KL)."""
+
+    label = "distillation"
+    prefix = "distill"
+    can_end_early = True
 
     kind: Literal["distill"] = "distill"
     """What kind of stage this is."""
@@ -341,9 +417,18 @@ class DistillationConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     """Optimizer settings."""
 
+    @property
+    def needs_rewards(self) -> bool:
+        return False
 
-class EvaluationStageConfig(Config):
+
+class EvaluationStageConfig(BaseStageConfig):
     """An evaluation on the held-out tasks, with pass@k."""
+
+    label = "the evaluation"
+    prefix = "eval"
+    learns = False
+    draws_tasks = False
 
     kind: Literal["eval"] = "eval"
     """What kind of stage this is."""
@@ -364,6 +449,8 @@ StageConfig = Annotated[
     | EvaluationStageConfig,
     Field(discriminator="kind"),
 ]
+STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig)[0])
+"""The kinds of stages, in the order of their settings."""
 
 
 # Checks: settings that contradict each other, or would have no effect, are refused when a recipe is read.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -15,15 +16,14 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine import context_limit, vocabulary_size
 from ludus.training.packing import rows_of
+from ludus.training.parts import Parts
 from ludus.training.recipe import Recipe
 from ludus.training.run_context import RunContext
-from ludus.training.settings import (
-    DistillationConfig,
-    EvaluationStageConfig,
-    PreferenceConfig,
-    RejectionConfig,
-    RLConfig,
-)
+from ludus.training.settings import BaseStageConfig, EvaluationStageConfig, PreferenceConfig, SFTConfig
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=BaseStageConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,31 @@ class StepResult:
     """What the episodes were played for: train or eval."""
 
 
-class Stage:
+class Stage(Generic[C]):
     """One part of a run. The trainer counts its steps, writes down what they show, and saves between them."""
 
-    phase: str = "stage"
-    """What it is called where people read."""
-    prefix: ClassVar[str] = ""
-    """What its metrics are called, before the slash; RL's have none."""
-    learns: ClassVar[bool] = True
-    """Whether it changes the weights."""
-
-    def __init__(self, context: RunContext, folder: Path, steps: int) -> None:
+    def __init__(self, context: RunContext, folder: Path, config: C) -> None:
         self.context = context
         self.folder = folder
         """A place in the run's folder for what outlives checkpoints, such as a reference model."""
-        self.steps = steps
+        self.config = config
+        self.phase = config.title.removeprefix("the ")
+        """What it is called on a progress bar."""
+        self.steps = config.total_steps
         self.seed = _seed(context.recipe, int(folder.name))
         """Decides this stage's draws; two stages must not draw alike."""
         self.is_resumed = False
         """Whether it goes on from a checkpoint of its own."""
         self.is_torn = False
         """Whether a step changed some weights and did not get to its end: nothing to go on from."""
+
+    @classmethod
+    def check_parts(cls, config: C, where: str, recipe: Recipe, parts: Parts) -> None:
+        """Raise a `ConfigError` for what the stage lacks, before a model is loaded. `where` names its table."""
+
+    @classmethod
+    async def check_data(cls, context: RunContext, config: C) -> None:
+        """Read what the stage will be given, to find out before the first step what is wrong with it."""
 
     async def begin(self) -> None:
         """Get ready for the first step, or for the one after a checkpoint."""
@@ -75,7 +79,7 @@ class Stage:
 
     async def settle(self) -> None:
         """After a step has been written down: let the engine go on with the new weights."""
-        if self.learns:
+        if self.config.learns:
             await self.context.engine.update_weights()
             await self.context.engine.resume()
 
@@ -88,24 +92,24 @@ class Stage:
 
 def _seed(recipe: Recipe, number: int) -> int:
     """The run's own seed for the first stage that plays, and one of its own for each later one."""
-    plays = (RLConfig, PreferenceConfig, RejectionConfig, DistillationConfig)
-    is_first = not any(isinstance(stage, plays) for stage in recipe.stages[:number])
+    is_first = not any(stage.draws_tasks for stage in recipe.stages[:number])
     return recipe.seed if is_first else key(recipe.seed, "stage", number)
 
 
-class EvaluationStage(Stage):
+class EvaluationStage(Stage[EvaluationStageConfig]):
     """Play the held-out tasks several times, and write down how often it goes well."""
 
-    phase = "evaluation"
-    prefix = "eval"
-    learns = False
-
-    def __init__(self, context: RunContext, folder: Path, config: EvaluationStageConfig) -> None:
-        super().__init__(context, folder, steps=1)
-        self._config = config
+    @classmethod
+    def check_parts(
+        cls, config: EvaluationStageConfig, where: str, recipe: Recipe, parts: Parts
+    ) -> None:
+        if not (parts.held_out or any(one.evaluation for one in recipe.task_sets)):
+            raise ConfigError(
+                f'{where}, of kind "eval", has nothing to measure on: set tasks.evaluation, or pass held_out='
+            )
 
     async def advance(self, number: int) -> StepResult:
-        config = self._config
+        config = self.config
         measured = await self.context.measure(
             attempts=config.attempts,
             temperature=config.temperature,
@@ -131,6 +135,19 @@ def check_readable(trajectories: Sequence[Trajectory], model: nn.Module, what: s
                     f"{what} {number} holds the token {max(row.tokens)}, and the model has {vocabulary}: is "
                     "the tokenizer another model's, or were the embeddings not resized?"
                 )
+
+
+def warn_of_large_batch(
+    context: RunContext, config: SFTConfig | PreferenceConfig, found: int, what: str
+) -> None:
+    """Warn of steps that go over the same data several times: they take as much longer, and teach no more."""
+    where = next(name for name, stage in context.recipe.named_stages if stage is config)
+    if config.batch > found:
+        log.warning(
+            "%s.batch = %d is larger than the data (%d %s): every step goes over all of it %.3g times, and "
+            "takes as much longer. Set %s.batch=%d, or less",
+            *(where, config.batch, found, what, config.batch / found, where, found),
+        )
 
 
 def check_failures(groups: Sequence[Group], max_failures: float, *, scored: bool = True) -> None:

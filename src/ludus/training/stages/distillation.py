@@ -32,7 +32,7 @@ from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import load_learner, save_learner
 from ludus.training.learner import Learner, frozen
 from ludus.training.logprobs import logprobs_of
-from ludus.training.models import load_model, tokenizer_of
+from ludus.training.models import check_source, load_model, tokenizer_of
 from ludus.training.packing import (
     Columns,
     Pack,
@@ -42,7 +42,8 @@ from ludus.training.packing import (
     rows_of,
     trajectory_ids,
 )
-from ludus.training.recipe import ModelConfig
+from ludus.training.parts import Parts
+from ludus.training.recipe import ModelConfig, Recipe
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.settings import DistillationConfig, RolloutSettings
@@ -51,25 +52,32 @@ from ludus.training.stages.base import Stage, StepResult, check_failures, check_
 _STATE = "distillation.json"
 
 
-class DistillationStage(Stage):
+class DistillationStage(Stage[DistillationConfig]):
     """Become like a teacher where one gets to by oneself."""
 
-    phase = "distillation"
-    prefix = "distill"
-
     def __init__(self, context: RunContext, folder: Path, config: DistillationConfig) -> None:
-        super().__init__(context, folder, config.steps)
-        self._config = config
+        super().__init__(context, folder, config)
         temperature = context.recipe.sampling.temperature
         self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
         playing = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, playing, self.seed)
         self._teacher: nn.Module | None = None
 
+    @classmethod
+    def check_parts(cls, config: DistillationConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        try:
+            check_source(ModelConfig(name=config.teacher))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.name", f"{where}.teacher")) from None
+
+    @classmethod
+    async def check_data(cls, context: RunContext, config: DistillationConfig) -> None:
+        check_teacher(context, config)
+
     async def begin(self) -> None:
-        check_teacher(self.context, self._config)
+        check_teacher(self.context, self.config)
         own = self.context.recipe.model
-        settings = ModelConfig(name=self._config.teacher, dtype=own.dtype, device=own.device)
+        settings = ModelConfig(name=self.config.teacher, dtype=own.dtype, device=own.device)
         teacher, _ = load_model(settings, self.context.recipe.seed)
         use_ludus_attention(teacher)
         self._teacher = frozen(teacher)

@@ -48,13 +48,18 @@ from ludus.training.conversations import Conversation, read_labelled, read_pairs
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
 from ludus.training.packing import Columns, Pack, Row, concat_masks, packs_of, rows_of, trajectory_ids
+from ludus.training.parts import Parts, errors_at
+from ludus.training.recipe import Recipe
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
-from ludus.training.settings import (
-    PreferenceConfig,
-    RolloutSettings,
+from ludus.training.settings import PreferenceConfig, RolloutSettings
+from ludus.training.stages.base import (
+    Stage,
+    StepResult,
+    check_failures,
+    check_readable,
+    warn_of_large_batch,
 )
-from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
 from ludus.training.task_sampler import items_of_step
 
 
@@ -283,29 +288,41 @@ log = logging.getLogger(__name__)
 _STATE = "preference.json"
 
 
-class PreferenceStage(Stage):
+class PreferenceStage(Stage[PreferenceConfig]):
     """Learn to prefer the better of two episodes."""
 
-    prefix = "dpo"
-
     def __init__(self, context: RunContext, folder: Path, config: PreferenceConfig) -> None:
-        super().__init__(context, folder, config.steps)
-        self._config = config
-        self.phase = config.title
+        super().__init__(context, folder, config)
         # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
         temperature = context.recipe.sampling.temperature if config.pairs is None else 1.0
         self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
-        self._worker = _miner(context, config, self.seed) if config.pairs is None else None
+        mining = RolloutSettings(config.tasks, config.attempts)
+        self._worker = (
+            RolloutWorker(context.task_sets, mining, self.seed) if config.pairs is None else None
+        )
         self._given: Sequence[Pair | Labelled] = []
         self._found_any = False
         """Whether any step so far has mined a pair."""
         self._reference: nn.Module | None = None
 
+    @classmethod
+    def check_parts(cls, config: PreferenceConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        if config.pairs is None:
+            return
+        with errors_at(f"{where}.pairs"):
+            read_preferences(config)
+
+    @classmethod
+    async def check_data(cls, context: RunContext, config: PreferenceConfig) -> None:
+        if config.pairs is not None:
+            what = "labelled answers" if config.loss == "kto" else "pairs"
+            warn_of_large_batch(context, config, len(await load_preferences(context, config)), what)
+
     async def begin(self) -> None:
-        if self._config.loss != "simpo":
+        if self.config.loss != "simpo":
             self._reference = load_reference(self.context, self.folder, self.is_resumed)
-        if self._config.pairs is not None:
-            self._given = await load_preferences(self.context, self._config)
+        if self.config.pairs is not None:
+            self._given = await load_preferences(self.context, self.config)
             equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
             if equal:
                 log.warning(
@@ -321,26 +338,26 @@ class PreferenceStage(Stage):
         learned: Sequence[Pair | Labelled]
         if self._worker is None:
             seed = key(self.seed, "dpo")
-            learned = items_of_step(self._given, number, self._config.batch, seed)
+            learned = items_of_step(self._given, number, self.config.batch, seed)
         else:
             played = await self._worker.play(number, {})
             check_failures(played.groups, self.context.recipe.max_failures)
             groups = played.groups
-            pairs = pairs_of(groups, self._config.margin)
+            pairs = pairs_of(groups, self.config.margin)
             metrics = rollout_metrics(groups)
             self._note_found(number, pairs)
-            learned = labelled_of(pairs) if self._config.loss == "kto" else pairs
+            learned = labelled_of(pairs) if self.config.loss == "kto" else pairs
         await self.context.engine.pause()
         metrics["pairs"] = len(learned)
         with self.change():
-            metrics |= prefer(self._learner, learned, self._reference, self._config)
+            metrics |= prefer(self._learner, learned, self._reference, self.config)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
         """A step without pairs leaves the weights as they are; all of them are a mistake."""
         self._found_any |= bool(pairs)
         if number + 1 == self.steps and not self._found_any:
-            apart = f" by {self._config.margin:g} at least" if self._config.margin else ""
+            apart = f" by {self.config.margin:g} at least" if self.config.margin else ""
             raise ConfigError(
                 f"in {self.steps} step(s), no two attempts at a task differed in reward{apart}, so there was "
                 "no pair to learn from: lower the margin, raise attempts or tasks, or use rewards that tell "
@@ -361,19 +378,18 @@ class PreferenceStage(Stage):
             self._found_any = state["found_any"]
 
 
-def _miner(context: RunContext, config: PreferenceConfig, seed: int) -> RolloutWorker:
-    mining = RolloutSettings(config.tasks, config.attempts)
-    return RolloutWorker(context.task_sets, mining, seed)
+def read_preferences(config: PreferenceConfig) -> Sequence[tuple[Any, Any]]:
+    """Conversations of the given data: chosen and rejected ones, or for KTO one and its label."""
+    read = read_labelled if config.loss == "kto" else read_pairs
+    rows: Sequence[tuple[Any, Any]] = read(config.pairs or "", config.columns)
+    if not rows:
+        raise ConfigError(f"{config.pairs} has no pairs to learn from")
+    return rows
 
 
 async def load_preferences(context: RunContext, config: PreferenceConfig) -> Sequence[Pair | Labelled]:
     """The pairs of a file or dataset, or for KTO its labelled episodes."""
-    source = config.pairs
-    assert source is not None
-    read = read_labelled if config.loss == "kto" else read_pairs
-    given: Sequence[tuple[Any, Any]] = read(source, config.columns)
-    if not given:
-        raise ConfigError(f"{source} has no pairs to learn from")
+    source, given = config.pairs, read_preferences(config)
     renderer = context.rollout.renderer
     specs = await tool_specs(context.rollout, context.parts)
     found: list[Pair | Labelled] = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from ludus.algos import Need, adapted_kl_coefficient
+from ludus.core.failures import ConfigError
 from ludus.observe import rollout_metrics
+from ludus.rewards import Scorer
 from ludus.training.checkpoint import (
+    check_sync,
     load_learner,
     load_reference,
     load_synced,
@@ -19,25 +23,25 @@ from ludus.training.checkpoint import (
     sync_reference,
 )
 from ludus.training.critic import Critic
-from ludus.training.curriculum import Curriculum
+from ludus.training.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.learner import Learner
+from ludus.training.parts import Parts, TaskSetSpec, task_set_specs
+from ludus.training.recipe import Recipe
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.settings import CriticConfig, RLConfig
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
+from ludus.training.task_sampler import difficulty_of
 from ludus.training.update import algorithm_of, policy_update
 
 _STATE = "reinforcement.json"
 
 
-class RLStage(Stage):
+class RLStage(Stage[RLConfig]):
     """Learn from rewards."""
 
-    phase = "RL"
-
     def __init__(self, context: RunContext, folder: Path, config: RLConfig) -> None:
-        super().__init__(context, folder, config.steps)
-        self._config = config
+        super().__init__(context, folder, config)
         warm_up = config.critic.warmup_steps if config.critic is not None else 0
         total = max(0, config.steps - warm_up) * config.updates * config.epochs
         self._learner = Learner(
@@ -50,8 +54,17 @@ class RLStage(Stage):
         self._reference: nn.Module | None = None
         self._critic: Critic | None = None
 
+    @classmethod
+    def check_parts(cls, config: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        if config.steps:
+            check_curriculum(config, where, recipe, parts)
+
+    @classmethod
+    async def check_data(cls, context: RunContext, config: RLConfig) -> None:
+        check_sync(context, config)
+
     async def begin(self) -> None:
-        config = self._config
+        config = self.config
         if config.kl > 0:
             self._reference = load_reference(self.context, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
@@ -73,7 +86,7 @@ class RLStage(Stage):
             metrics = {"no_signal": float(not warming_up)} | policy_update(
                 self._learner,
                 played,
-                self._config,
+                self.config,
                 reference=self._reference,
                 critic=self._critic,
                 critic_only=warming_up,
@@ -92,15 +105,15 @@ class RLStage(Stage):
 
     def _sync(self, number: int) -> None:
         """After step `number`, counted from 0: let the reference follow, if it is time to."""
-        config = self._config.reference_sync
+        config = self.config.reference_sync
         if config is not None and self._reference is not None and (number + 1) % config.every == 0:
             sync_reference(self._reference, self.context.model, config.mixup_alpha)
 
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Find the next step's KL coefficient, and note the one that this step had."""
-        if self._config.kl > 0:
+        if self.config.kl > 0:
             metrics["kl_coefficient"] = self._kl
-        config = self._config.kl_control
+        config = self.config.kl_control
         if config is not None and "kl" in metrics:
             episodes = int(metrics["episodes_scored"])
             self._kl = adapted_kl_coefficient(
@@ -115,7 +128,7 @@ class RLStage(Stage):
             "kl": self._kl,
         }
         (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
-        if self._config.reference_sync is not None and self._reference is not None:
+        if self.config.reference_sync is not None and self._reference is not None:
             save_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.save(folder)
@@ -125,9 +138,43 @@ class RLStage(Stage):
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         self._worker.load_state_dict(state["player"])
         self._curriculum.load_state_dict(state["curriculum"])
-        if self._config.kl_control is not None:
+        if self.config.kl_control is not None:
             self._kl = state["kl"]
-        if self._config.reference_sync is not None and self._reference is not None:
+        if self.config.reference_sync is not None and self._reference is not None:
             load_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.load(folder)
+
+
+def check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+    """What a curriculum moves must be there: rewards that can be strict, tasks that are easy enough."""
+    moved = {
+        one.setting: (f"{where}.curriculum.{number}", one.values)
+        for number, one in enumerate(stage.curriculum)
+    }
+    if not moved.keys() & {STRICTNESS, DIFFICULTY}:
+        return
+    plans = task_set_specs(recipe, parts)
+    scorers = (Scorer(plan.parts.rewards, plan.parts.group_rewards) for plan in plans)
+    if STRICTNESS in moved and not any(scorer.takes_strictness for scorer in scorers):
+        raise ConfigError(
+            f"{moved[STRICTNESS][0]} moves {STRICTNESS}, but no reward takes it: give one a keyword-only "
+            "parameter `strictness` with a default"
+        )
+    if DIFFICULTY in moved:
+        _check_difficulty(*moved[DIFFICULTY], plans)
+
+
+def _check_difficulty(place: str, values: Sequence[float], plans: Sequence[TaskSetSpec]) -> None:
+    easiest = {plan.name: min(map(difficulty_of, plan.parts.tasks), default=None) for plan in plans}
+    if not any("difficulty" in task.metadata for plan in plans for task in plan.parts.tasks):
+        raise ConfigError(
+            f"{place} moves {DIFFICULTY}, but no task has a difficulty in its metadata: give it to the tasks, "
+            "or leave out the curriculum"
+        )
+    for name, least in easiest.items():
+        if least is not None and least > min(values):
+            raise ConfigError(
+                f"{place}: no task of the set {name!r} has a difficulty of at most {min(values):g}, to which "
+                f"the curriculum sets {DIFFICULTY}; the easiest one has {least:g}"
+            )

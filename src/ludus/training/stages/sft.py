@@ -17,39 +17,64 @@ from ludus.training.conversations import read_conversations
 from ludus.training.learner import Learner
 from ludus.training.logprobs import logprobs_of
 from ludus.training.packing import concat_masks, rows_of
-from ludus.training.parts import demonstrations_of
+from ludus.training.parts import Parts, demonstrations_of, errors_at
+from ludus.training.recipe import Recipe
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
-from ludus.training.settings import RejectionConfig, RolloutSettings, SFTConfig, held_out_count
-from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable
+from ludus.training.settings import RejectionConfig, RolloutSettings, SFTConfig
+from ludus.training.stages.base import (
+    Stage,
+    StepResult,
+    check_failures,
+    check_readable,
+    warn_of_large_batch,
+)
 from ludus.training.task_sampler import items_of_step
 from ludus.training.update import sft_step
 
 log = logging.getLogger(__name__)
 
 
-class SFTStage(Stage):
+class SFTStage(Stage[SFTConfig]):
     """Learn to say what was said in the demonstrations."""
 
-    phase = "warm start"
-    prefix = "sft"
-
     def __init__(self, context: RunContext, folder: Path, config: SFTConfig) -> None:
-        super().__init__(context, folder, config.steps)
-        self._config = config
+        super().__init__(context, folder, config)
         self._demonstrations: list[Trajectory] = []
         self._held_out: list[Trajectory] = []
         self._learner = Learner(context.model, config.optimizer, config.steps, seed=self.seed)
 
+    @classmethod
+    def check_parts(cls, config: SFTConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        with errors_at(f"{where}.demonstrations"):
+            shown = demonstrations_of(config, recipe, parts)
+        if isinstance(config.held_out, str):
+            with errors_at(f"{where}.held_out"):
+                read_conversations(config.held_out, config.columns)
+        if shown is None or (not callable(shown) and not shown):
+            raise ConfigError(
+                f'{where} has no demonstrations to imitate: set {where}.demonstrations to "module:function" '
+                "or a file, or pass demonstrations="
+            )
+
+    @classmethod
+    async def check_data(cls, context: RunContext, config: SFTConfig) -> None:
+        await load_held_out(context, config)
+        if has_expert(context, config):  # plays each task of the first set once
+            found = len(context.task_sets[0].tasks)
+        else:
+            found = len(await load_demonstrations(context, config))
+        warn_of_large_batch(context, config, found - config.held_out_count(found), "demonstrations")
+
     async def begin(self) -> None:
-        config, seed = self._config, self.context.recipe.seed
+        config, seed = self.config, self.context.recipe.seed
         shown = await load_demonstrations(self.context, config)
         order = shuffled(len(shown), key(seed, "held out"))
-        kept_out = set(order[: held_out_count(config, len(shown))])
+        kept_out = set(order[: config.held_out_count(len(shown))])
         self._demonstrations = [one for place, one in enumerate(shown) if place not in kept_out]
         self._held_out = [shown[place] for place in sorted(kept_out)]
         self._held_out += await load_held_out(self.context, config)
-        if not (has_expert(self.context, self._config) or self.context.recipe.task_sets):
+        if not (has_expert(self.context, self.config) or self.context.recipe.task_sets):
             await self._note_unknown_tools()
 
     async def _note_unknown_tools(self) -> None:
@@ -67,7 +92,7 @@ class SFTStage(Stage):
     async def advance(self, number: int) -> StepResult:
         started = time.perf_counter()
         seed = key(self.context.recipe.seed, "warm start")
-        batch = items_of_step(self._demonstrations, number, self._config.batch, seed)
+        batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.change():
             metrics = sft_step(self._learner, batch)
         if self._held_out and self._is_due(number + 1):
@@ -123,19 +148,15 @@ def has_expert(context: RunContext, config: SFTConfig) -> bool:
 _KEPT, _STATE = "kept.parquet", "rejection.json"
 
 
-class RejectionStage(Stage):
+class RejectionStage(Stage[RejectionConfig]):
     """Rejection sampling: imitate one's own best episodes. With several rounds, it is AgentEvol's iteration.
 
     Xi et al., "AgentGym: Evolving Large Language Model-based Agents across Diverse Environments", 2024,
     arXiv:2406.04151.
     """
 
-    phase = "rejection sampling"
-    prefix = "rejection"
-
     def __init__(self, context: RunContext, folder: Path, config: RejectionConfig) -> None:
-        super().__init__(context, folder, config.rounds * config.steps)
-        self._config = config
+        super().__init__(context, folder, config)
         self._learner = self._new_learner()
         exploring = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, exploring, self.seed)
@@ -145,7 +166,7 @@ class RejectionStage(Stage):
 
     async def advance(self, number: int) -> StepResult:
         started = time.perf_counter()
-        round_number, place = divmod(number, self._config.steps)
+        round_number, place = divmod(number, self.config.steps)
         groups: Sequence[Group] = []
         metrics: dict[str, float] = {}
         if place == 0:
@@ -153,22 +174,22 @@ class RejectionStage(Stage):
             metrics = rollout_metrics(groups) | {"kept": len(self._kept)}
         if self._kept:
             seed = key(self.seed, "rejection", round_number)
-            batch = items_of_step(self._kept, place, min(self._config.batch, len(self._kept)), seed)
+            batch = items_of_step(self._kept, place, min(self.config.batch, len(self._kept)), seed)
             with self.change():
-                if place == 0 and self._config.restart:
+                if place == 0 and self.config.restart:
                     self._return_to_start()
                 metrics |= sft_step(self._learner, batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     async def begin(self) -> None:
-        if self._config.restart:
+        if self.config.restart:
             load_reference(self.context, self.folder, self.is_resumed)  # written down, to return to
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._worker.play(round_number, {})
         check_failures(played.groups, self.context.recipe.max_failures)
         await self.context.engine.pause()
-        self._kept = [t for group in played.groups for t in chosen(group, self._config)]
+        self._kept = [t for group in played.groups for t in chosen(group, self.config)]
         self._found_any |= bool(self._kept)
         if not self._kept:
             self._note_empty(round_number)
@@ -176,7 +197,7 @@ class RejectionStage(Stage):
 
     def _note_empty(self, round_number: int) -> None:
         """A round without anything to imitate leaves the weights as they are; all of them are a mistake."""
-        config = self._config
+        config = self.config
         if round_number + 1 == config.rounds and not self._found_any:
             raise ConfigError(
                 f"no episode of {config.rounds} round(s) reached the reward {config.threshold:g}, so there "
@@ -196,8 +217,8 @@ class RejectionStage(Stage):
 
     def _new_learner(self) -> Learner:
         """Its schedule runs over all rounds, or over one where each begins anew."""
-        total = self._config.steps if self._config.restart else self.steps
-        return Learner(self.context.model, self._config.optimizer, total, seed=self.seed)
+        total = self.config.steps if self.config.restart else self.steps
+        return Learner(self.context.model, self.config.optimizer, total, seed=self.seed)
 
     def save(self, folder: Path) -> None:
         save_learner(folder, self._learner)
