@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _MARGIN_SECONDS = 1.0
 """What ending an execution may take after its time limit; not counted as waiting for a place."""
 _MOST_REPEATED = 2
-"""How many answers are scored again at a time, in sandboxes of their own: each starts an interpreter."""
+"""How many answers are scored again at a time: each needs a new sandbox, which starts an interpreter."""
 
 Slots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
 _pair_slots: WeakKeyDictionary[Sandbox, asyncio.Semaphore] = WeakKeyDictionary()
@@ -45,7 +45,7 @@ _gold_slots: Slots = WeakKeyDictionary()
 
 
 class BrokenTask(ValueError):
-    """The task is wrong, whatever the answer."""
+    """The task itself is wrong: no answer can be scored."""
 
 
 class SandboxBusy(InfraError):
@@ -56,10 +56,10 @@ _NEVER_THE_ANSWERS_FAULT = (Aborted, ConfigError, MissingExtraError, BrokenTask,
 
 
 async def score_with_control(name: str, score: ScoreAnswer, answer: str, control: str) -> Parts:
-    """The parts of an answer. Where scoring breaks, it is repeated, and compared with the control answer.
+    """Score an answer; if that breaks, repeat it and compare with the control answer.
 
-    The repetition has sandboxes of its own, so that no other episode can break it. If it breaks again, and
-    scoring the control answer works before and after, it is the answer's fault, and scores 0.
+    The repetition runs in new sandboxes, which no other episode can break. If it breaks again, and scoring the
+    control answer works before and after, it is the answer's fault, and the score is 0.
     """
 
     async def call() -> Parts:
@@ -71,11 +71,8 @@ async def score_with_control(name: str, score: ScoreAnswer, answer: str, control
             ) from error
         except _NEVER_THE_ANSWERS_FAULT:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is: the control says whose fault it is
-            slots = _repeat_slots.setdefault(
-                asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED)
-            )
-            async with slots:
+        except Exception as error:  # noqa: BLE001 - the control answer decides whose fault it is
+            async with _slots_of_loop(_repeat_slots):
                 return await _score_again(name, score, answer, control, error)
 
     return await with_retries(name, call)
@@ -120,8 +117,12 @@ async def _score_control(
 
 
 def gold_slots() -> asyncio.Semaphore:
-    """Limits how many gold results are computed again at a time, each in a sandbox of its own."""
-    return _gold_slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
+    """Limits how many gold results are computed again at a time, each in a new sandbox."""
+    return _slots_of_loop(_gold_slots)
+
+
+def _slots_of_loop(slots: Slots) -> asyncio.Semaphore:
+    return slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_REPEATED))
 
 
 @asynccontextmanager
@@ -140,8 +141,8 @@ async def _private_sandboxes() -> AsyncIterator[SandboxFactory]:
 class TimeBudget:
     """How long scoring one answer may still take.
 
-    Waiting for a place in the sandbox does not count. It has as many seconds of its own, after which it is an
-    `InfraError`, never a failed test.
+    Waiting for a place in the sandbox does not count. Waiting has a limit of as many seconds, after which it is
+    an `InfraError`, never a failed test.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
@@ -25,14 +26,17 @@ from ludus.rewards.code_tests.test_cases import (
     CompareMode,
     Credit,
     StdinCase,
+    TestResult,
     check_options,
     code_of,
     credited,
     parse_tests,
-    passes,
+    program_limits,
+    run_python,
+    run_stdin_cases,
 )
 from ludus.rewards.reward import Parts
-from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session
+from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, Session
 
 _log = logging.getLogger(__name__)
 
@@ -136,14 +140,7 @@ class Programs(SandboxedReward):
         super().__init__(name, weight, sandbox)
         self.language = language_of(language, name)
         self.credit, self.key, self.compare, self.tolerance = credit, key, compare, tolerance
-        self.seconds = seconds
-        self.limits = Limits(
-            cpu_seconds=seconds,
-            wall_seconds=3 * seconds + 2,
-            memory_mb=memory_mb,
-            output_bytes=1_000_000,
-        )
-        self.total_seconds = total_seconds
+        self.limits, self.total_seconds = program_limits(seconds, memory_mb), total_seconds
 
     async def _score_answer(self, task: Task, answer: str, sandboxes: SandboxFactory) -> Parts:
         named = task.metadata.get("language")
@@ -151,7 +148,7 @@ class Programs(SandboxedReward):
         cases = self._cases(task)
         code = code_of(answer, language.fences)
         results = await self._run_cases(await self._sandbox(sandboxes), code, cases, language, task)
-        passed = 0 if results is None else sum(results)
+        passed = sum(result.passed for result in results or ())
         parts = credited(self.name, self.credit, passed, len(cases))
         return {**parts, f"{self.name}_built": float(results is not None)}
 
@@ -170,17 +167,14 @@ class Programs(SandboxedReward):
 
     async def _run_cases(
         self, sandbox: Sandbox, code: str, cases: list[StdinCase], language: Language, task: Task
-    ) -> list[bool] | None:
-        """Whether each case is right; None when the program cannot be built."""
-        budget = TimeBudget(self.total_seconds)
+    ) -> list[TestResult] | None:
+        """The result of each case; None when the program cannot be built."""
+        budget, compared = TimeBudget(self.total_seconds), (self.credit, self.compare, self.tolerance)
         if not language.run:
-
-            async def python(case: StdinCase) -> Execution:
-                running = sandbox.python(code, stdin=case.stdin, limits=self.limits)
-                return await budget.running(running, self.limits.wall_seconds)
-
-            return await self._run_each(cases, python, budget)
-        limits = self.limits.model_copy(update={"cpu_seconds": max(self.seconds, _BUILD_SECONDS)})
+            python = partial(run_python, sandbox, code, self.limits, budget)
+            return await run_stdin_cases(cases, python, budget, *compared)
+        build_seconds = max(self.limits.cpu_seconds, _BUILD_SECONDS)
+        limits = self.limits.model_copy(update={"cpu_seconds": build_seconds})
         opening = sandbox.session(files={language.file: code}, limits=limits)
         async with await budget.waiting(opening) as session:
             for command in (language.build, language.run):
@@ -188,23 +182,9 @@ class Programs(SandboxedReward):
             if not await self._is_built(session, language, task):
                 return None
             budget = TimeBudget(self.total_seconds)
-            return await self._run_each(
-                cases, lambda case: self._run(session, language, case.stdin), budget
+            return await run_stdin_cases(
+                cases, lambda case: self._run(session, language, case.stdin), budget, *compared
             )
-
-    async def _run_each(
-        self,
-        cases: list[StdinCase],
-        run: Callable[[StdinCase], Awaitable[Execution]],
-        budget: TimeBudget,
-    ) -> list[bool]:
-        """Whether each case is right; the list ends when the time is up, or a case failed and all must pass."""
-        results: list[bool] = []
-        for case in cases:
-            if budget.expired or (self.credit == "all" and not all(results)):
-                break
-            results.append(await passes(await run(case), case, self.compare, self.tolerance))
-        return results
 
     async def _is_built(self, session: Session, language: Language, task: Task) -> bool:
         if language.build is None:
@@ -216,7 +196,7 @@ class Programs(SandboxedReward):
 
     async def _run(self, session: Session, language: Language, stdin: str) -> Execution:
         """One run. The session's CPU limit is the compiler's, so the program gets its own."""
-        limited = ["bash", "-c", f'ulimit -t {math.ceil(self.seconds)}; exec "$@"', "program"]
+        limited = ["bash", "-c", f'ulimit -t {math.ceil(self.limits.cpu_seconds)}; exec "$@"', "program"]
         command = [*limited, *language.command(language.run)]
         done = await session.run(command, stdin=stdin, wall_seconds=self.limits.wall_seconds)
         # A program that ended its session did not exit normally.

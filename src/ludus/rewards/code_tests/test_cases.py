@@ -16,15 +16,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
+from ludus.rewards.code_tests.fault_attribution import TimeBudget
 from ludus.rewards.reward import Parts
-from ludus.sandbox import Execution, Outcome
+from ludus.sandbox import Execution, Limits, Outcome, Sandbox
 
 MOST_CASES = 1_000
 
@@ -57,6 +58,15 @@ class SourceTests:
 
 
 Tests = list[StdinCase] | list[CallCase] | SourceTests
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """The result of one test."""
+
+    name: str
+    passed: bool
+    problem: str = ""
 
 
 def tests_of(task: Task, key: str, function: str | None = None) -> Tests:
@@ -208,16 +218,6 @@ def equal_outputs(
     )
 
 
-async def passes(
-    execution: Execution, case: StdinCase, mode: CompareMode, tolerance: float | None
-) -> bool:
-    """Whether a program exited normally and wrote what was expected; long outputs are compared in a thread."""
-    exited = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
-    if not exited or execution.truncated:
-        return False
-    return await run_sync(equal_outputs, execution.stdout, case.stdout, mode, tolerance)
-
-
 def _unix(text: str) -> str:
     return text.replace("\r\n", "\n")
 
@@ -239,6 +239,62 @@ def _close(found: str, expected: str, tolerance: float) -> bool:
     except ValueError:
         return False
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
+
+
+# Running programs on their cases.
+
+MOST_OUTPUT = 1_000_000
+"""Bytes that a program may write in one run."""
+
+
+def program_limits(seconds: float, memory_mb: int) -> Limits:
+    """Limits of one run. CPU time is what counts: a busy machine slows down the wall clock, a backstop only."""
+    return Limits(
+        cpu_seconds=seconds,
+        wall_seconds=3 * seconds + 2,
+        memory_mb=memory_mb,
+        output_bytes=MOST_OUTPUT,
+    )
+
+
+async def run_stdin_cases(
+    cases: Sequence[StdinCase],
+    run: Callable[[StdinCase], Awaitable[Execution]],
+    budget: TimeBudget,
+    credit: Credit,
+    mode: CompareMode,
+    tolerance: float | None,
+) -> list[TestResult]:
+    """The result of each case. None is run when the time is up, or when one has failed and all must pass."""
+    results: list[TestResult] = []
+    for number, case in enumerate(cases):
+        name = f"case {number}"
+        if budget.expired or (credit == "all" and not all(result.passed for result in results)):
+            results.append(TestResult(name, False, "not run"))
+            continue
+        execution = await run(case)
+        passed = await _passes(execution, case, mode, tolerance)
+        results.append(TestResult(name, passed, "" if passed else execution.text()[-500:]))
+    return results
+
+
+async def run_python(
+    sandbox: Sandbox, code: str, limits: Limits, budget: TimeBudget, case: StdinCase
+) -> Execution:
+    """Run a Python program on one case, in a fresh environment."""
+    return await budget.running(
+        sandbox.python(code, stdin=case.stdin, limits=limits), limits.wall_seconds
+    )
+
+
+async def _passes(
+    execution: Execution, case: StdinCase, mode: CompareMode, tolerance: float | None
+) -> bool:
+    """Whether a program exited normally and wrote what was expected; long outputs are compared in a thread."""
+    exited = execution.ok or (execution.outcome is Outcome.EXITED and not execution.exit_code)
+    if not exited or execution.truncated:
+        return False
+    return await run_sync(equal_outputs, execution.stdout, case.stdout, mode, tolerance)
 
 
 # The code in an answer: the last fenced block, or all of it.

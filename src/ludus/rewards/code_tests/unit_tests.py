@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ludus.core.failures import ConfigError
@@ -38,11 +38,14 @@ from ludus.rewards.code_tests.test_cases import (
     Credit,
     SourceTests,
     StdinCase,
+    TestResult,
     check_options,
     code_of,
     credited,
     equal_values,
-    passes,
+    program_limits,
+    run_python,
+    run_stdin_cases,
     tests_of,
 )
 from ludus.rewards.reward import Parts
@@ -57,41 +60,12 @@ _TESTS_MAIN = f"{_GUEST}.tests_main"
 _TESTS_MODULES = (_PLAIN_DATA, f"{_GUEST}.test_discovery", f"{_GUEST}.proxies", _TESTS_MAIN)
 """In the order of their imports: a bundle defines them one after another."""
 _ANSWER, _EVENT = "\x1eludus-answer:", "\x1eludus-event:"
-_MOST_ANSWER = 1_000_000
-"""Bytes of one reply of the solution; a request of the tests may hold a few of these."""
 _MOST_CODE = 4_000_000
+"""Bytes of one request; one of the tests may hold a few of the solution's replies (`MOST_OUTPUT`)."""
 _STOPPED = frozenset(
     {Outcome.TIMEOUT, Outcome.CPU, Outcome.MEMORY, Outcome.OUTPUT, Outcome.PROCESSES, Outcome.KILLED}
 )
 _TESTS_PROCESS_LIMITS = Limits(wall_seconds=60, cpu_seconds=30, output_bytes=_MOST_CODE)
-
-
-@dataclass(frozen=True, slots=True)
-class TestResult:
-    """The result of one test."""
-
-    name: str
-    passed: bool
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TestLimits:
-    """Limits of the solution: CPU seconds and memory for each call, and seconds for all calls together."""
-
-    seconds: float = 10.0
-    memory_mb: int = 512
-    total_seconds: float = 60.0
-
-    @property
-    def limits(self) -> Limits:
-        """CPU time is what counts; the wall clock, which a busy machine slows down, is only a backstop."""
-        return Limits(
-            cpu_seconds=self.seconds,
-            wall_seconds=3 * self.seconds + 2,
-            memory_mb=self.memory_mb,
-            output_bytes=_MOST_ANSWER,
-        )
 
 
 class CannotLoad(Exception):
@@ -102,7 +76,7 @@ class Solution:
     """The solution in its process. `generation` counts the processes it has been loaded in."""
 
     def __init__(
-        self, sandbox: Sandbox, source: str, module: str, limits: TestLimits, budget: TimeBudget
+        self, sandbox: Sandbox, source: str, module: str, limits: Limits, budget: TimeBudget
     ) -> None:
         self._sandbox, self._source, self._limits = sandbox, source, limits
         self.module = module
@@ -120,7 +94,7 @@ class Solution:
     async def load(self) -> None:
         """Start a process and load the solution in it."""
         await self.close()
-        opening = self._sandbox.session(limits=self._limits.limits)
+        opening = self._sandbox.session(limits=self._limits)
         self._session = await self.budget.waiting(opening)
         await _define_modules(self._session, _PLAIN_DATA, _SOLUTION_MAIN)
         self.generation += 1
@@ -170,7 +144,7 @@ class Solution:
 
 @asynccontextmanager
 async def loaded_solution(
-    sandbox: Sandbox, source: str, module: str, limits: TestLimits, budget: TimeBudget
+    sandbox: Sandbox, source: str, module: str, limits: Limits, budget: TimeBudget
 ) -> AsyncIterator[Solution]:
     """The solution, loaded; `CannotLoad` when it does not load."""
     solution = Solution(sandbox, source, module, limits, budget)
@@ -367,7 +341,7 @@ class UnitTests(SandboxedReward):
         super().__init__(name, weight, sandbox)
         self.credit, self.key, self.function, self.module = credit, key, function, module
         self.compare, self.tolerance = compare, tolerance
-        self.limits = TestLimits(seconds, memory_mb, total_seconds)
+        self.limits, self.total_seconds = program_limits(seconds, memory_mb), total_seconds
         if self.sandbox_config.max_sessions < 2:
             raise ConfigError(
                 f"{name!r}: the tests and the solution have a session each; set max_sessions of its sandbox "
@@ -388,9 +362,10 @@ class UnitTests(SandboxedReward):
             tests = tests_of(task, self.key, self.function)
         except ValueError as error:
             raise BrokenTask(str(error)) from error
+        budget = TimeBudget(self.total_seconds)
         if isinstance(tests, list) and isinstance(tests[0], StdinCase):
-            return await self._run_stdin_cases(sandbox, code, tests)
-        budget = TimeBudget(self.limits.total_seconds)
+            run = partial(run_python, sandbox, code, self.limits, budget)
+            return await run_stdin_cases(tests, run, budget, self.credit, self.compare, self.tolerance)
         try:
             if not isinstance(tests, SourceTests):
                 async with loaded_solution(sandbox, code, self.module, self.limits, budget) as solution:
@@ -403,21 +378,3 @@ class UnitTests(SandboxedReward):
         except CannotLoad as error:
             count = count_tests(tests) if isinstance(tests, SourceTests) else len(tests)
             return [TestResult("load", False, str(error))] * count
-
-    async def _run_stdin_cases(
-        self, sandbox: Sandbox, code: str, cases: Sequence[StdinCase]
-    ) -> list[TestResult]:
-        budget = TimeBudget(self.limits.total_seconds)
-        results: list[TestResult] = []
-        for number, case in enumerate(cases):
-            skip = self.credit == "all" and not all(result.passed for result in results)
-            if skip or budget.expired:
-                results.append(TestResult(f"case {number}", False, "not run"))
-                continue
-            limits = self.limits.limits
-            running = sandbox.python(code, stdin=case.stdin, limits=limits)
-            execution = await budget.running(running, limits.wall_seconds)
-            passed = await passes(execution, case, self.compare, self.tolerance)
-            problem = "" if passed else execution.text()[-500:]
-            results.append(TestResult(f"case {number}", passed, problem))
-        return results
