@@ -971,3 +971,35 @@ def test_a_run_made_of_objects_says_which(tmp_path: Path) -> None:
     assert told == {"tasks": "6 tasks", "held_out": "2 tasks", "tools": "add", "rewards": "even"}
     with pytest.raises(ConfigError, match=r"made in Python, .*tools = add; rewards = even"):
         ludus.train(resume=tmp_path / "run", tasks=tasks(6), held_out=tasks(2, first=50))
+
+
+SINK = '''
+import json
+
+class Lines:
+    """Writes what it is given to a file of its own."""
+
+    def __init__(self, folder, recipe, first_step):
+        self.file = (folder / "own.txt").open("a")
+        self.write(first_step, {"name": recipe["name"]})
+
+    def write(self, step, metrics):
+        print(json.dumps([step, sorted(metrics)]), file=self.file)
+
+    def close(self):
+        self.file.close()
+'''
+
+
+def test_metrics_go_to_sinks_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SINK)
+    own = {"sinks": [f"{tmp_path}/own.py:Lines"]}
+    result = ludus.train(**settings(tmp_path / "run", run=own, rl={"steps": 1}), **code())
+    rows = [json.loads(line) for line in (result.run.path / "own.txt").read_text().splitlines()]
+    assert rows[0] == [0, ["name"]]
+    assert [step for step, _ in rows[1:]] == [row["step"] for row in result.metrics]
+    assert any("reward" in names for _, names in rows)
+    with pytest.raises(ConfigError, match=r"^run\.sinks: .* has no 'Missing'"):
+        own = {"sinks": [f"{tmp_path}/own.py:Missing"]}
+        ludus.train(**settings(tmp_path / "other", run=own), **code())
+    assert not (tmp_path / "other").exists()

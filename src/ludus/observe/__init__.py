@@ -42,7 +42,7 @@ from ludus.observe.report import (
     table_rich,
 )
 from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
-from ludus.observe.sinks import JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
+from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from ludus.observe.statistics import (
     Estimate,
     PairedTest,
@@ -69,6 +69,7 @@ __all__ = [
     "CATALOGUE",
     "LOSSES",
     "SHOWN_METRICS",
+    "SINKS",
     "SPLITS",
     "Cell",
     "Checkpoint",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Json
+from ludus.core.registry import Registry
 from ludus.observe.files import atomic_write
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,10 @@ class TensorBoardSink:
                 event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start)
             )
 
+    @classmethod
+    def of_run(cls, folder: Path, recipe: Json, first_step: int) -> TensorBoardSink:
+        return cls(folder / "tensorboard", first_step)
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=float(value))
@@ -118,11 +123,25 @@ class WandbSink:
         # Our own step is the axis: wandb's may not go back, as ours does on a resume.
         self._run.define_metric("*", step_metric="step")
 
+    @classmethod
+    def of_run(cls, folder: Path, recipe: Json, first_step: int) -> WandbSink:
+        return cls(folder, project=recipe["run"]["wandb"], name=folder.name, recipe=recipe)
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
         self._run.finish()
+
+
+SINKS = Registry(
+    "metric sink",
+    {
+        "tensorboard": "ludus.observe.sinks:TensorBoardSink.of_run",
+        "wandb": "ludus.observe.sinks:WandbSink.of_run",
+    },
+)
+"""What metrics can be sent to: functions of (run folder, recipe, first step) that open a `Sink`."""
 
 
 class GuardedSink:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,12 @@ from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import (
     SHOWN_METRICS,
+    SINKS,
     Checkpoint,
     JsonLinesSink,
     Progress,
     RunFolder,
     RunWriter,
-    TensorBoardSink,
-    WandbSink,
     setup_logging,
 )
 from ludus.rollouts.agent import Agent, Expert
@@ -418,12 +418,9 @@ def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
 
 
 def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
-    if recipe.run.tensorboard:
-        run.add_sink(lambda: TensorBoardSink(run.tensorboard_path, first_step))
-    project = recipe.run.wandb
-    if project is not None:
-        raw = recipe.model_dump(mode="json")
-        run.add_sink(lambda: WandbSink(run.path, project=project, name=run.name, recipe=raw))
+    raw = recipe.model_dump(mode="json")
+    for name in recipe.run.all_sinks:
+        run.add_sink(partial(SINKS.load(name), run.path, raw, first_step))
 
 
 # Progress on the terminal or in a notebook.

@@ -6,8 +6,9 @@ import math
 
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
+from ludus.observe import SINKS
 from ludus.training.models import device_of
-from ludus.training.parts import Parts, demonstrations_of, refuse_stray_tasks, task_set_specs
+from ludus.training.parts import Parts, demonstrations_of, errors_at, refuse_stray_tasks, task_set_specs
 from ludus.training.recipe import Recipe
 from ludus.training.settings import SFTConfig, StageConfig
 from ludus.training.stages import stage_class
@@ -22,6 +23,9 @@ def check_parts(recipe: Recipe, parts: Parts) -> None:
             "eval RECIPE -m ADDRESS): to train one, name a folder or a model on the hub"
         )
     device_of(recipe.model)
+    for one in recipe.run.sinks:
+        with errors_at("run.sinks"):
+            SINKS.load(one)
     _check_tasks(recipe, parts)
     _check_pools(recipe, parts)
     for where, stage in recipe.named_stages:

@@ -212,6 +212,14 @@ class RunConfig(Config):
     """Also write TensorBoard events (extra: tensorboard)."""
     wandb: str | None = None
     """Also log to this Weights & Biases project (extra: wandb)."""
+    sinks: tuple[str, ...] = ()
+    """Also send metrics to what these functions open, such as 'file.py:open_sink' (docs/observe.md)."""
+
+    @property
+    def all_sinks(self) -> list[str]:
+        """The sinks by the names that `ludus.observe.SINKS` knows."""
+        chosen = {"tensorboard": self.tensorboard, "wandb": self.wandb is not None}
+        return [*(name for name, wanted in chosen.items() if wanted), *self.sinks]
 
 
 class TaskSetConfig(Config):
@@ -491,8 +499,8 @@ _FOLDERS = (
     ("task_sets", "rewards", "folder"),
 )
 """Keys whose texts name folders, which have no ending to be known by."""
-_TEXTS = ("system", "run")
-"""Keys under which nothing is read: what stands there is no path, or one that is written to."""
+_TEXTS = ("system", "run.folder", "run.wandb")
+"""Keys whose texts are not read from: they are no path, or one that is written to."""
 
 
 def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, ...] = ()) -> Any:
@@ -501,7 +509,7 @@ def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, 
         return {name: with_absolute_paths(inner, root, (*place, name)) for name, inner in value.items()}
     if isinstance(value, list):
         return [with_absolute_paths(inner, root, place) for inner in value]
-    if not isinstance(value, str) or any(name in _TEXTS for name in place):
+    if not isinstance(value, str) or any(name in _TEXTS for name in (*place, ".".join(place))):
         return value
     match = _DATASET.fullmatch(value) or _FILE.fullmatch(value)
     if match is None and place not in _FOLDERS:
