@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ async def test_a_file_that_another_process_is_just_making_is_ours(
 ) -> None:
     """Between two looks at a new file, somebody else makes the tables."""
     path = tmp_path / "calls.sqlite"
-    plain = SQLiteStore._plain_connection
+    connect = sqlite3.connect
     makers: list[threading.Thread] = []
 
     def make() -> None:
@@ -217,17 +218,12 @@ async def test_a_file_that_another_process_is_just_making_is_ours(
             rows = super().execute(question, *given)
             if question == "PRAGMA user_version" and not makers:
                 makers.append(threading.Thread(target=make))
-                monkeypatch.setattr(SQLiteStore, "_plain_connection", plain)
+                monkeypatch.setattr(sqlite3, "connect", connect)
                 makers[0].start()
                 makers[0].join(1.0)  # it may have to wait for us
             return rows
 
-    def watched(store: SQLiteStore, mode: str) -> sqlite3.Connection:
-        return sqlite3.connect(
-            store.path, factory=Watched, isolation_level=None, check_same_thread=False
-        )
-
-    monkeypatch.setattr(SQLiteStore, "_plain_connection", watched)
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=Watched))
     store = SQLiteStore(path)
     await put(store, label(2), b"2")
     makers[0].join(30)

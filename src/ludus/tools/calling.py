@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -41,6 +41,9 @@ from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
 from ludus.core.processes import NotPicklable, shared_processes
 from ludus.core.user_code import UserError, count_tool_call, log_once, mentions
+
+if TYPE_CHECKING:
+    from ludus.tools.tool import Tool
 
 _log = logging.getLogger(__name__)
 
@@ -59,20 +62,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """A function with its arguments, and how to run it."""
+    """A tool's function with the arguments of one call."""
 
-    tool: str
+    tool: Tool
     function: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     kwargs: dict[str, Any]
     limits: OutputLimits
-    timeout: float | None
-    process: bool
-    retries: int
-    on_timeout: Literal["fault", "failure"] = "fault"
-    on_error: Literal["auto", "fault", "failure"] = "auto"
-    is_loose: bool = False
-    """Whether the signature leaves open what a value is, so that one may be of a type nobody expected."""
 
 
 async def invoke(invocation: Invocation) -> ToolResult:
@@ -85,8 +81,8 @@ async def invoke(invocation: Invocation) -> ToolResult:
             result = await _outcome(invocation)
         except (InfraError, ConnectionError, WorkerError) as error:
             retriable = error.retriable if isinstance(error, InfraError) else True
-            if not retriable or attempt > invocation.retries:
-                raise _failure(invocation.tool, error, attempt) from error
+            if not retriable or attempt > invocation.tool.retries:
+                raise _failure(invocation.tool.name, error, attempt) from error
             await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)))
             continue
         return replace(result, seconds=time.monotonic() - started)
@@ -101,11 +97,12 @@ def _failure(tool: str, error: Exception, attempts: int) -> InfraError:
 
 
 async def _outcome(invocation: Invocation) -> ToolResult:
+    tool = invocation.tool
     try:
         result = await _performed(invocation)
     except DeadlineExceeded:
-        text = f"{invocation.tool} was stopped: it took longer than {invocation.timeout:g} seconds."
-        if invocation.on_timeout == "failure":
+        text = f"{tool.name} was stopped: it took longer than {tool.timeout:g} seconds."
+        if tool.on_timeout == "failure":
             raise InfraError(Boundary.TOOL, text, kind="TimeoutError") from None
         return ToolResult(text, fault=Fault.TOOL_TIMEOUT)
     except (InfraError, ConnectionError, WorkerError, NotPicklable):
@@ -116,44 +113,41 @@ async def _outcome(invocation: Invocation) -> ToolResult:
         own = _unwrapped(raised)
         return _raised(invocation, UserError.of(own), _message(own))
     if result.fault is None:
-        count_tool_call(_log, invocation.tool, None)
+        count_tool_call(_log, tool.name, None)
     if result.reward is not None and not math.isfinite(result.reward):
-        message = f"tool {invocation.tool!r} gave the reward {result.reward}, which is no finite number"
+        message = f"tool {tool.name!r} gave the reward {result.reward}, which is no finite number"
         raise InfraError(Boundary.TOOL, message, retriable=False)
     return result
 
 
 def _raised(invocation: Invocation, error: UserError, message: str) -> ToolResult:
     """The observation that an exception of the tool becomes; or an `InfraError`, where it is our fault."""
-    given = (*invocation.args, *invocation.kwargs.values())
+    tool, given = invocation.tool, (*invocation.args, *invocation.kwargs.values())
     # a table that the signature leaves open may be given on as keyword arguments
-    is_open = invocation.is_loose and error.kind == "TypeError"
+    is_open = tool.is_loose and error.kind == "TypeError"
     is_bug = error.is_bug and not is_open and not mentions(error.about, given)
-    if invocation.on_error == "failure" or (invocation.on_error == "auto" and is_bug):
-        log_once(_log, f"the tool {invocation.tool!r}", error)
+    if tool.on_error == "failure" or (tool.on_error == "auto" and is_bug):
+        log_once(_log, f"the tool {tool.name!r}", error)
         raise InfraError(Boundary.TOOL, str(error), retriable=not error.is_bug, kind=error.kind)
-    if invocation.on_error == "auto" and error.is_accident and not mentions(error.text, given):
-        log_once(_log, f"the tool {invocation.tool!r}", error)
-        count_tool_call(_log, invocation.tool, error)
+    if tool.on_error == "auto" and error.is_accident and not mentions(error.text, given):
+        log_once(_log, f"the tool {tool.name!r}", error)
+        count_tool_call(_log, tool.name, error)
     return ToolResult(invocation.limits.apply(message), fault=Fault.TOOL_RAISED)
 
 
 def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
     function = partial(invocation.function, *invocation.args, **invocation.kwargs)
-    if invocation.process:
-        # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
-        limits = replace(invocation.limits, encode=None)
-        return _in_process(invocation, function, limits)
-    if inspect.iscoroutinefunction(invocation.function):
-        return _on_loop(function, invocation.limits, invocation.timeout)
-    return _in_thread(function, invocation.limits, invocation.timeout)
+    if invocation.tool.process:
+        return _in_process(invocation, function)
+    run = _on_loop if inspect.iscoroutinefunction(invocation.function) else _in_thread
+    return run(function, invocation.limits, invocation.tool.timeout)
 
 
-async def _in_process(
-    invocation: Invocation, function: Callable[[], Any], limits: OutputLimits
-) -> ToolResult:
+async def _in_process(invocation: Invocation, function: Callable[[], Any]) -> ToolResult:
+    # The limit in tokens needs the caller's tokenizer, so a worker cuts by characters only.
+    limits = replace(invocation.limits, encode=None)
     result, failure = await shared_processes().run(
-        run_in_worker, function, limits, timeout=invocation.timeout
+        run_in_worker, function, limits, timeout=invocation.tool.timeout
     )
     if isinstance(failure, UserError):
         assert result is not None

@@ -78,7 +78,8 @@ class Tool:
                 "process; drop process=True, or drop the parameter"
             )
         self._limiter = Limiter(self.max_concurrency)
-        self._is_loose = is_loose(self.signature.schema)
+        self.is_loose = is_loose(self.signature.schema)
+        """Whether the schema leaves open what a value is, so that one may be of a type nobody expected."""
 
     @property
     def signature(self) -> Signature:
@@ -109,21 +110,9 @@ class Tool:
         if self.signature.context is not None:
             values[self.signature.context] = context
         args, kwargs = self.signature.bind(values)
-        invocation = Invocation(
-            tool=self.name,
-            function=self._target(),
-            args=tuple(args),
-            kwargs=kwargs,
-            limits=OutputLimits(self.max_chars, self.max_tokens, encode),
-            timeout=self.timeout,
-            process=self.process,
-            retries=self.retries,
-            on_timeout=self.on_timeout,
-            on_error=self.on_error,
-            is_loose=self._is_loose,
-        )
+        limits = OutputLimits(self.max_chars, self.max_tokens, encode)
         async with self._limiter.slot():
-            return await invoke(invocation)
+            return await invoke(Invocation(self, self._target(), args, kwargs, limits))
 
     def _target(self) -> Callable[..., Any]:
         """The function to call; it is picklable where calls go to other processes."""

@@ -29,51 +29,32 @@ Key = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.
 
 
 class ErrorKind(StrEnum):
-    """Why there is no result. What each one means for a retry is in `ErrorBody`."""
+    """Why there is no result, and the HTTP status that says so. `ErrorBody` says what it means for a retry."""
 
-    BAD_REQUEST = "bad_request"
-    UNAUTHORIZED = "unauthorized"
-    FORBIDDEN = "forbidden"
-    NOT_FOUND = "not_found"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
-    SLOW_CLIENT = "slow_client"
-    SESSION_UNKNOWN = "session_unknown"
-    UNKNOWN_OUTCOME = "unknown_outcome"
-    CANCELLED = "cancelled"
-    SESSION_LOST = "session_lost"
-    TOO_LARGE = "too_large"
-    UNSUPPORTED_TYPE = "unsupported_type"
-    KEY_REUSED = "key_reused"
-    FAILED = "failed"
-    OVERLOADED = "overloaded"
-    DRAINING = "draining"
-    EXPIRED = "expired"
+    status: int
 
-    @property
-    def status(self) -> int:
-        """The HTTP status that carries it."""
-        return _STATUS[self]
+    def __new__(cls, name: str, status: int = 500) -> ErrorKind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.status = name, status
+        return kind
 
-
-_STATUS = {
-    ErrorKind.BAD_REQUEST: 400,
-    ErrorKind.UNAUTHORIZED: 401,
-    ErrorKind.FORBIDDEN: 403,
-    ErrorKind.NOT_FOUND: 404,
-    ErrorKind.METHOD_NOT_ALLOWED: 405,
-    ErrorKind.SLOW_CLIENT: 408,
-    ErrorKind.SESSION_UNKNOWN: 404,
-    ErrorKind.UNKNOWN_OUTCOME: 409,
-    ErrorKind.CANCELLED: 409,
-    ErrorKind.SESSION_LOST: 410,
-    ErrorKind.TOO_LARGE: 413,
-    ErrorKind.UNSUPPORTED_TYPE: 415,
-    ErrorKind.KEY_REUSED: 409,
-    ErrorKind.FAILED: 424,
-    ErrorKind.OVERLOADED: 503,
-    ErrorKind.DRAINING: 503,
-    ErrorKind.EXPIRED: 503,
-}
+    BAD_REQUEST = "bad_request", 400
+    UNAUTHORIZED = "unauthorized", 401
+    FORBIDDEN = "forbidden", 403
+    NOT_FOUND = "not_found", 404
+    METHOD_NOT_ALLOWED = "method_not_allowed", 405
+    SLOW_CLIENT = "slow_client", 408
+    SESSION_UNKNOWN = "session_unknown", 404
+    UNKNOWN_OUTCOME = "unknown_outcome", 409
+    CANCELLED = "cancelled", 409
+    SESSION_LOST = "session_lost", 410
+    TOO_LARGE = "too_large", 413
+    UNSUPPORTED_TYPE = "unsupported_type", 415
+    KEY_REUSED = "key_reused", 409
+    FAILED = "failed", 424
+    OVERLOADED = "overloaded", 503
+    DRAINING = "draining", 503
+    EXPIRED = "expired", 503
 
 
 class _Body(BaseModel):

@@ -342,11 +342,8 @@ def recorded(
     address: str | Path,
     mode: Mode | str = Mode.REPLAY_OR_CALL,
     *,
-    stateless: Iterable[str] = (),
     versions: Mapping[str, str] | None = None,
-    scope: Scope | str = Scope.TASK,
-    on_divergence: OnDivergence | str = OnDivergence.FAIL,
-    name: str = "tools",
+    **options: Any,
 ) -> RecordedTools:
     """`tools` (functions, tools, tool sets, or None to replay) with a memory at a path or an address.
 
@@ -355,16 +352,10 @@ def recorded(
     """
     is_one = isinstance(tools, (Tool, ToolSet)) or callable(tools) or not isinstance(tools, Iterable)
     things = [] if tools is None else [tools] if is_one else list(tools)
-    return RecordedTools(
-        None if tools is None else as_toolset(things),
-        open_store(address, must_exist=chosen(Mode, mode, "mode") is Mode.REPLAY),
-        mode,
-        stateless=stateless,
-        versions={**source_versions(things), **(versions or {})},
-        scope=scope,
-        on_divergence=on_divergence,
-        name=name,
-    )
+    inner = None if tools is None else as_toolset(things)
+    store = open_store(address, must_exist=chosen(Mode, mode, "mode") is Mode.REPLAY)
+    versions = {**source_versions(things), **(versions or {})}
+    return RecordedTools(inner, store, mode, versions=versions, **options)
 
 
 class RecordingConfig(Config):

@@ -204,51 +204,40 @@ class SQLiteStore:
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; a recording is a file")
         if self.read_only:
-            return self._connect_to_read()
+            if not self.path.exists():
+                message = f"there is no recording {self.path}; make one with the mode record first"
+                raise ConfigError(message)
+            try:
+                return self._opened("ro", self._refuse_empty)
+            except sqlite3.OperationalError:
+                # Write-ahead mode needs to write beside the file; where that is forbidden, nobody writes.
+                return self._opened("ro&immutable=1", self._refuse_empty)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"the folder of the recording {self.path} cannot be made: {error}"
             ) from None
-        db = self._plain_connection("rwc")
-        try:
-            self._prepare(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
+        return self._opened("rwc", self._prepare)
 
-    def _connect_to_read(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            raise ConfigError(f"there is no recording {self.path}; make one with the mode record first")
-        # write-ahead mode needs to write beside the file; where that is forbidden, nobody else writes
-        for mode in ("ro", "ro&immutable=1"):
-            db = self._plain_connection(mode)
-            try:
-                found = self._version(db)
-            except sqlite3.OperationalError:
-                db.close()
-                if mode != "ro":
-                    raise
-                continue
-            except BaseException:
-                db.close()
-                raise
-            if found == 0:
-                db.close()
-                raise ConfigError(f"the recording {self.path} is empty; make one with the mode record")
-            return db
-        raise AssertionError("unreachable")
-
-    def _plain_connection(self, mode: str) -> sqlite3.Connection:
-        return sqlite3.connect(
+    def _opened(self, mode: str, check: Callable[[sqlite3.Connection], None]) -> sqlite3.Connection:
+        db = sqlite3.connect(
             f"file:{quote(str(self.path.absolute()))}?mode={mode}",
             uri=True,
             timeout=self.busy_seconds,
             isolation_level=None,  # no implicit transactions: each statement is one
             check_same_thread=False,  # `_lock` sees to that
         )
+        try:
+            check(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _refuse_empty(self, db: sqlite3.Connection) -> None:
+        if self._version(db) == 0:
+            raise ConfigError(f"the recording {self.path} is empty; make one with the mode record")
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         if self._version(db) == 0:
@@ -435,11 +424,6 @@ class RedisStore:
     def _name(self, kind: str, what: str) -> bytes:
         return f"{self.prefix}:{kind}:{what}".encode("utf-8", "backslashreplace")
 
-    def _opened(self) -> redis.Redis:
-        if self._client is None:
-            self._client = self._connect()
-        return self._client
-
     def _connect(self) -> redis.Redis:
         try:
             import redis
@@ -458,7 +442,7 @@ class RedisStore:
         return redis.Redis.from_pool(pool)
 
     async def _run(self, action: Callable[[redis.Redis], Any]) -> Any:
-        client = self._opened()
+        client = self._client = self._client or self._connect()
         from redis import exceptions
 
         try:
