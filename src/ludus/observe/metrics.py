@@ -203,24 +203,20 @@ def prefixed(split: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 def combine(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One row for several: each metric by its own aggregate, and an unknown one by its mean."""
+    return {name: _aggregated(name, values) for name, values in _columns(rows).items()}
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
-    return {name: _aggregated(name, values) for name, values in columns.items()}
+    return columns
 
 
 def _aggregated(name: str, values: Sequence[float]) -> float:
     metric = definition_of(name)
-    match metric.aggregate if metric else "mean":
-        case "sum":
-            return sum(values)
-        case "max":
-            return max(values)
-        case "last":
-            return values[-1]
-        case _:
-            return sum(values) / len(values)
+    return _AGGREGATES[metric.aggregate if metric else "mean"](values)
 
 
 def catalogue_markdown() -> str:
@@ -262,7 +258,7 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
         metrics |= reward_metrics(scored, success)
         metrics |= _conduct(scored)
         metrics |= _tokens(scored)
-        metrics |= _seconds(scored)
+        metrics |= _means("seconds", [trajectory.seconds for trajectory in scored])
     if groups:
         metrics["groups_without_signal"] = _mean(not has_signal(group) for group in groups)
     return metrics | failure_metrics(played)
@@ -271,16 +267,12 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
 def reward_metrics(scored: Sequence[Trajectory], success: Success = is_success) -> dict[str, float]:
     """The total, its spread, its parts, and success."""
     totals = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
-    parts: dict[str, list[float]] = {}
-    for trajectory in scored:
-        for name, value in trajectory.rewards.items():
-            parts.setdefault(name, []).append(value)
     mean = _mean(totals)
     return {
         "reward": mean,
         "reward_std": _mean((total - mean) ** 2 for total in totals) ** 0.5,
         "success": _mean(success(trajectory) for trajectory in scored),
-        **{f"reward/{name}": _mean(parts[name]) for name in sorted(parts)},
+        **_means("reward", [trajectory.rewards for trajectory in scored]),
     }
 
 
@@ -326,21 +318,26 @@ def _conduct(scored: Sequence[Trajectory]) -> dict[str, float]:
 
 def _tokens(scored: Sequence[Trajectory]) -> dict[str, float]:
     totals: Counter[SegmentKind] = Counter()
-    for trajectory in scored:
-        for sequence in trajectory.sequences:
-            for segment in sequence.segments:
-                totals[segment.kind] += len(segment.tokens)
+    sequences = [sequence for trajectory in scored for sequence in trajectory.sequences]
+    for segment in (segment for sequence in sequences for segment in sequence.segments):
+        totals[segment.kind] += len(segment.tokens)
     return {f"tokens/{kind.value}": totals[kind] / len(scored) for kind in SegmentKind}
 
 
-def _seconds(scored: Sequence[Trajectory]) -> dict[str, float]:
-    phases: dict[str, list[float]] = {}
-    for trajectory in scored:
-        for phase, seconds in trajectory.seconds.items():
-            phases.setdefault(phase, []).append(seconds)
-    return {f"seconds/{phase}": _mean(phases[phase]) for phase in sorted(phases)}
+def _means(family: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it."""
+    columns = _columns(rows)
+    return {f"{family}/{name}": _mean(columns[name]) for name in sorted(columns)}
 
 
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
+
+
+_AGGREGATES: dict[Aggregate, Callable[[Sequence[float]], float]] = {
+    "mean": _mean,
+    "sum": sum,
+    "max": max,
+    "last": lambda values: values[-1],
+}

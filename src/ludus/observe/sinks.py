@@ -157,19 +157,18 @@ class GuardedSink:
             self._give_up(error)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.write(step, metrics)
-            except Exception as error:  # noqa: BLE001 - a third-party client may raise anything
-                self._give_up(error)
+        self._guarded(lambda sink: sink.write(step, metrics))
 
     def close(self) -> None:
+        self._guarded(lambda sink: sink.close())
+        self._sink = None
+
+    def _guarded(self, action: Callable[[Sink], None]) -> None:
         if self._sink is not None:
             try:
-                self._sink.close()
+                action(self._sink)
             except Exception as error:  # noqa: BLE001 - a third-party client may raise anything
                 self._give_up(error)
-            self._sink = None
 
     def _give_up(self, error: Exception) -> None:
         name = "a sink for metrics" if self._sink is None else type(self._sink).__name__

@@ -12,10 +12,9 @@ import hmac
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from importlib.metadata import version
-from ipaddress import ip_address
 from typing import TypeVar
 
 from aiohttp import web
@@ -28,6 +27,7 @@ from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi
 from ludus.serve.service import CallOutcome, ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
 from ludus.serve.telemetry import CONTENT_TYPE, log_request, request_id
+from ludus.tools.remote_http import is_loopback
 from ludus.tools.wire import (
     DEADLINE_HEADER,
     INSTANCE_HEADER,
@@ -65,23 +65,6 @@ def _error_response(error: RequestError) -> web.Response:
     return answer
 
 
-async def _outcome_response(
-    request: web.Request, outcome: CallOutcome, stream_chars: int, seconds: float
-) -> web.StreamResponse:
-    """A result, whole or streamed, depending on `Accept` and its length."""
-    if isinstance(outcome, RequestError):
-        return _error_response(outcome)
-    reads_json, reads_stream = _accepted(request)
-    if reads_stream and (not reads_json or len(outcome.content) > stream_chars):
-
-        async def lines() -> AsyncIterator[bytes]:
-            for line in _result_lines(outcome):
-                yield line
-
-        return await _stream_response(request, lines(), seconds)
-    return _json_response(result_to_json(outcome))
-
-
 async def _stream_response(
     request: web.Request, lines: AsyncIterator[bytes], seconds: float
 ) -> web.StreamResponse:
@@ -100,7 +83,7 @@ async def _stream_response(
     return answer
 
 
-def _result_lines(result: ToolResult) -> Iterator[bytes]:
+async def _result_lines(result: ToolResult) -> AsyncIterator[bytes]:
     """A header with everything but the content, the content in pieces, and its length at the end."""
     yield dump({"result": result_to_json(result, content=False)}) + b"\n"
     content = result.content
@@ -212,11 +195,14 @@ class ToolApi:
             return {"key": call.key, "result": result_to_json(outcome), "error": None}
         return {"key": call.key, "result": None, "error": outcome.body()}
 
-    async def _outcome(
-        self, request: web.Request, outcome: ToolResult | RequestError
-    ) -> web.StreamResponse:
-        config = self._config
-        return await _outcome_response(request, outcome, config.stream_chars, config.client_seconds)
+    async def _outcome(self, request: web.Request, outcome: CallOutcome) -> web.StreamResponse:
+        """A result, whole or streamed, depending on `Accept` and its length."""
+        if isinstance(outcome, RequestError):
+            return _error_response(outcome)
+        reads_json, reads_stream = _accepted(request)
+        if reads_stream and (not reads_json or len(outcome.content) > self._config.stream_chars):
+            return await _stream_response(request, _result_lines(outcome), self._config.client_seconds)
+        return _json_response(result_to_json(outcome))
 
     async def _described(self, session: ServerSession) -> Json:
         facts = self._service.facts
@@ -389,9 +375,4 @@ def _deadline(request: web.Request) -> float | None:
 @functools.lru_cache(maxsize=64)
 def _is_loopback_name(host: str) -> bool:
     name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(name.strip("[]").lower())

@@ -263,11 +263,11 @@ class RemoteTools:
                     session = _RemoteSession(ids[address], address, response.instance)
                     session.learn(response.body)
                     return session
-                kind, problem, error_body = error_of(response)
-                if kind not in _NOT_TAKEN:
-                    raise failure_of(kind, problem, error_body, budget.attempts)
+                refusal = error_of(response)
+                if refusal.kind not in _NOT_TAKEN:
+                    raise failure_of(refusal, budget.attempts)
                 self.counters.refused += 1
-                wait = max(wait, retry_after(error_body))
+                problem, wait = refusal.message, max(wait, retry_after(refusal))
             if not wait:
                 budget.unreachable()
             await budget.pause(problem, wait)
@@ -286,21 +286,21 @@ class RemoteTools:
         budget: RetryBudget,
     ) -> None:
         """An answer without a result: pause and return to try again, or raise what it means."""
-        kind, message, error = error_of(response)
-        if kind in _NOT_TAKEN:
+        error = error_of(response)
+        if error.kind in _NOT_TAKEN:
             self.counters.refused += 1
-            if kind is ErrorKind.DRAINING and len(self._addresses) > 1 and not session.has_state:
+            if error.kind is ErrorKind.DRAINING and len(self._addresses) > 1 and not session.has_state:
                 self._drop_session(episode, session)
-            await budget.pause(message, retry_after(error))
-        elif kind in _SESSION_GONE:
+            await budget.pause(error.message, retry_after(error))
+        elif error.kind in _SESSION_GONE:
             if session.has_state:
                 self.counters.lost += not episode.lost
-                episode.lost = episode.lost or message
-                raise _lost(message, budget.attempts)
+                episode.lost = episode.lost or error.message
+                raise _lost(error.message, budget.attempts)
             self._drop_session(episode, session)
-            await budget.pause(message)
+            await budget.pause(error.message)
         else:
-            raise failure_of(kind, message, error, budget.attempts)
+            raise failure_of(error, budget.attempts)
 
     # Calls
 
@@ -332,11 +332,11 @@ class RemoteTools:
                 result = result_of(response)
                 session.has_state |= stateful and result.fault is not Fault.UNKNOWN_TOOL
                 return result
-            kind, _, error_body = error_of(response)
-            if kind is ErrorKind.TOO_LARGE:
+            refusal = error_of(response)
+            if refusal.kind is ErrorKind.TOO_LARGE:
                 return ToolResult(f"{call.name}: the arguments are too large", fault=Fault.BAD_ARGUMENTS)
-            session.has_state = session.has_state or (stateful and bool(error_body.get("started")))
-            if kind in _SESSION_GONE and call.unanswered is not None and not session.has_state:
+            session.has_state = session.has_state or (stateful and refusal.started)
+            if refusal.kind in _SESSION_GONE and call.unanswered is not None and not session.has_state:
                 self._check_repeat(session, call)
             await self._refused(episode, session, response, budget)
 

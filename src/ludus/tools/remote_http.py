@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
+from ludus.core.codec import decode
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.messages import Json, ToolResult
 from ludus.tools.hosting.host import OutcomeUnknown
@@ -31,6 +34,7 @@ from ludus.tools.wire import (
     INSTANCE_HEADER,
     JSON_TYPE,
     STREAM_TYPE,
+    ErrorBody,
     ErrorKind,
     result_from_json,
 )
@@ -38,6 +42,7 @@ from ludus.tools.wire import (
 if TYPE_CHECKING:
     import aiohttp
 
+_ERROR = TypeAdapter(ErrorBody)
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
 _DEEPEST = 100
@@ -332,35 +337,34 @@ def result_of(reply: ServerResponse) -> ToolResult:
         raise nonsense(error) from error
 
 
-def error_of(reply: ServerResponse) -> tuple[ErrorKind, str, Json]:
-    """The kind and message of an answer that is no result, and all else it says."""
-    error = reply.body.get("error")
+def error_of(reply: ServerResponse) -> ErrorBody:
+    """Why an answer has no result."""
+    said = reply.body.get("error")
     try:
-        assert isinstance(error, dict)
-        return ErrorKind(error["kind"]), str(error["message"]), error
-    except (AssertionError, KeyError, ValueError) as problem:
-        raise nonsense(f"status {reply.status}") from problem
+        if not isinstance(said, dict):
+            raise ValueError("without an error")
+        # a newer server may say more
+        return decode(_ERROR, {name: said[name] for name in ErrorBody.model_fields if name in said})
+    except ValueError as problem:
+        raise nonsense(f"status {reply.status}, {problem}") from problem
 
 
-def retry_after(error: Json) -> float:
+def retry_after(error: ErrorBody) -> float:
     """How long the server asks us to wait, within reason."""
-    seconds = error.get("retry_after")
-    return (
-        min(max(float(seconds), 0.0), _LONGEST_RETRY_AFTER) if isinstance(seconds, (int, float)) else 0.0
-    )
+    return min(max(error.retry_after or 0.0, 0.0), _LONGEST_RETRY_AFTER)
 
 
-def failure_of(kind: ErrorKind, message: str, error: Json, attempts: int) -> Exception:
+def failure_of(error: ErrorBody, attempts: int) -> Exception:
     """What an error means to an episode."""
+    kind, message = error.kind, error.message
     if kind in _OUR_MISTAKE:
         return ConfigError(f"the tool server refused us: {message}")
     if kind is ErrorKind.UNKNOWN_OUTCOME:
         return OutcomeUnknown(message, attempts=attempts)
     if kind is ErrorKind.FAILED:
-        tried = error.get("attempts")
-        attempts = tried if isinstance(tried, int) else attempts
-        again, replay = error.get("retriable") is True, error.get("replay") is True
-        return InfraError(_boundary(error), message, attempts=attempts, retriable=again, replay=replay)
+        again, replay = error.retriable, error.replay
+        boundary = error.boundary or Boundary.SERVER
+        return InfraError(boundary, message, attempts=error.attempts, retriable=again, replay=replay)
     again = kind in (ErrorKind.EXPIRED, ErrorKind.CANCELLED, ErrorKind.SLOW_CLIENT)
     message = f"the tool server answered {kind.value}: {message}"
     return InfraError(Boundary.SERVER, message, attempts=attempts, retriable=again)
@@ -370,10 +374,3 @@ def nonsense(what: object) -> InfraError:
     """Something answers at the address, but not a tool server that we understand."""
     message = f"an answer that a tool server of this version does not give: {what}"
     return InfraError(Boundary.SERVER, message, retriable=False)
-
-
-def _boundary(error: Json) -> Boundary:
-    try:
-        return Boundary(str(error.get("boundary")))
-    except ValueError:
-        return Boundary.SERVER

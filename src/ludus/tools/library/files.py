@@ -40,7 +40,8 @@ class FileTool(SandboxTool):
             except InfraError:
                 raise
             except OSError as error:
-                raise ToolFault(f"{path[:200]}: {_reason(error)}") from None
+                reason = error.strerror or str(error) or type(error).__name__
+                raise ToolFault(f"{path[:200]}: {reason}") from None
 
 
 class ViewFile(FileTool):
@@ -59,12 +60,12 @@ class ViewFile(FileTool):
             try:
                 data = await lease.session.read(path, max_bytes=_MOST_BYTES + 1)
             except IsADirectoryError:
-                return ToolResult(_with(lease.note, await _listing(lease.session, path)))
+                return ToolResult(lease.with_note(await _listing(lease.session, path)))
         if len(data) > _MOST_BYTES or b"\0" in data:
             what = "binary" if b"\0" in data else f"larger than {_MOST_BYTES:,} bytes"
             raise ToolFault(f"{path} is {what}; look at it with another tool")
         text = data.decode("utf-8", "backslashreplace")
-        return ToolResult(_with(lease.note, numbered(text, first, last)))
+        return ToolResult(lease.with_note(numbered(text, first, last)))
 
 
 class CreateFile(FileTool):
@@ -80,7 +81,7 @@ class CreateFile(FileTool):
     async def run(self, path: str, text: str, context: ToolContext) -> ToolResult:
         async with self._lease(path, context) as lease:
             await _write(lease.session, path, text)
-        return ToolResult(_with(lease.note, f"wrote {path} ({len(_lines(text))} lines)"))
+        return ToolResult(lease.with_note(f"wrote {path} ({len(_lines(text))} lines)"))
 
 
 class ReplaceInFile(FileTool):
@@ -98,10 +99,10 @@ class ReplaceInFile(FileTool):
         async with self._lease(path, context) as lease:
             text = await _text(lease.session, path)
             start = _only(text, old, path)
-            await _write(lease.session, path, text[:start] + new + text[start + len(old) :])
-        changed = text[:start] + new + text[start + len(old) :]
+            changed = text[:start] + new + text[start + len(old) :]
+            await _write(lease.session, path, changed)
         line = text.count("\n", 0, start) + 1
-        return ToolResult(_with(lease.note, _around(changed, path, line, new)))
+        return ToolResult(lease.with_note(_around(changed, path, line, new)))
 
 
 class InsertInFile(FileTool):
@@ -127,7 +128,7 @@ class InsertInFile(FileTool):
             inserted = text if text.endswith("\n") or line == len(lines) else text + "\n"
             changed = "".join([*lines[:line], inserted, *lines[line:]])
             await _write(lease.session, path, changed)
-        return ToolResult(_with(lease.note, _around(changed, path, line + 1, text)))
+        return ToolResult(lease.with_note(_around(changed, path, line + 1, text)))
 
 
 def numbered(text: str, first: int, last: int) -> str:
@@ -195,14 +196,6 @@ def _around(text: str, path: str, line: int, written: str) -> str:
     if not lines or first > last:
         return f"{path} was changed; it is now empty"
     return f"{path} was changed:\n{numbered(text, first, last)}"
-
-
-def _with(note: str, text: str) -> str:
-    return f"{note}\n{text}" if note else text
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
 
 
 async def _text(session: Session, path: str) -> str:

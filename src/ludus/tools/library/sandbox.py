@@ -61,6 +61,9 @@ class SessionLease:
         self.lost = self.lost or execution.lost
         return execution
 
+    def with_note(self, text: str) -> str:
+        return f"{self.note}\n{text}" if self.note else text
+
 
 @asynccontextmanager
 async def _turn_of(held: _Held) -> AsyncIterator[None]:
@@ -150,7 +153,6 @@ _FAULTS = {
     Outcome.PROCESSES: Fault.LIMIT,
     Outcome.OUTPUT: Fault.LIMIT,
 }
-_NOTHING = "(no output)"
 
 
 class SandboxTool(Tool):
@@ -197,7 +199,13 @@ class ProgramOptions(Config):
     """How much of the output the model reads."""
 
 
-class PythonTool(SandboxTool):
+class _ProgramTool(SandboxTool):
+    def __init__(self, sessions: EpisodeSessions, options: ProgramOptions) -> None:
+        super().__init__(sessions, options.name, options.max_chars)
+        self.seconds = options.seconds
+
+
+class PythonTool(_ProgramTool):
     """Run Python code in a session that lasts: variables, imports and files stay for the next call.
 
     What is printed comes back, and the value of the last line if it is an expression. There is no
@@ -209,23 +217,20 @@ class PythonTool(SandboxTool):
 
     name = "python"
 
-    def __init__(self, sessions: EpisodeSessions, options: ProgramOptions) -> None:
-        super().__init__(sessions, options.name, options.max_chars)
-        self.seconds = options.seconds
-
     async def run(self, code: str, context: ToolContext) -> ToolResult:
         if context.one_call:
-            note, execution = "", await self.sessions.python_once(code, self.seconds)
+            execution = await self.sessions.python_once(code, self.seconds)
+            text = _shown(execution)
         else:
             async with self.sessions.use(context) as lease:
                 execution = lease.watch(await lease.session.python(code, wall_seconds=self.seconds))
-            note = lease.note
+            text = lease.with_note(_shown(execution))
         exited_well = execution.outcome is Outcome.EXITED and not execution.exit_code
         default = None if execution.ok or exited_well else Fault.TOOL_RAISED
-        return ToolResult(_with_note(note, execution), fault=_FAULTS.get(execution.outcome, default))
+        return ToolResult(text, fault=_FAULTS.get(execution.outcome, default))
 
 
-class BashTool(SandboxTool):
+class BashTool(_ProgramTool):
     """Run a command in a bash shell that lasts: the folder, variables and files stay for the next call.
 
     What it writes to stdout and stderr comes back. There is no network, and there are limits on time
@@ -237,23 +242,17 @@ class BashTool(SandboxTool):
 
     name = "bash"
 
-    def __init__(self, sessions: EpisodeSessions, options: ProgramOptions) -> None:
-        super().__init__(sessions, options.name, options.max_chars)
-        self.seconds = options.seconds
-
     async def run(self, command: str, context: ToolContext) -> ToolResult:
         async with self.sessions.use(context) as lease:
             execution = lease.watch(await lease.session.shell(command, wall_seconds=self.seconds))
         # A status that is not zero is how commands answer (`grep` found nothing): no fault by itself.
         answered = execution.outcome in (Outcome.OK, Outcome.RAISED, Outcome.EXITED)
-        return ToolResult(
-            _with_note(lease.note, execution), fault=None if answered else _FAULTS.get(execution.outcome)
-        )
+        fault = None if answered else _FAULTS.get(execution.outcome)
+        return ToolResult(lease.with_note(_shown(execution)), fault=fault)
 
 
-def _with_note(note: str, execution: Execution) -> str:
-    text = execution.text() or _NOTHING
-    return f"{note}\n{text}" if note else text
+def _shown(execution: Execution) -> str:
+    return execution.text() or "(no output)"
 
 
 PYTHON = Toolkit(ProgramOptions, lambda options, sessions: [PythonTool(sessions, options)])
