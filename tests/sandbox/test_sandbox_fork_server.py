@@ -68,7 +68,7 @@ def test_few_looks_are_taken_while_orders_wait(monkeypatch: pytest.MonkeyPatch) 
     plan = IsolationPlan(True, 0, False, False, (), "", None, 0)
     with host, link:
         worker = fork_server.ForkServer(link, plan)
-        worker._sessions[1], worker._limits[1] = 0, Limits(cpu_seconds=1.0)
+        worker._sessions[1] = watch.SessionRecord(0, Limits(cpu_seconds=1.0))
         worker._watched.add(1)
         for _ in range(orders):
             frames.send(host, {"op": "signal", "id": 1, "signal": 0})
@@ -95,7 +95,7 @@ def test_a_session_that_cannot_be_looked_after_is_ended_alone(monkeypatch: pytes
     with host, link:
         worker = fork_server.ForkServer(link, IsolationPlan(True, 0, False, False, (), "", None, 0))
         for number, pid in ((1, 11), (2, 12)):
-            worker._sessions[number], worker._limits[number] = pid, Limits(cpu_seconds=1.0)
+            worker._sessions[number] = watch.SessionRecord(pid, Limits(cpu_seconds=1.0))
         worker._enforce(worker._monitor.check_totals({1, 2}))
         worker._enforce(worker._monitor.check_idle({1, 2}, 1.0))
         told = [frames.receive(host)[0] for _ in range(2)]

@@ -371,7 +371,8 @@ def test_a_long_count_of_memory_delays_no_requests(monkeypatch: pytest.MonkeyPat
     """Each count takes longer than this test may: whoever waited for one would never be served."""
     monkeypatch.setattr(watch, "_proportional", lambda _: time.sleep(600))
     monkeypatch.setattr(watch, "_COUNT_REST", 1e9)
-    monitor = watch.UsageMonitor({1: os.getpid()}, {1: Limits(memory_mb=16, processes=1000)}, 0)
+    limits = Limits(memory_mb=16, processes=1000)
+    monitor = watch.UsageMonitor({1: watch.SessionRecord(os.getpid(), limits)}, 0)
     held = subprocess.Popen(["sleep", "600"])
     try:
         for _ in range(3):

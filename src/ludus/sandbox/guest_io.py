@@ -101,11 +101,7 @@ class ControlChannel:
             return False
         except OSError:
             data, ancillary = b"", []
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(raw[: len(raw) - len(raw) % received.itemsize])
-                self._fds.extend(received)
+        self._fds += frames.descriptors(ancillary)
         if not data:
             self._end(None)
             return False

@@ -200,7 +200,7 @@ async def run_query(
             problem=SqlProblem.REFUSED, message=f"the query is longer than {_MOST_QUERY:,} characters"
         )
     request = _request(database, limits, scratch) | {"what": "query", "query": query, "single": single}
-    return await _settled(where, database, request, limits, control, _parse_result)
+    return await _answered(where, database, request, limits, control, _parse_result)
 
 
 async def read_schema(
@@ -214,14 +214,14 @@ async def read_schema(
     """The tables of a database; a result with its problem where they cannot be read. See `run_query`."""
     limits = limits or SqlLimits()
     request = _request(database, limits, scratch) | {"what": "schema"}
-    return await _settled(where, database, request, limits, control, _parse_tables)
+    return await _answered(where, database, request, limits, control, _parse_tables)
 
 
 def _parse_tables(answer: dict[str, Any]) -> tuple[TableSchema, ...] | QueryResult:
     return _parse_schema(answer["tables"]) if "tables" in answer else _parse_result(answer)
 
 
-async def _settled(
+async def _answered(
     where: Sandbox | Session,
     database: Database,
     request: dict[str, Any],
@@ -232,7 +232,7 @@ async def _settled(
     """The answer to a request; without a readable one, find out who is at fault."""
     try:
         answer = await _ask(where, database, request, limits)
-        return answer if isinstance(answer, QueryResult) else _read(parse, answer)
+        return answer if isinstance(answer, QueryResult) else _parsed(parse, answer)
     except _NoAnswer as failure:
         if isinstance(where, Session) and control is None:
             raise
@@ -258,11 +258,7 @@ def _request(database: Database, limits: SqlLimits, scratch: str | None) -> dict
         "script": database.script,
         "scratch": scratch,
         "writable": scratch is not None,
-        "timeout": limits.seconds,
-        "memory_mb": limits.memory_mb,
-        "max_rows": limits.max_rows,
-        "max_bytes": limits.max_bytes,
-        "max_cell": limits.max_cell,
+        **limits.model_dump(),
     }
 
 
@@ -313,7 +309,7 @@ def _answer(execution: Execution) -> dict[str, Any] | QueryResult:
     return answer
 
 
-def _read(parse: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
+def _parsed(parse: Callable[[dict[str, Any]], T], answer: dict[str, Any]) -> T:
     try:
         return parse(answer)
     except (

@@ -227,11 +227,7 @@ class SandboxWorker:
     def wait_for_end(self) -> None:
         """Wait until it has ended with all its sessions; kill it if that takes too long."""
         if self._popen is not None and self._popen.returncode is None:
-            try:
-                self._popen.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._popen.kill()
-                self._popen.wait()
+            _wait_or_kill(self._popen)
         if self._slirp is not None:
             self._slirp.close()
 
@@ -310,6 +306,15 @@ class SandboxWorker:
             _lose(process)
         if was_alive:
             self._on_death(self)
+
+
+def _wait_or_kill(popen: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was told to end; kill it if that takes too long."""
+    try:
+        popen.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        popen.wait()
 
 
 async def _exited(pid: int) -> None:
@@ -438,11 +443,7 @@ class Slirp:
         if self._end >= 0:
             os.close(self._end)
             self._end = -1
-            try:
-                self._popen.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._popen.kill()
-                self._popen.wait()
+            _wait_or_kill(self._popen)
             assert self._popen.stderr is not None
             self._popen.stderr.close()
 

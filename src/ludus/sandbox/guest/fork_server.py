@@ -95,6 +95,11 @@ def _preload(names: list[str]) -> None:
 
 
 def _enter_namespaces(link: socket.socket, shown: list[str], resolver: str, *, is_own_net: bool) -> None:
+    """Move to new user, pid, mount, ipc, uts and network namespaces, as root inside them.
+
+    The kernel fixes the order: `unshare` makes the namespaces, only the host (outside) may write a uid map of
+    several users, and `unshare(CLONE_NEWPID)` takes effect for children alone, so a child continues as pid 1.
+    """
     kinds = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS
     kinds |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | (kernel.CLONE_NEWNET if is_own_net else 0)
     has_root = _built_as_root(shown, resolver)
@@ -187,30 +192,23 @@ class ForkServer:
     def __init__(self, link: socket.socket, plan: IsolationPlan) -> None:
         self._link = link
         self._plan = plan
-        self._sessions: dict[int, int] = {}
-        """First pid of each session, by number."""
+        self._sessions: dict[int, watch.SessionRecord] = {}
+        """Living sessions by number."""
         self._numbers: dict[int, int] = {}
-        """And back."""
-        self._limits: dict[int, Limits] = {}
+        """Number of each session by the pid of its first process."""
         self._completions: dict[int, tuple[int, int]] = {}
         """Helper processes that complete a fork, by pid: its number, and the pipe for the helper's report."""
         self._removals: set[int] = set()
         """Helper processes that remove folders."""
         self._forks: dict[int, int] = {}
         """Number by pidfd of the sessions that another session forked: they are not our children."""
-        self._pidfds: dict[int, int] = {}
-        """And back. They are signalled by pidfd, because their pid may have been reused."""
-        self._users: dict[int, int] = {}
-        """User of each session among those for sessions, by number; its forks are that user too."""
-        self._taken: set[int] = set()
+        self._taken: set[int | None] = set()
         """The users of living sessions."""
         self._last_user = int.from_bytes(os.urandom(4)) % max(plan.users - 1, 1)
         self._poll = select.poll()
-        self._slots: set[int] = set()
-        """Sessions that are slots: each program in them has limits of its own."""
         self._watched: set[int] = set()
         """Sessions to check often: those that have been running something for a while."""
-        self._monitor = watch.UsageMonitor(self._sessions, self._limits, plan.base_bytes)
+        self._monitor = watch.UsageMonitor(self._sessions, plan.base_bytes)
 
     def serve(self) -> None:
         """Handle requests, reap processes and check limits, until the host closes the socket (`EOFError`)."""
@@ -240,7 +238,8 @@ class ForkServer:
             checked = now
             if now - checked_all > _SELDOM_SECONDS:
                 self._enforce(self._monitor.check_totals(set(self._sessions)))
-                idle = self._sessions.keys() - self._watched - self._slots
+                slots = {number for number, session in self._sessions.items() if session.is_slot}
+                idle = self._sessions.keys() - self._watched - slots
                 self._enforce(self._monitor.check_idle(idle, now - checked_all))
                 checked_all = now
             else:
@@ -304,12 +303,9 @@ class ForkServer:
                 one_shot=header["one_shot"],
                 is_slot=is_slot,
             )
-        self._users[number] = user
         self._taken.add(user)
-        self._sessions[number], self._numbers[pid] = pid, number
-        self._limits[number] = limits
-        if is_slot:
-            self._slots.add(number)
+        self._sessions[number] = watch.SessionRecord(pid, limits, user, is_slot)
+        self._numbers[pid] = number
 
     def _forked(self, user: int) -> int:
         """Fork as `user` of those for sessions; returns the pid, and 0 in the child."""
@@ -317,7 +313,8 @@ class ForkServer:
             return os.fork()
         if not user:
             return kernel.fork_into(NAMESPACES)
-        # Only its creator may map itself into a user namespace; so this process is that user for a moment.
+        # Without privileges a uid map may only hold the user who made the namespace (user_namespaces(7)). So
+        # this process is that user for the moment of the clone; the saved id 0 lets it become root again.
         os.setresgid(user, user, 0)
         os.setresuid(user, user, 0)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or its files under /proc would belong to root
@@ -346,12 +343,12 @@ class ForkServer:
         A session that is about to be forked needs room for its forks' processes, which the kernel counts in the
         same user. It cannot raise the limit itself, or its code could as well.
         """
-        if number in self._sessions:
+        session = self._sessions.get(number)
+        if session is not None:
             with contextlib.suppress(OSError):
-                pid = self._sessions[number]
-                _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
-                own = min(max(hard // FORK_FACTOR, self._limits[number].processes), hard)
-                resource.prlimit(pid, resource.RLIMIT_NPROC, (hard if wide else own, hard))
+                _, hard = resource.prlimit(session.pid, resource.RLIMIT_NPROC)
+                own = min(max(hard // FORK_FACTOR, session.limits.processes), hard)
+                resource.prlimit(session.pid, resource.RLIMIT_NPROC, (hard if wide else own, hard))
 
     def _adopt(self, number: int, header: dict[str, Any]) -> None:
         """Take over a session that another one forked, and give it its own files.
@@ -362,17 +359,17 @@ class ForkServer:
         found = None
         if parent is not None:
             try:
-                found = self._fork_of(parent, claimed)
+                found = self._fork_of(parent.pid, claimed)
             except Exception:  # noqa: BLE001 - whatever it is, the session's code has caused it
                 self._enforce([(header["parent"], "unreadable")])
         if parent is None or found is None:
             self._tell({"event": "failed", "id": number, "error": "what it forked is not its child"})
             return
         pid, pidfd = found
-        self._forks[pidfd], self._pidfds[number] = number, pidfd
+        self._forks[pidfd] = number
         self._poll.register(pidfd, select.POLLIN)
-        self._sessions[number], self._numbers[pid] = pid, number
-        self._limits[number] = self._limits[header["parent"]]
+        self._sessions[number] = watch.SessionRecord(pid, parent.limits, pidfd=pidfd)
+        self._numbers[pid] = number
         self._set_process_limit(number, wide=False)
         if not self._plan.namespaces:
             self._tell({"event": "adopted", "id": number, "good": True})  # it copies its folder itself
@@ -388,7 +385,7 @@ class ForkServer:
             return
         if not helper:
             copy_mb = header["disk_mb"] if header["copy"] else None
-            _complete_fork(pid, pidfd, parent, copy_mb, self._plan.shown, reporter)
+            _complete_fork(pid, pidfd, parent.pid, copy_mb, self._plan.shown, reporter)
         os.close(reporter)
         self._completions[helper] = (number, report)
 
@@ -408,29 +405,28 @@ class ForkServer:
         return None
 
     def _fork_ended(self, pidfd: int) -> None:
-        number = self._forks.pop(pidfd)
-        del self._pidfds[number]
+        session = self._sessions.get(self._forks.pop(pidfd))
         self._poll.unregister(pidfd)
         os.close(pidfd)
-        pid = self._sessions.get(number)
-        if pid is not None:
-            self._ended(pid, None, 0.0, 0)
+        if session is not None:
+            session.pidfd = None
+            self._ended(session.pid, None, 0.0, 0)
 
     def _signal(self, number: int, which: int) -> None:
-        pid = self._sessions.get(number)
-        if pid is None:
+        session = self._sessions.get(number)
+        if session is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            if number in self._pidfds:
-                signal.pidfd_send_signal(self._pidfds[number], which)
+            if session.pidfd is not None:
+                signal.pidfd_send_signal(session.pidfd, which)
             else:
-                os.kill(pid, which)  # our own child: its pid is not reused before it is reaped
+                os.kill(session.pid, which)  # our own child: its pid is not reused before it is reaped
 
     def _kill(self, number: int) -> None:
-        pid = self._sessions.get(number)
-        if pid is not None and not self._plan.namespaces:
+        session = self._sessions.get(number)
+        if session is not None and not self._plan.namespaces:
             self._signal(number, signal.SIGSTOP)
-            watch.kill_below(pid, keep=set(self._numbers))
+            watch.kill_below(session.pid, keep=set(self._numbers))
         self._signal(number, signal.SIGKILL)
 
     def _reap(self) -> None:
@@ -458,10 +454,8 @@ class ForkServer:
 
     def _ended(self, pid: int, status: int | None, cpu: float, peak_kb: int) -> None:
         number = self._numbers.pop(pid)
-        del self._sessions[number], self._limits[number]
-        self._taken.discard(self._users.pop(number, 0))
+        self._taken.discard(self._sessions.pop(number).user)
         self._watched.discard(number)
-        self._slots.discard(number)
         self._monitor.forget(number)
         if not self._plan.namespaces:
             # what it left running was reparented to us (subreaper)

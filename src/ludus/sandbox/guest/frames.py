@@ -78,16 +78,21 @@ def _exactly(link: socket.socket, count: int, fds: list[int]) -> bytes:
         data, ancillary, _, _ = link.recvmsg(
             min(count - len(parts), 1 << 20), space, socket.MSG_CMSG_CLOEXEC
         )
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(raw[: len(raw) - len(raw) % received.itemsize])
-                fds.extend(received)
+        fds += descriptors(ancillary)
         if not data:
             close_all(fds)
             raise EOFError
         parts += data
     return bytes(parts)
+
+
+def descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The file descriptors (SCM_RIGHTS) that `recvmsg` received."""
+    found = array.array("i")
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(raw[: len(raw) - len(raw) % found.itemsize])
+    return found.tolist()
 
 
 def close_all(fds: list[int]) -> None:

@@ -2,15 +2,14 @@
 
 Left out on purpose, besides what needs privileges:
 - namespaces and mounts; other processes' memory (`ptrace`, `process_vm_readv`, `pidfd_getfd`);
-- `bpf`, `perf_event_open`, `userfaultfd`, `io_uring`, keys, and rules of one's own
-  (`seccomp`, Landlock's rulesets);
+- `bpf`, `perf_event_open`, `userfaultfd`, `io_uring`, keys, and new filters (`seccomp`, Landlock rulesets);
 - resources that the kernel counts per user or per machine, so that one session could exhaust them for all:
   `io_setup`, `inotify_init`, `fanotify_init`; `sync`, which keeps the machine's disks busy;
 - memory that no limit counts: `memfd_create`, `vmsplice`, System V and POSIX queues and shared memory.
 Allowed with conditions: `clone` without namespaces, except for the exact flags of `Session.fork`, in sessions
 only (it gives capabilities in a namespace in which no user is mapped, and the calls that could use them are
 refused); `socketpair` of Unix sockets; `setsockopt` without larger send buffers; `setrlimit` except
-RLIMIT_NPROC; `fcntl` without leases (a reader with a lease blocks whoever else opens the file) and without
+RLIMIT_NPROC; `fcntl` without leases (a lease blocks every other process that opens the file) and without
 signals about descriptors.
 
 Calls that are newer than this list fail with ENOSYS, so that C libraries fall back to older ones.
@@ -123,12 +122,16 @@ _NEW_NAMESPACES = 0x7E020080
 _GUARDED_PRCTL = (kernel.PR_SET_PDEATHSIG, kernel.PR_SET_CHILD_SUBREAPER, 22, 35)
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_REFUSED, _UNKNOWN, _PRETENDED = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
-
+# Classic BPF. An instruction is a `struct sock_filter`: (code, jt, jf, k). A jump compares the accumulator with
+# `k` and skips `jt` instructions if that holds, `jf` if not; a load takes 32 bits at offset `k` of the
+# `struct seccomp_data` of the call; a return ends the program with the verdict `k`.
 Instruction = tuple[int, int, int, int]
+_LOAD, _RETURN = 0x20, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_RET | BPF_K
+_EQUAL, _AT_LEAST, _ANY_BIT = 0x15, 0x35, 0x45  # BPF_JMP with BPF_JEQ, BPF_JGE, BPF_JSET
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets of nr, arch, args[0]
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000  # SECCOMP_RET_ALLOW, _ERRNO, _KILL_PROCESS
+# SECCOMP_RET_ERRNO with 0: the call does nothing and reports success
+_REFUSED, _UNKNOWN, _PRETENDED = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
 
 
 def program(
@@ -188,7 +191,7 @@ def program(
             *_unless(_RLIMIT_NPROC, _ALLOW),
             *_load(2),  # where the new limit lies: nowhere when it is only read
             *_only(0),
-            (_LOAD, 0, 0, _ARGUMENT + 20),
+            (_LOAD, 0, 0, _ARGUMENT + 20),  # the upper half of args[2]
             *_only(0),
         ],
     }
@@ -215,6 +218,7 @@ def packed(code: Iterable[Instruction]) -> bytes:
 
 def install(packed: bytes) -> None:
     """Put the filter over this process and all it will start, for good."""
+    # struct sock_fprog { unsigned short len; struct sock_filter *filter }, padded to 16 bytes
     buffer = ctypes.create_string_buffer(packed, len(packed))
     header = (len(packed) // 8).to_bytes(8, "little") + ctypes.addressof(buffer).to_bytes(8, "little")
     holder = ctypes.create_string_buffer(header, 16)
@@ -222,6 +226,7 @@ def install(packed: bytes) -> None:
 
 
 def _when(comparison: int, value: int, verdict: int) -> list[Instruction]:
+    """Return `verdict` if the comparison holds; otherwise go on with the next instruction."""
     return [(comparison, 0, 1, value), (_RETURN, 0, 0, verdict)]
 
 

@@ -23,7 +23,7 @@ class Duck:
 
         self._duckdb: Any = duckdb
         self.errors = (duckdb.Error, ValueError, OSError, RuntimeError, OverflowError)
-        self._timeout = float(request["timeout"])
+        self._timeout = float(request["seconds"])
         self._timed_out = False
         self.changed: int | None = None
         writable = bool(request["writable"])

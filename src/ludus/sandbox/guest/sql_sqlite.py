@@ -78,7 +78,7 @@ class Sqlite:
     def __init__(self, request: Json) -> None:
         self._writable = bool(request["writable"])
         self._deadline = math.inf
-        self._timeout = float(request["timeout"])
+        self._timeout = float(request["seconds"])
         try:
             self._connection = self._opened(request)
             self._connection.execute("select count(*) from sqlite_master").fetchone()

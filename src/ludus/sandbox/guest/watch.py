@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +36,21 @@ Excess = tuple[int, str]
 """A session's number, and the limit that it has exceeded."""
 
 
+@dataclass(slots=True)
+class SessionRecord:
+    """A living session, as the fork server knows it."""
+
+    pid: int
+    """Its first process."""
+    limits: Limits
+    user: int | None = None
+    """Its number among the user ids for sessions; None for a fork, which has its parent's."""
+    is_slot: bool = False
+    """Each program in a slot has limits of its own."""
+    pidfd: int | None = None
+    """Of a session that another session forked: not our child, so its pid may be reused before we notice."""
+
+
 class UsageMonitor:
     """Checks sessions against their limits; the fork server kills those it returns.
 
@@ -42,11 +58,9 @@ class UsageMonitor:
     that session and not the fork server.
     """
 
-    def __init__(
-        self, sessions: Mapping[int, int], limits: Mapping[int, Limits], base_bytes: int
-    ) -> None:
-        """`sessions` and `limits`: first pids and limits of living sessions, by number; read at each check."""
-        self._sessions, self._limits, self._base_bytes = sessions, limits, base_bytes
+    def __init__(self, sessions: Mapping[int, SessionRecord], base_bytes: int) -> None:
+        """`sessions`: the living sessions by number, read at each check."""
+        self._sessions, self._base_bytes = sessions, base_bytes
         self._counters: dict[int, tuple[int, float]] = {}
         """Helper processes that count a session's memory, by pid: the session's number, and since when."""
         self._next_counts: dict[int, float] = {}
@@ -61,10 +75,10 @@ class UsageMonitor:
 
     def check_totals(self, numbers: set[int]) -> list[Excess]:
         """Sessions whose processes together exceed a limit. A fork counts for itself."""
-        others = set(self._sessions.values())
+        others = self._first_pids()
         found: list[Excess] = []
         for number in numbers & self._sessions.keys():
-            pid, limits = self._sessions[number], self._limits[number]
+            pid, limits = self._sessions[number].pid, self._sessions[number].limits
             most = (limits.memory_mb << 20) + self._base_bytes
             try:
                 excess = suspected(pid, others, most, limits.processes)
@@ -107,11 +121,11 @@ class UsageMonitor:
 
     def check_idle(self, numbers: set[int], seconds: float) -> list[Excess]:
         """Sessions (of `numbers`, which run nothing for the host) that keep a CPU busy all the same."""
-        others = set(self._sessions.values())
+        others = self._first_pids()
         found: list[Excess] = []
         for number in numbers:
             try:
-                used = cpu_seconds(self._sessions[number], others)
+                used = cpu_seconds(self._sessions[number].pid, others)
             except Exception:  # noqa: BLE001 - as above
                 found.append((number, "unreadable"))
                 continue
@@ -119,11 +133,14 @@ class UsageMonitor:
             # Not the share of a CPU that it keeps busy: among many that spin, each gets a small part of one.
             undue = max(0.0, undue + used - before - _IDLE_SHARE * seconds)
             self._idle_use[number] = (used, undue)
-            if undue > self._limits[number].cpu_seconds:
+            if undue > self._sessions[number].limits.cpu_seconds:
                 found.append((number, "cpu"))
         for number in self._idle_use.keys() - numbers:
             del self._idle_use[number]
         return found
+
+    def _first_pids(self) -> set[int]:
+        return {session.pid for session in self._sessions.values()}
 
     def forget(self, number: int) -> None:
         """A session has ended."""
