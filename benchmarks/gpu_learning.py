@@ -25,7 +25,7 @@ import torch
 import ludus
 from ludus.observe import RunFolder, table_markdown
 from ludus.training import Recipe, load_recipe
-from ludus.training.gguf import located
+from ludus.training.models.gguf import located
 
 RECIPES = (
     "recipes/smollm2_safe.toml",

@@ -251,7 +251,7 @@ def test_neither_writing_code_nor_mistakes_nor_settings_load_torch(tmp_path: Pat
 
 def test_the_algorithms_that_recipes_know_without_torch_are_those_that_need_no_options() -> None:
     from ludus.algos import ALGORITHMS, load_algorithm
-    from ludus.training.settings import PLAIN
+    from ludus.training.config.rl import PLAIN
 
     assert set(ALGORITHMS) - {"dr_grpo"} == PLAIN  # dr_grpo needs a length
     for name in PLAIN:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ludus.core import ConfigError, LudusError, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Critic, CriticConfig, RLConfig, policy_update, rows_of
-from ludus.training.critic import explained_variance
+from ludus.training.optim.critic import explained_variance
 
 Kind = Literal["model", "head"]
 BOTH: list[Kind] = ["model", "head"]

@@ -24,7 +24,7 @@ from transformers import (
 
 import ludus
 from ludus.training import ModelConfig, fit_tokenizer, load_model
-from ludus.training.models import without_dropout
+from ludus.training.models.loading import without_dropout
 
 MAKERS: dict[str, Any] = {
     "gpt2": lambda size: GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2)),
@@ -128,7 +128,7 @@ def test_an_adapter_s_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
 
 
 def test_a_step_leaves_other_draws_alone(tmp_path: Path) -> None:
-    from ludus.training.learner import SeededDropout
+    from ludus.training.optim.learner import SeededDropout
 
     drops = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
     seeded = SeededDropout(drops, torch.device("cpu"), seed=3)

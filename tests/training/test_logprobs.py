@@ -12,8 +12,9 @@ from small_steps import packs, rows_of_lengths, small_model
 from torch import Tensor, nn
 
 from ludus.engine import head_logits, plain_head
-from ludus.training import action_logprobs, logprobs
-from ludus.training.logprobs import chunk_rows, linear_logprobs
+from ludus.training import action_logprobs
+from ludus.training.optim import logprobs
+from ludus.training.optim.logprobs import chunk_rows, linear_logprobs
 
 ROWS = rows_of_lengths([9, 14, 6, 12])
 

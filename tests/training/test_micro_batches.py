@@ -41,18 +41,18 @@ from ludus.training import (
     action_logprobs,
     logprobs_of,
 )
-from ludus.training import critic as critic_module
-from ludus.training import learner as learner_module
-from ludus.training import logprobs as logprobs_module
-from ludus.training.critic import ValueTargets
-from ludus.training.learner import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
-from ludus.training.packing import (
+from ludus.training.data.packing import (
     MicroBatchSplitter,
     PackedRows,
     concat_masks,
     is_out_of_memory,
     pack_rows,
 )
+from ludus.training.optim import critic as critic_module
+from ludus.training.optim import learner as learner_module
+from ludus.training.optim import logprobs as logprobs_module
+from ludus.training.optim.critic import ValueTargets
+from ludus.training.optim.learner import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
 ROWS = rows_of_lengths(LENGTHS)

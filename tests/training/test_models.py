@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from ludus.core import ConfigError, MissingExtraError
-from ludus.training import ModelConfig, check_source, load_model, models
-from ludus.training.gguf import (
+from ludus.training import ModelConfig, check_source, load_model
+from ludus.training.models import loading as models
+from ludus.training.models.gguf import (
     LISTING,
     SHORT_NAMES,
     cache_folder,
@@ -24,7 +25,7 @@ from ludus.training.gguf import (
     dequantize_in_threads,
     located,
 )
-from ludus.training.models import device_of, dtype_of
+from ludus.training.models.loading import device_of, dtype_of
 
 VOCABULARY = 261
 SIZES = {"width": 64, "heads": 2, "layers": 2, "wide": 96}
@@ -197,7 +198,7 @@ def test_a_file_is_parsed_once_and_unpacked_in_threads(
     write_quantised(tmp_path / "tiny.gguf", head="same")
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
     monkeypatch.setattr(gguf, "dequantize", dequantize)
-    monkeypatch.setattr("ludus.training.gguf._CHUNK", 1024)
+    monkeypatch.setattr("ludus.training.models.gguf._CHUNK", 1024)
     converted(tmp_path / "tiny.gguf")
     assert len(parsed) == 1
     assert threads - {threading.main_thread()}
@@ -209,7 +210,7 @@ def test_a_file_is_parsed_once_and_unpacked_in_threads(
 def test_threads_unpack_what_one_call_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import gguf
 
-    monkeypatch.setattr("ludus.training.gguf._CHUNK", 700)
+    monkeypatch.setattr("ludus.training.models.gguf._CHUNK", 700)
     form = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[form]
     data = np.random.default_rng(0).integers(0, 60, (37, 512 // block * size), dtype=np.uint8)
@@ -253,7 +254,7 @@ def test_a_damaged_folder_is_made_anew(tmp_path: Path, caplog: pytest.LogCapture
 def test_another_process_may_be_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
-    from ludus.training import gguf
+    from ludus.training.models import gguf
 
     convert = gguf._convert
 

@@ -12,7 +12,8 @@ import pytest
 
 import ludus
 from ludus.core import ConfigError
-from ludus.training import ModelConfig, check_source, load_model, models
+from ludus.training import ModelConfig, check_source, load_model
+from ludus.training.models import loading as models
 
 
 class Hub(ThreadingHTTPServer):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ludus.core import MediaSpan, Segment, SegmentKind, StopReason, Task, TokenSequence, Trajectory
 from ludus.training import Columns, items_of_step, packs_of, rows_of
-from ludus.training.packing import advantage_inputs, take_rows
+from ludus.training.data.packing import advantage_inputs, take_rows
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
 

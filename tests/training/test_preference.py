@@ -40,7 +40,7 @@ from ludus.core import (
 )
 from ludus.rollouts import Renderer, load_format
 from ludus.training import PreferenceConfig, frozen, read_conversations, read_labelled, read_pairs
-from ludus.training.conversations import parse_conversations
+from ludus.training.data.conversations import parse_conversations
 from ludus.training.stages.preference import Pair, labelled_of, pair_of, pairs_of, prefer
 
 BETA = 0.3

@@ -38,11 +38,12 @@ from ludus.training import (
     scratch_model,
     trajectory_of,
 )
-from ludus.training.api import check_extension, finished_text, resolve
+from ludus.training.api import resolve
 from ludus.training.checkpoint import save_learner
-from ludus.training.models import scratch_parameters
-from ludus.training.parts import demonstrations_of, resolve_part
+from ludus.training.config.parts import demonstrations_of, resolve_part
+from ludus.training.models.loading import scratch_parameters
 from ludus.training.report import best_of, idle_patience, is_exhausted
+from ludus.training.resume import check_extension, finished_text
 
 
 def settings(folder: Path, **tables: Any) -> dict[str, Any]:

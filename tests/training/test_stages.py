@@ -19,9 +19,10 @@ import ludus
 from ludus.core import ConfigError, LudusError
 from ludus.observe import RunFolder, RunWriter, prefixed, undefined
 from ludus.training import Parts, Recipe, Result, train_async
-from ludus.training.optimizer import MasterAdamW
+from ludus.training.config.recipe import STAGE_CONFIGS
+from ludus.training.config.stages import BaseStageConfig
+from ludus.training.optim.optimizer import MasterAdamW
 from ludus.training.report import write_report
-from ludus.training.settings import STAGE_CONFIGS, BaseStageConfig
 from ludus.training.stages import STAGES
 
 RATE = {"learning_rate": 1e-2}

@@ -24,8 +24,8 @@ from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, close_shared_sandboxes
 from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
-from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
-from ludus.training.recipe import Recipe, load_recipe
+from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
+from ludus.training.config.recipe import Recipe, load_recipe
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16
@@ -50,7 +50,7 @@ def recipe_findings(
     recipe = load_recipe(path, overrides)
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
-    from ludus.training.models import check_source
+    from ludus.training.models.loading import check_source
     from ludus.training.preflight import check_parts
     from ludus.training.report import idle_patience
 
@@ -127,7 +127,7 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
     from ludus.engine import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
-    from ludus.training.models import fit_tokenizer
+    from ludus.training.models.loading import fit_tokenizer
     from ludus.training.run_context import build_rollout
 
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
@@ -158,7 +158,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
     from ludus.engine import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
-    from ludus.training.models import fit_tokenizer
+    from ludus.training.models.loading import fit_tokenizer
     from ludus.training.run_context import build_rollout, play_expert
 
     tasks = parts.tasks[:SAMPLE]
@@ -186,7 +186,7 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     from ludus.engine import FakeEngine
     from ludus.rewards import Scorer
     from ludus.rollouts.tokenizers import HFTokenizer
-    from ludus.training.models import fit_tokenizer
+    from ludus.training.models.loading import fit_tokenizer
     from ludus.training.run_context import build_rollout, tool_specs
 
     reset_error_counts()

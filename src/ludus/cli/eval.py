@@ -34,6 +34,8 @@ from ludus.observe import (
     table_rich,
     write_groups,
 )
+from ludus.training.config.parts import Parts, check_rebuilt, load_parts, task_set_specs
+from ludus.training.config.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
 from ludus.training.evaluation.evaluate import TASK_SET, EvalModel, Evaluation, find_model
 from ludus.training.evaluation.report import (
     comparison_table,
@@ -54,8 +56,6 @@ from ludus.training.evaluation.study import (
     settings_of,
 )
 from ludus.training.evaluation.summary import SummaryOptions
-from ludus.training.parts import Parts, check_rebuilt, load_parts, task_set_specs
-from ludus.training.recipe import Recipe, find_recipe, load_recipe, packaged_recipes
 from ludus.training.report import best_of
 
 

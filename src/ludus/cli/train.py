@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ludus.core.failures import ConfigError
 from ludus.observe import RunWriter, episode_text, printable, table_rich
-from ludus.training.parts import Parts, check_rebuilt, load_parts
-from ludus.training.recipe import Recipe, load_recipe
+from ludus.training.config.parts import Parts, check_rebuilt, load_parts
+from ludus.training.config.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from ludus.training.api import Result
@@ -60,9 +60,9 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
         check_rebuilt(str(folder), run.objects(), [one.partition("=")[0] for one in overrides])
         recipe = Recipe.parse(run.recipe(), f"{folder}/recipe.json")
         parts = load_parts(recipe)
-        from ludus.training.api import finished_text, resumed_recipe
         from ludus.training.checkpoint import load_progress
         from ludus.training.preflight import with_step_counts
+        from ludus.training.resume import finished_text, resumed_recipe
 
         if overrides:
             recipe = resumed_recipe(run, overrides)

@@ -1,4 +1,4 @@
-"""Training: recipes, packing, updates, the loop, evaluation, reports."""
+"""Training: recipes (`config`), data, models, gradient steps (`optim`), stages, the loop, evaluation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from ludus.core.registry import lazy_exports
 if TYPE_CHECKING:
     from ludus.training.api import Result, evaluate, rollout, train, train_async
     from ludus.training.checkpoint import RunProgress, save_model
-    from ludus.training.conversations import read_conversations, read_labelled, read_pairs, trajectory_of
-    from ludus.training.critic import Critic
-    from ludus.training.curriculum import Curriculum, CurriculumConfig
-    from ludus.training.evaluation.evaluate import Evaluation
-    from ludus.training.learner import Learner, frozen
-    from ludus.training.logprobs import action_logprobs, logprobs_of
-    from ludus.training.loop import Trainer
-    from ludus.training.lora import adapter_reference, add_adapter, save_adapter
-    from ludus.training.models import check_source, fit_tokenizer, load_model, scratch_model
-    from ludus.training.packing import Columns, Pack, Row, packs_of, rows_of
-    from ludus.training.parts import Parts, TaskSetSpec, load_parts, task_set_specs
-    from ludus.training.preflight import check_parts
-    from ludus.training.recipe import (
+    from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
+    from ludus.training.config.recipe import (
         LoraConfig,
         ModelConfig,
         Recipe,
@@ -29,6 +18,26 @@ if TYPE_CHECKING:
         TaskSetConfig,
         load_recipe,
     )
+    from ludus.training.config.rl import BrokenConfig, CriticConfig, RLConfig, RolloutSettings
+    from ludus.training.config.stages import OptimizerConfig, PreferenceConfig
+    from ludus.training.data.conversations import (
+        read_conversations,
+        read_labelled,
+        read_pairs,
+        trajectory_of,
+    )
+    from ludus.training.data.curriculum import Curriculum, CurriculumConfig
+    from ludus.training.data.packing import Columns, Pack, Row, packs_of, rows_of
+    from ludus.training.data.task_sampler import TaskSampler, TaskSet, items_of_step
+    from ludus.training.evaluation.evaluate import Evaluation
+    from ludus.training.loop import Trainer
+    from ludus.training.models.loading import check_source, fit_tokenizer, load_model, scratch_model
+    from ludus.training.models.lora import adapter_reference, add_adapter, save_adapter
+    from ludus.training.optim.critic import Critic
+    from ludus.training.optim.learner import Learner, frozen
+    from ludus.training.optim.logprobs import action_logprobs, logprobs_of
+    from ludus.training.optim.update import policy_update, sft_step
+    from ludus.training.preflight import check_parts
     from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
     from ludus.training.run_context import (
         RunContext,
@@ -38,16 +47,6 @@ if TYPE_CHECKING:
         close_task_sets,
         play_expert,
     )
-    from ludus.training.settings import (
-        BrokenConfig,
-        CriticConfig,
-        OptimizerConfig,
-        PreferenceConfig,
-        RLConfig,
-        RolloutSettings,
-    )
-    from ludus.training.task_sampler import TaskSampler, TaskSet, items_of_step
-    from ludus.training.update import policy_update, sft_step
 
 __all__ = [
     "BrokenConfig",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from os import PathLike
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ludus.core.concurrency import frozen_gc, run_coroutine
-from ludus.core.config import apply_overrides, read_toml
+from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
@@ -27,23 +25,14 @@ from ludus.core.trajectory import Group
 from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
 from ludus.observe import (
-    SHOWN_METRICS,
     SINKS,
-    Checkpoint,
-    JsonLinesSink,
-    Progress,
     RunFolder,
     RunWriter,
     setup_logging,
 )
 from ludus.rollouts.agent import Agent, Expert
-from ludus.training.checkpoint import RunProgress, UnsavedError, load_progress
-from ludus.training.conversations import Conversation
-from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
-from ludus.training.loop import OnStep, Trainer
-from ludus.training.models import check_source
-from ludus.training.parts import (
-    KEYS,
+from ludus.training.checkpoint import UnsavedError
+from ludus.training.config.parts import (
     Parts,
     check_rebuilt,
     load_parts,
@@ -51,17 +40,17 @@ from ludus.training.parts import (
     resolve_part,
     task_set_specs,
 )
+from ludus.training.config.paths import beside, with_absolute_paths
+from ludus.training.config.recipe import Recipe, find_recipe, refuse_empty
+from ludus.training.data.conversations import Conversation
+from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
+from ludus.training.loop import OnStep, Trainer
+from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_parts, with_step_counts
-from ludus.training.recipe import (
-    Recipe,
-    beside,
-    find_recipe,
-    refuse_empty,
-    with_absolute_paths,
-)
-from ludus.training.report import EXTENDED, Report, success_text, write_report
+from ludus.training.progress import show_progress
+from ludus.training.report import Report, write_report
+from ludus.training.resume import checkpoint_to_resume, resumed_recipe
 from ludus.training.run_context import build_run_context
-from ludus.training.settings import STAGE_CONFIGS, SFTConfig
 
 log = logging.getLogger(__name__)
 
@@ -161,40 +150,6 @@ def train(
     again = "ludus.train(resume={path!r}, ...) with the same tasks, tools and rewards"
     objects = objects_of(given)
     return run_coroutine(train_async(resolved, parts, run, on_step, objects, show=show, again=again))
-
-
-def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe that a run goes on by: its own, with its last stage made longer where that is asked for."""
-    where = f"{run.path}/recipe.json"
-    raw = run.recipe()
-    if not overrides:
-        return Recipe.parse(raw, where)
-    changed = apply_overrides(raw, overrides)
-    recipe = Recipe.parse(changed, where)
-    latest = run.latest_checkpoint()
-    done = load_progress(latest.path) if latest is not None else None
-    keys = [one.partition("=")[0].strip() for one in overrides]
-    objects = run.objects()
-    missing = {name: what for name, what in objects.items() if KEYS.get(name, name) not in keys}
-    rebuilt = {
-        KEYS.get(name, name) for name in objects.keys() - missing.keys()
-    }  # named by reference now
-    before = Recipe.parse(raw, where)
-    check_extension(recipe, [key for key in keys if key not in rebuilt], done, before)
-    optimizer = getattr(recipe.stages[-1], "optimizer", None)
-    if optimizer is not None and optimizer.schedule != "constant":
-        log.warning(
-            "the learning rate's schedule (%s) is over all steps of a stage: with more of them it is another "
-            "one from here on",
-            optimizer.schedule,
-        )
-    if done is not None and recipe.stages[-1] != before.stages[-1]:  # which differ in length alone
-        with closing(JsonLinesSink(run.metrics_path)) as rows:
-            rows.write(done.step, {EXTENDED: 1.0})
-    run.replace_recipe(with_absolute_paths(changed))
-    if rebuilt:
-        run.note_objects(missing)
-    return recipe
 
 
 def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -370,7 +325,7 @@ async def _train_in(
     writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
 ) -> Result:
     with writer, setup_logging(writer):
-        checkpoint = _continue(writer, recipe) if is_resumed else None
+        checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         async with await build_run_context(
             recipe, parts, checkpoint.path if checkpoint else None
         ) as context:
@@ -394,176 +349,7 @@ def new_run(recipe: Recipe) -> RunWriter:
     return RunWriter.create_numbered(recipe.name, raw)
 
 
-def _continue(run: RunWriter, recipe: Recipe) -> Checkpoint | None:
-    """The checkpoint to go on from."""
-    checkpoint = run.latest_checkpoint(thorough=True)
-    if checkpoint is None and any(run.checkpoints_path.glob("step-*")):
-        raise ConfigError(
-            f"every checkpoint in {run.checkpoints_path} is damaged (the log says how), so there is nothing to "
-            "go on from: put back what they were, or begin a new run"
-        )
-    if checkpoint is None and _must_have_saved(run, recipe):
-        raise ConfigError(
-            f"{run.path} has recorded steps and has no checkpoint of them in {run.checkpoints_path.name}, so "
-            "there is nothing to go on from: put the folder back, or begin a new run"
-        )
-    return checkpoint
-
-
-def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
-    """Whether a run that recorded what it did has had a checkpoint; only imitation begins without one."""
-    done: int = max((row.get("step", 0) for row in run.metrics()), default=0)
-    first = recipe.stages[0]
-    return done > (0 if first.saves_at_start else min(first.total_steps, recipe.run.checkpoint_every))
-
-
 def _add_sinks(run: RunWriter, recipe: Recipe, first_step: int) -> None:
     raw = recipe.model_dump(mode="json")
     for name in recipe.run.all_sinks:
         run.add_sink(partial(SINKS.load(name), run.path, raw, first_step))
-
-
-# Progress on the terminal or in a notebook.
-
-_OWN = {
-    "pairs": "pairs",
-    "accuracy": "accuracy",
-    "kept": "kept",
-    "reverse_kl": "KL",
-    "loss": "loss",
-    "held_out_loss": "held-out loss",
-}
-_SHOWN = {**SHOWN_METRICS} | {
-    f"{stage.prefix}/{name}": label
-    for stage in STAGE_CONFIGS
-    if stage.prefix and stage.learns
-    for name, label in {**SHOWN_METRICS, **_OWN}.items()
-}
-"""What a progress line has, where a step has it: RL's numbers, and under their names those of other stages."""
-
-
-class ProgressDisplay:
-    """One progress bar for each stage, fed by the trainer after every step."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._open = ExitStack()
-        self._phase = ""
-        self._bar: Progress | None = None
-
-    def __call__(self, phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
-        if phase == "evaluation":
-            self._evaluated(step, metrics)
-            return
-        if phase != self._phase or self._bar is None:
-            self.close()
-            self._phase = phase
-            # KTO learns from single episodes
-            shown = {**_SHOWN, "dpo/pairs": "episodes"} if phase.startswith("KTO") else _SHOWN
-            bar = Progress(total, phase, console=self._console, first=step - 1, shown=shown)
-            self._bar = self._open.enter_context(bar)
-        self._bar.update(step, metrics)
-
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        shown = [f"success {success_text(metrics)}"]
-        if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
-            high = metrics["eval/success_high"]
-            shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
-        passes = [name for name in metrics if name.startswith("eval/pass@")]
-        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
-        self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.say(text)
-        else:
-            self._console.print(Text(text), soft_wrap=True)  # paths and commands are there to be copied
-
-    def close(self) -> None:
-        self._open.close()
-        self._bar = None
-
-
-@contextmanager
-def show_progress(
-    run: RunWriter, console: Console | None, again: str
-) -> Iterator[ProgressDisplay | None]:
-    """Show a run: its folder, its progress, and where it was saved when it is stopped.
-
-    `again` is how to go on with it. Without a console nothing is shown.
-    """
-    if console is None:
-        yield None
-        return
-    display = ProgressDisplay(console)
-    display.say(f"run folder: {run.path}")
-    try:
-        yield display
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        display.close()
-        latest = run.latest_checkpoint()
-        saved = f"saved after step {latest.step} in {latest.path}" if latest else "nothing to save yet"
-        display.say(f"stopped; {saved}. Go on with: {again}")
-        raise
-    finally:
-        display.close()
-
-
-def length_key(recipe: Recipe) -> str | None:
-    """The key that says how long the last stage is, such as rl.steps; None where it does not learn."""
-    where, last = recipe.named_stages[-1]
-    return f"{where}.{last.length_key}" if last.length_key is not None else None
-
-
-def check_extension(
-    recipe: Recipe, changed: Sequence[str], done: RunProgress | None, before: Recipe
-) -> None:
-    """Refuse what a resumed run cannot change: all but how long its last stage is, and what is written down.
-
-    `changed` are the keys, as on the command line; `done` is how far the run has come; `before` is its recipe
-    as it was.
-    """
-    length = length_key(before)
-    for key in changed:
-        noted = key.startswith(("run.", "evaluation.")) and key != "run.folder"
-        if key != length and not noted:
-            raise ConfigError(
-                "a resumed run goes on by its own recipe, and "
-                f"{key} cannot be changed; what can be: {f'{length}, ' if length else ''}"
-                f"evaluation.* and run.*. {_OTHERWISE}"
-            )
-    where, last = recipe.named_stages[-1]
-    if isinstance(last, SFTConfig) and last.epochs is not None:  # its steps depend on the data
-        earlier = before.stages[-1]
-        assert isinstance(earlier, SFTConfig)
-        if earlier.epochs is not None and last.epochs < earlier.epochs:
-            raise ConfigError(f"{length} can only be raised: it is {earlier.epochs:g}")
-        return
-    if done is not None and done.stage == len(recipe.stages) - 1 and last.total_steps < done.done:
-        raise ConfigError(
-            f"{where} has done {done.done} steps already, so its length cannot be {last.total_steps}"
-        )
-
-
-_OTHERWISE = (
-    "To train otherwise, begin a new run whose model is the last checkpoint's folder "
-    "(model.name=RUN/checkpoints/step-...)"
-)
-
-
-def finished_text(recipe: Recipe, counted: Recipe, done: RunProgress | None, run: str) -> str | None:
-    """What to say of a run that has done all its steps; None for any other.
-
-    `counted` is the recipe with steps where it says epochs.
-    """
-    if done is None or done.step < sum(stage.total_steps for stage in counted.stages):
-        return None
-    text, key = f"{run} is finished: all {done.step} steps are done.", length_key(recipe)
-    if key is None:
-        return f"{text} Its last stage is an evaluation, so it cannot be extended. {_OTHERWISE}"
-    longer = 2 * getattr(recipe.stages[-1], key.rpartition(".")[2])
-    return (
-        f"{text} To extend it, raise the length of its last stage: "
-        f"ludus train --resume {run} {key}={longer}"
-    )

@@ -18,12 +18,12 @@ from ludus.engine import use_ludus_attention
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.training.gguf import without_progress_bars
-from ludus.training.learner import Learner, frozen
-from ludus.training.lora import AdapterReference, adapter_reference, is_adapted, save_adapter
-from ludus.training.models import load_model
-from ludus.training.recipe import ModelConfig
-from ludus.training.settings import RLConfig
+from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.rl import RLConfig
+from ludus.training.models.gguf import without_progress_bars
+from ludus.training.models.loading import load_model
+from ludus.training.models.lora import AdapterReference, adapter_reference, is_adapted, save_adapter
+from ludus.training.optim.learner import Learner, frozen
 
 if TYPE_CHECKING:
     from ludus.training.run_context import RunContext

@@ -33,8 +33,8 @@ from ludus.training.checkpoint import (
     rewards_state,
     save_checkpoint,
 )
+from ludus.training.config.recipe import stage_ends
 from ludus.training.evaluation.evaluate import Evaluation
-from ludus.training.recipe import stage_ends
 from ludus.training.report import (
     best_of,
     idle_patience,

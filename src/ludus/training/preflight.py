@@ -7,10 +7,16 @@ import math
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
 from ludus.observe import SINKS
-from ludus.training.models import device_of
-from ludus.training.parts import Parts, demonstrations_of, errors_at, refuse_stray_tasks, task_set_specs
-from ludus.training.recipe import Recipe
-from ludus.training.settings import SFTConfig, StageConfig
+from ludus.training.config.parts import (
+    Parts,
+    demonstrations_of,
+    errors_at,
+    refuse_stray_tasks,
+    task_set_specs,
+)
+from ludus.training.config.recipe import Recipe, StageConfig
+from ludus.training.config.stages import SFTConfig
+from ludus.training.models.loading import device_of
 from ludus.training.stages import stage_class
 
 

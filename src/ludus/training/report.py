@@ -20,8 +20,8 @@ from ludus.observe import (
     read_failures,
     table_markdown,
 )
-from ludus.training.recipe import Recipe, stage_ends
-from ludus.training.settings import STAGE_CONFIGS, RLConfig
+from ludus.training.config.recipe import STAGE_CONFIGS, Recipe, stage_ends
+from ludus.training.config.rl import RLConfig
 
 COLUMNS = (
     "held-out tasks",

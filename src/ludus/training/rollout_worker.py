@@ -31,10 +31,10 @@ from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajector
 from ludus.observe import has_signal, rollout_metrics
 from ludus.rollouts.episode import Budgets
 from ludus.rollouts.rollout import Rollout
-from ludus.training.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
-from ludus.training.recipe import PER_SET
-from ludus.training.settings import BrokenConfig, OverlongConfig, RolloutSettings
-from ludus.training.task_sampler import SampledTask, TaskSampler, TaskSet, seed_of_set
+from ludus.training.config.recipe import PER_SET
+from ludus.training.config.rl import BrokenConfig, OverlongConfig, RolloutSettings
+from ludus.training.data.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
+from ludus.training.data.task_sampler import SampledTask, TaskSampler, TaskSet, seed_of_set
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import LocalTools, shut
 from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import RunProgress, load_progress
-from ludus.training.conversations import Conversation, trajectory_of
+from ludus.training.config.parts import Parts, task_set_specs
+from ludus.training.config.recipe import AgentConfig, Recipe
+from ludus.training.data.conversations import Conversation, trajectory_of
+from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
-from ludus.training.models import fit_tokenizer, load_model
-from ludus.training.parts import Parts, task_set_specs
-from ludus.training.recipe import AgentConfig, Recipe
-from ludus.training.task_sampler import TaskSet
+from ludus.training.models.loading import fit_tokenizer, load_model
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from ludus.rollouts.formats import load_format
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
+from ludus.training.config.parts import Parts
+from ludus.training.config.recipe import Recipe
+from ludus.training.data.task_sampler import TaskSet, seed_of_set
 from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
-from ludus.training.parts import Parts
-from ludus.training.recipe import Recipe
-from ludus.training.task_sampler import TaskSet, seed_of_set
 
 TASK_SET = "task_set"
 """The metadata key under which groups of several task sets have their set's name."""

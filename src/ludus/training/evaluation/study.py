@@ -29,6 +29,10 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason
 from ludus.observe import FolderLock, atomic_write, dump_value, read_groups, write_groups
 from ludus.rollouts.rollout import Rollout
+from ludus.training.config.parts import Parts, TaskSetSpec
+from ludus.training.config.paths import with_absolute_paths
+from ludus.training.config.recipe import Recipe
+from ludus.training.data.task_sampler import seed_of_set
 from ludus.training.evaluation.evaluate import (
     EvalModel,
     Evaluation,
@@ -37,9 +41,6 @@ from ludus.training.evaluation.evaluate import (
     joined,
 )
 from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
-from ludus.training.parts import Parts, TaskSetSpec
-from ludus.training.recipe import Recipe, with_absolute_paths
-from ludus.training.task_sampler import seed_of_set
 
 OnGroup = Callable[[str, int, int, int], None]
 """Called as (model, turns, tasks finished, tasks in all) whenever one more task has been played."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ludus.training.settings import (
+from ludus.training.config.recipe import StageConfig
+from ludus.training.config.rl import RLConfig
+from ludus.training.config.stages import (
     DistillationConfig,
     EvaluationStageConfig,
     PreferenceConfig,
     RejectionConfig,
-    RLConfig,
     SFTConfig,
-    StageConfig,
 )
 from ludus.training.stages.base import EvaluationStage, Stage, StepResult
 from ludus.training.stages.distillation import DistillationStage

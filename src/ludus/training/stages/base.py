@@ -15,11 +15,16 @@ from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine import context_limit, vocabulary_size
-from ludus.training.packing import rows_of
-from ludus.training.parts import Parts
-from ludus.training.recipe import Recipe
+from ludus.training.config.parts import Parts
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.stages import (
+    BaseStageConfig,
+    EvaluationStageConfig,
+    PreferenceConfig,
+    SFTConfig,
+)
+from ludus.training.data.packing import rows_of
 from ludus.training.run_context import RunContext
-from ludus.training.settings import BaseStageConfig, EvaluationStageConfig, PreferenceConfig, SFTConfig
 
 log = logging.getLogger(__name__)
 

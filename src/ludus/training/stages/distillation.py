@@ -30,10 +30,11 @@ from ludus.engine import use_ludus_attention
 from ludus.observe import rollout_metrics
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import load_learner, save_learner
-from ludus.training.learner import Learner, frozen
-from ludus.training.logprobs import logprobs_of
-from ludus.training.models import check_source, load_model, tokenizer_of
-from ludus.training.packing import (
+from ludus.training.config.parts import Parts
+from ludus.training.config.recipe import ModelConfig, Recipe
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.config.stages import DistillationConfig
+from ludus.training.data.packing import (
     Columns,
     Pack,
     concat_masks,
@@ -42,11 +43,11 @@ from ludus.training.packing import (
     rows_of,
     trajectory_ids,
 )
-from ludus.training.parts import Parts
-from ludus.training.recipe import ModelConfig, Recipe
+from ludus.training.models.loading import check_source, load_model, tokenizer_of
+from ludus.training.optim.learner import Learner, frozen
+from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
-from ludus.training.settings import DistillationConfig, RolloutSettings
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
 
 _STATE = "distillation.json"

@@ -44,15 +44,25 @@ from ludus.engine import context_limit
 from ludus.observe import rollout_metrics
 from ludus.rollouts.renderer import Renderer
 from ludus.training.checkpoint import load_learner, load_reference, save_learner
-from ludus.training.conversations import Conversation, read_labelled, read_pairs, trajectory_of
-from ludus.training.learner import Learner
-from ludus.training.logprobs import logprobs_of
-from ludus.training.packing import Columns, Pack, Row, concat_masks, packs_of, rows_of, trajectory_ids
-from ludus.training.parts import Parts, errors_at
-from ludus.training.recipe import Recipe
+from ludus.training.config.parts import Parts, errors_at
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.config.stages import PreferenceConfig
+from ludus.training.data.conversations import Conversation, read_labelled, read_pairs, trajectory_of
+from ludus.training.data.packing import (
+    Columns,
+    Pack,
+    Row,
+    concat_masks,
+    packs_of,
+    rows_of,
+    trajectory_ids,
+)
+from ludus.training.data.task_sampler import items_of_step
+from ludus.training.optim.learner import Learner
+from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
-from ludus.training.settings import PreferenceConfig, RolloutSettings
 from ludus.training.stages.base import (
     Stage,
     StepResult,
@@ -60,7 +70,6 @@ from ludus.training.stages.base import (
     check_readable,
     warn_of_large_batch,
 )
-from ludus.training.task_sampler import items_of_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,17 @@ from ludus.training.checkpoint import (
     save_synced,
     sync_reference,
 )
-from ludus.training.critic import Critic
-from ludus.training.curriculum import DIFFICULTY, STRICTNESS, Curriculum
-from ludus.training.learner import Learner
-from ludus.training.parts import Parts, TaskSetSpec, task_set_specs
-from ludus.training.recipe import Recipe
+from ludus.training.config.parts import Parts, TaskSetSpec, task_set_specs
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.rl import CriticConfig, RLConfig
+from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
+from ludus.training.data.task_sampler import difficulty_of
+from ludus.training.optim.critic import Critic
+from ludus.training.optim.learner import Learner
+from ludus.training.optim.update import algorithm_of, policy_update
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
-from ludus.training.settings import CriticConfig, RLConfig
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
-from ludus.training.task_sampler import difficulty_of
-from ludus.training.update import algorithm_of, policy_update
 
 _STATE = "reinforcement.json"
 

@@ -13,15 +13,18 @@ from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
 from ludus.training.checkpoint import load_learner, load_reference, save_learner
-from ludus.training.conversations import read_conversations
-from ludus.training.learner import Learner
-from ludus.training.logprobs import logprobs_of
-from ludus.training.packing import concat_masks, rows_of
-from ludus.training.parts import Parts, demonstrations_of, errors_at
-from ludus.training.recipe import Recipe
+from ludus.training.config.parts import Parts, demonstrations_of, errors_at
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.config.stages import RejectionConfig, SFTConfig
+from ludus.training.data.conversations import read_conversations
+from ludus.training.data.packing import concat_masks, rows_of
+from ludus.training.data.task_sampler import items_of_step
+from ludus.training.optim.learner import Learner
+from ludus.training.optim.logprobs import logprobs_of
+from ludus.training.optim.update import sft_step
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
-from ludus.training.settings import RejectionConfig, RolloutSettings, SFTConfig
 from ludus.training.stages.base import (
     Stage,
     StepResult,
@@ -29,8 +32,6 @@ from ludus.training.stages.base import (
     check_readable,
     warn_of_large_batch,
 )
-from ludus.training.task_sampler import items_of_step
-from ludus.training.update import sft_step
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from ludus.rewards import build_group_reward, build_reward
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset
-from ludus.training.conversations import Conversation, parse_conversations, read_conversations
-from ludus.training.recipe import Recipe, TaskSetConfig
-from ludus.training.settings import SFTConfig
+from ludus.training.config.recipe import Recipe, TaskSetConfig
+from ludus.training.config.stages import SFTConfig
+from ludus.training.data.conversations import Conversation, parse_conversations, read_conversations
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import decoder_of, hidden_states, sampling_mode, unwrapped
 from ludus.engine.attention import CONTEXT
-from ludus.training.recipe import LoraConfig
+from ludus.training.config.recipe import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -33,10 +33,10 @@ from ludus.engine import (
     set_activation_checkpointing,
 )
 from ludus.kernels import free_memory, on_device
-from ludus.training.logprobs import action_logprobs, chunk_bytes, kept_bytes
-from ludus.training.optimizer import GradientAccumulator, MasterAdamW
-from ludus.training.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
-from ludus.training.settings import OptimizerConfig
+from ludus.training.config.stages import OptimizerConfig
+from ludus.training.data.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
+from ludus.training.optim.logprobs import action_logprobs, chunk_bytes, kept_bytes
+from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW
 
 log = logging.getLogger(__name__)
 

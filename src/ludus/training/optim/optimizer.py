@@ -27,7 +27,7 @@ from ludus.kernels import (
     arrays_to_device,
     on_device,
 )
-from ludus.training.settings import OptimizerConfig
+from ludus.training.config.stages import OptimizerConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from torch import nn
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine.hf_model import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.gguf import check_file, located, without_progress_bars
-from ludus.training.lora import (
+from ludus.training.config.recipe import LoraConfig, ModelConfig, ScratchConfig
+from ludus.training.models.gguf import check_file, located, without_progress_bars
+from ludus.training.models.lora import (
     CONFIG,
     add_adapter,
     base_of,
@@ -26,7 +27,6 @@ from ludus.training.lora import (
     require_peft,
     revision_of,
 )
-from ludus.training.recipe import LoraConfig, ModelConfig, ScratchConfig
 
 log = logging.getLogger(__name__)
 

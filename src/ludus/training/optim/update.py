@@ -43,10 +43,8 @@ from ludus.algos.advantages import size_within, sum_within
 from ludus.algos.losses import clamped_log_ratio
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
-from ludus.training.critic import Critic, ValueTargets, explained_variance
-from ludus.training.learner import TOKENS, Learner
-from ludus.training.logprobs import action_logprobs, logprobs_of
-from ludus.training.packing import (
+from ludus.training.config.rl import RLConfig
+from ludus.training.data.packing import (
     Columns,
     Pack,
     Row,
@@ -58,8 +56,10 @@ from ludus.training.packing import (
     rows_of,
     trajectory_ids,
 )
+from ludus.training.optim.critic import Critic, ValueTargets, explained_variance
+from ludus.training.optim.learner import TOKENS, Learner
+from ludus.training.optim.logprobs import action_logprobs, logprobs_of
 from ludus.training.rollout_worker import RolloutBatch
-from ludus.training.settings import RLConfig
 
 
 def sft_step(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_serializer, model_validator
 
@@ -21,15 +20,32 @@ from ludus.observe import RunFolder
 from ludus.rollouts.episode import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
-from ludus.training.curriculum import BUDGETS
-from ludus.training.settings import (
+from ludus.training.config.paths import beside
+from ludus.training.config.rl import RLConfig
+from ludus.training.config.stages import (
+    BaseStageConfig,
+    DistillationConfig,
     EvaluationStageConfig,
-    RLConfig,
+    PreferenceConfig,
+    RejectionConfig,
     SFTConfig,
-    StageConfig,
 )
+from ludus.training.data.curriculum import BUDGETS
 
 log = logging.getLogger(__name__)
+
+
+StageConfig = Annotated[
+    SFTConfig
+    | RLConfig
+    | PreferenceConfig
+    | RejectionConfig
+    | DistillationConfig
+    | EvaluationStageConfig,
+    Field(discriminator="kind"),
+]
+STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig)[0])
+"""The kinds of stages, in the order of their settings."""
 
 
 class ScratchConfig(Config):
@@ -481,58 +497,6 @@ def _most_said(stage: RLConfig, recipe: Recipe, own: Mapping[str, float]) -> int
         return int(own.get(name, getattr(recipe.budgets, name)))
 
     return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))
-
-
-# Path resolution: what a recipe reads (tasks, demonstrations, pairs, code as file.py:name, databases, model
-# folders, datasets) is looked for beside the recipe, then in the working directory, and made absolute, so that
-# a run can be resumed from any folder. What a run writes (`run.folder`, a new recording) is in the working
-# directory.
-
-_FILE = re.compile(
-    r"(?P<path>.+\.(?:jsonl|json|parquet|py|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
-)
-_DATASET = re.compile(r"dataset:(?P<path>[^:@]+)(?P<rest>[:@].*)?")
-_FOLDERS = (
-    ("model", "name"),
-    ("stage", "teacher"),
-    ("rewards", "folder"),
-    ("task_sets", "rewards", "folder"),
-)
-"""Keys whose texts name folders, which have no ending to be known by."""
-_TEXTS = ("system", "run.folder", "run.wandb")
-"""Keys whose texts are not read from: they are no path, or one that is written to."""
-
-
-def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, ...] = ()) -> Any:
-    """The same tables; a text that names what is there under `root` (the working directory) is absolute."""
-    if isinstance(value, dict):
-        return {name: with_absolute_paths(inner, root, (*place, name)) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [with_absolute_paths(inner, root, place) for inner in value]
-    if not isinstance(value, str) or any(name in _TEXTS for name in (*place, ".".join(place))):
-        return value
-    match = _DATASET.fullmatch(value) or _FILE.fullmatch(value)
-    if match is None and place not in _FOLDERS:
-        return value
-    path = match["path"] if match else value
-    found = (root or Path()) / path
-    if path.startswith("~") or not (found.exists() if match is None else _is_there(found, match)):
-        return value
-    start, rest = value[: match.start("path")] if match else "", match["rest"] or "" if match else ""
-    return f"{start}{found.resolve()}{rest}"
-
-
-def _is_there(found: Path, match: re.Match[str]) -> bool:
-    return found.is_dir() if match.re is _DATASET else found.is_file()
-
-
-def beside(raw: dict[str, Any], recipe: str | Path) -> dict[str, Any]:
-    """The tables of a recipe's file, with what lies beside it named in full."""
-    folder = Path(recipe).resolve().parent
-    if folder == Path.cwd():
-        return raw
-    found: dict[str, Any] = with_absolute_paths(raw, folder)
-    return found
 
 
 def stage_ends(recipe: Recipe, *, learning: bool = True) -> set[int]:

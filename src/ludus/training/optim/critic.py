@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
 from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
-from ludus.training.learner import Updater
-from ludus.training.packing import (
+from ludus.training.config.rl import CriticConfig
+from ludus.training.data.packing import (
     MicroBatchSplitter,
     PackedRows,
     Row,
@@ -33,7 +33,7 @@ from ludus.training.packing import (
     take_rows,
     to_device,
 )
-from ludus.training.settings import CriticConfig
+from ludus.training.optim.learner import Updater
 
 FILE = "critic.pt"
 NAMES = {

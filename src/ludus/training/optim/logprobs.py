@@ -33,7 +33,7 @@ from ludus.kernels import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.training.packing import (
+from ludus.training.data.packing import (
     MicroBatchSplitter,
     Pack,
     PackedRows,

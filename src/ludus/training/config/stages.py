@@ -1,0 +1,299 @@
+"""Settings of a run's stages, each of which is a way of learning, or a measurement; RL's are in `rl.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ludus.core.config import Config, Place
+
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+
+class OptimizerConfig(Config):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls after the warm-up: not at all, or to a tenth of the peak."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which it rises from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    """Decay of the running moments."""
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are scaled down to this."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """At most so many tokens in one forward and backward pass; gradients are summed over such passes."""
+    activation_memory: Literal["auto"] | Annotated[float, Field(gt=0, strict=True)] = "auto"
+    """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
+
+
+class BaseStageConfig(Config):
+    """What a run asks of a stage of any kind. A new kind: a subclass, a `Stage`, a line in `STAGES`."""
+
+    label: ClassVar[str]
+    """What stages of this kind are called in a sentence."""
+    prefix: ClassVar[str] = ""
+    """What its metrics are called, before the slash; RL's have none."""
+    learns: ClassVar[bool] = True
+    """Whether it changes the weights."""
+    draws_tasks: ClassVar[bool] = True
+    """Whether it plays training tasks, which the stage's own seed decides."""
+    can_end_early: ClassVar[bool] = False
+    """Whether `evaluation.patience` may end it."""
+    saves_at_start: ClassVar[bool] = True
+    """Whether a run that begins with it has a checkpoint before its first step."""
+
+    @property
+    def title(self) -> str:
+        """What it is called in a sentence; for several losses in one kind, by the loss."""
+        return self.label
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the whole stage; one that has no `steps` is a single one."""
+        steps: int = getattr(self, "steps", 1)
+        return steps
+
+    @property
+    def length_key(self) -> str | None:
+        """The key by which a finished stage is made longer; None where it does not learn."""
+        return "steps" if self.learns else None
+
+    @property
+    def needs_tasks(self) -> bool:
+        """Whether it plays training tasks with these settings."""
+        return self.draws_tasks and self.total_steps > 0
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether what it plays must be scored."""
+        return self.needs_tasks
+
+
+class SFTConfig(BaseStageConfig):
+    """Supervised learning on demonstrations."""
+
+    label = "the warm start"
+    prefix = "sft"
+    draws_tasks = False
+    saves_at_start = False
+
+    kind: Literal["sft"] = "sft"
+    """What kind of stage this is."""
+    demonstrations: Place | None = None
+    """An expert as 'module:function', or conversations in a file or 'dataset:NAME@SPLIT' (docs/training.md)."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which field, such as { prompt = "question", completion = "answer" }."""
+    held_out: Annotated[float, Field(gt=0, lt=1, strict=True)] | Place | None = None
+    """Conversations to measure the loss on: a share of the demonstrations, or their own file or dataset."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Passes over the demonstrations, instead of a number of steps."""
+    batch: int = Field(default=32, ge=1)
+    """Demonstrations in a step."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    """Its own optimizer settings; every stage starts with a fresh optimizer."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> SFTConfig:
+        if self.epochs is not None and self.steps != type(self).model_fields["steps"].default:
+            raise ValueError("give steps or epochs, not both")
+        return self
+
+    @property
+    def length_key(self) -> str:
+        return "steps" if self.epochs is None else "epochs"
+
+    def held_out_count(self, found: int) -> int:
+        """How many of the demonstrations are kept out of training to measure the loss on."""
+        share = self.held_out if isinstance(self.held_out, float) else 0.0
+        return min(max(1, round(share * found)), found - 1) if share else 0
+
+
+class PreferenceConfig(BaseStageConfig):
+    """DPO and its kin: prefer one episode to another, on pairs mined from groups or given."""
+
+    label = "preferences"
+    prefix = "dpo"
+    can_end_early = True
+
+    kind: Literal["dpo"] = "dpo"
+    """What kind of stage this is."""
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """The loss: dpo, ipo and simpo learn from pairs, kto from single episodes that are good or bad."""
+    pairs: Place | None = None
+    """Given rows of prompt, chosen, rejected (for kto also prompt, completion, label); mined when left out."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the given data is which field, such as { chosen = "accepted" }."""
+    steps: int = Field(default=50, ge=1)
+    """Optimizer steps; where pairs are mined, each step plays first."""
+    batch: int = Field(default=16, ge=1)
+    """Given pairs (for kto: episodes) in a step."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks to mine from in a step."""
+    attempts: int = Field(default=4, ge=2)
+    """Episodes for each of them: the best is preferred to the worst."""
+    margin: float = Field(default=0.0, ge=0)
+    """How much better in reward the chosen one must be."""
+    beta: float | None = Field(default=None, gt=0)
+    """How strongly log-probabilities count: 0.1 when left out, and 2.0 for simpo."""
+    gamma: float = Field(default=1.0, ge=0)
+    """SimPO's target margin between the two rewards of a pair."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of good episodes."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """KTO's weight of bad episodes."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6)
+    """Optimizer settings."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> PreferenceConfig:
+        check_mining(self)
+        return self
+
+    @property
+    def title(self) -> str:
+        return {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO"}[self.loss]
+
+    @property
+    def scale(self) -> float:
+        """Beta, or the usual one of the loss."""
+        usual = 2.0 if self.loss == "simpo" else 0.1
+        return usual if self.beta is None else self.beta
+
+    @property
+    def needs_tasks(self) -> bool:
+        return self.pairs is None
+
+
+class RejectionConfig(BaseStageConfig):
+    """Rejection sampling; with several rounds AgentEvol's: explore, filter, imitate, repeat."""
+
+    label = "rejection sampling"
+    prefix = "rejection"
+
+    kind: Literal["rejection"] = "rejection"
+    """What kind of stage this is."""
+    rounds: int = Field(default=1, ge=1)
+    """How often to explore anew."""
+    tasks: int = Field(default=64, ge=1)
+    """Tasks to explore in a round."""
+    attempts: int = Field(default=8, ge=1)
+    """Episodes for each of them."""
+    threshold: float = 1.0
+    """The least reward of an episode that is imitated."""
+    keep: int = Field(default=1, ge=1)
+    """How many episodes of a task are imitated at most: the best, the shorter first."""
+    steps: int = Field(default=50, ge=1)
+    """Optimizer steps in a round."""
+    batch: int = Field(default=32, ge=1)
+    """Episodes in a step."""
+    restart: bool = False
+    """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)
+    """Optimizer settings."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.rounds * self.steps
+
+    @property
+    def length_key(self) -> str:
+        return "rounds"  # other steps would divide the steps that are done into other rounds
+
+    @model_validator(mode="after")
+    def _keeps_some(self) -> RejectionConfig:
+        if self.keep > self.attempts:
+            raise ValueError(
+                f"keep = {self.keep} episodes of a task cannot be kept, where attempts = {self.attempts} "
+                "are played"
+            )
+        return self
+
+
+class DistillationConfig(BaseStageConfig):
+    """On-policy distillation: the student plays, and a teacher scores its tokens (reverse KL)."""
+
+    label = "distillation"
+    prefix = "distill"
+    can_end_early = True
+
+    kind: Literal["distill"] = "distill"
+    """What kind of stage this is."""
+    teacher: Place
+    """The teacher: a folder or a name on the hub, with the student's tokenizer."""
+    steps: int = Field(default=100, ge=1)
+    """Training steps: play, let the teacher score, update."""
+    tasks: int = Field(default=16, ge=1)
+    """Tasks in a step."""
+    attempts: int = Field(default=4, ge=1)
+    """Episodes for each of them."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """Optimizer settings."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        return False
+
+
+class EvaluationStageConfig(BaseStageConfig):
+    """An evaluation on the held-out tasks, with pass@k."""
+
+    label = "the evaluation"
+    prefix = "eval"
+    learns = False
+    draws_tasks = False
+
+    kind: Literal["eval"] = "eval"
+    """What kind of stage this is."""
+    attempts: int = Field(default=4, ge=1)
+    """Episodes for each task."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    pass_at: tuple[Annotated[int, Field(strict=True)], ...] = ()
+    """The k of pass@k; powers of two up to the attempts when left out."""
+
+
+_MINING = ("tasks", "attempts", "margin")
+"""What a stage of preferences is told about playing."""
+_OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+"""What only one of the preference losses has."""
+
+
+def check_mining(config: PreferenceConfig) -> None:
+    """Raise a `ValueError` for settings of playing beside given pairs, and the other way round."""
+    idle = _MINING if config.pairs is not None else ("batch",)
+    changed = [name for name in idle if name in _changed(config)]
+    if changed and config.pairs is not None:
+        raise ValueError(
+            f"{' and '.join(changed)} would have no effect: with pairs from a file, nothing is played; leave "
+            "them out, or leave out pairs to mine them"
+        )
+    if changed:
+        raise ValueError(
+            "batch would have no effect: it is about pairs from a file, and how many are mined in a step is "
+            "decided by tasks; set that, or pairs"
+        )
+    others = [
+        (name, loss)
+        for name, loss in _OF_A_LOSS.items()
+        if name in _changed(config) and loss != config.loss
+    ]
+    for name, loss in others:
+        raise ValueError(f'{name} would have no effect: it is a setting of loss = "{loss}"')
+    if config.columns and config.pairs is None:
+        raise ValueError("columns names the columns of given data, and pairs names none")
+    if config.loss == "kto" and config.pairs is not None and config.batch < 2:
+        raise ValueError("kto compares the episodes of a step with each other: batch must be at least 2")
+
+
+def _changed(config: PreferenceConfig) -> set[str]:
+    """The settings that are not as they would be when left out."""
+    fields = type(config).model_fields
+    return {name for name in fields if getattr(config, name) != fields[name].default}

@@ -1,0 +1,1 @@
+"""Models: loading, saving, making them; GGUF files and LoRA adapters."""

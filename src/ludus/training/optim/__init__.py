@@ -1,0 +1,1 @@
+"""From episodes to a gradient step: log-probabilities, losses, the learner, the optimizer, the critic."""
