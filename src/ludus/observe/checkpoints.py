@@ -49,7 +49,11 @@ def new_checkpoint(folder: Path, step: int) -> Iterator[Path]:
         remove_directory(target)
     with atomic_directory(target) as temporary:
         yield temporary
-        files = {str(file.relative_to(temporary)): _described(file) for file in _files(temporary)}
+        files = {
+            str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+            for file in sorted(temporary.rglob("*"))
+            if file.is_file()
+        }
         (temporary / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
 
 
@@ -116,14 +120,6 @@ def _problem(file: Path, expected: Json, thorough: bool) -> str | None:
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
     return None
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
-def _described(file: Path) -> Json:
-    return {"bytes": file.stat().st_size, "crc32": _crc32(file)}
 
 
 def _crc32(file: Path) -> int:

@@ -24,9 +24,9 @@ from ludus.core.codec import explained
 from ludus.core.messages import Json, ToolResult
 from ludus.serve.admission import ByteBudget, ByteShare, RequestError
 from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi_document
-from ludus.serve.service import CallOutcome, ServerConfig, ToolService
+from ludus.serve.service import ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
-from ludus.serve.telemetry import CONTENT_TYPE, log_request, request_id
+from ludus.serve.telemetry import CONTENT_TYPE, CallOutcome, log_request, request_id
 from ludus.tools.remote_http import is_loopback
 from ludus.tools.wire import (
     DEADLINE_HEADER,
@@ -340,17 +340,17 @@ def _too_large(most: int) -> RequestError:
 
 def _translated(error: web.HTTPException, max_body_bytes: int) -> web.Response:
     """What aiohttp itself refuses, as a `RequestError` response."""
-    if error.status == 404:
-        return _error_response(RequestError(ErrorKind.NOT_FOUND, "there is no such path; see /docs"))
-    if error.status == 405:
-        answer = _error_response(
-            RequestError(ErrorKind.METHOD_NOT_ALLOWED, "no such method here; see /docs")
-        )
-        answer.headers["Allow"] = error.headers.get("Allow", "")
-        return answer
     if error.status == 413:
         return _error_response(_too_large(max_body_bytes))
-    return _error_response(RequestError(ErrorKind.BAD_REQUEST, error.reason or "bad request"))
+    kind, message = ErrorKind.BAD_REQUEST, error.reason or "bad request"
+    if error.status == 404:
+        kind, message = ErrorKind.NOT_FOUND, "there is no such path; see /docs"
+    elif error.status == 405:
+        kind, message = ErrorKind.METHOD_NOT_ALLOWED, "no such method here; see /docs"
+    answer = _error_response(RequestError(kind, message))
+    if error.status == 405:
+        answer.headers["Allow"] = error.headers.get("Allow", "")
+    return answer
 
 
 def _key(request: web.Request, name: str) -> str:

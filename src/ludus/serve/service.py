@@ -26,7 +26,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult, slot_release
 from ludus.core.task import Task
 from ludus.serve.admission import Admission, ByteShare, RequestError, Ticket
 from ludus.serve.sessions import OPENING, ServerSession, ServerSessions
-from ludus.serve.telemetry import Metrics, log_call
+from ludus.serve.telemetry import CallOutcome, Metrics, log_call, outcome_name
 from ludus.tools import unknown_tool
 from ludus.tools.hosting import ToolFacts, ToolHost
 from ludus.tools.wire import CallBody, ErrorKind, dump
@@ -79,7 +79,6 @@ _DRAIN_PAUSE = 1.0
 _TRANSIT_SECONDS = 30.0
 """How long a retry may be in transit, during which its age is not counted."""
 
-CallOutcome = ToolResult | RequestError
 Name = tuple[str, str]
 """Session id, or an empty string, and idempotency key."""
 
@@ -359,7 +358,7 @@ class ToolService:
         if session is not None:
             session.used = now
         label = self._label(tool)
-        self.metrics.calls.labels(label, _named(entry.outcome)).inc()
+        self.metrics.calls.labels(label, outcome_name(entry.outcome)).inc()
         self.metrics.queue_seconds.labels(label).observe(entry.queue_seconds)
         if started:
             self.metrics.seconds.labels(label).observe(entry.seconds)
@@ -393,9 +392,3 @@ class ToolService:
         watch("remembered", "Finished calls that are remembered.", lambda: len(self.idempotency))
         watch("workers_alive", "Workers that can take calls.", lambda: health().alive)
         watch("workers_restarted", "Workers replaced since the start.", lambda: health().restarted)
-
-
-def _named(outcome: CallOutcome | None) -> str:
-    if isinstance(outcome, ToolResult):
-        return "ok" if outcome.fault is None else outcome.fault.value
-    return "lost" if outcome is None else outcome.kind.value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,27 +179,19 @@ class ServerSessions:
 
     async def sweep(self) -> None:
         """Close idle sessions from time to time, until cancelled."""
-        await every(min(30.0, self._idle_seconds / 4), self._close_idle)
-
-    async def _close_idle(self) -> None:
-        oldest = _now() - self._idle_seconds
-        idle = [
-            session.id
-            for session in self._sessions.values()
-            if session.used < oldest and not session.calls and session.opening is None
-        ]
-        await asyncio.gather(*(self.close(id, "idle") for id in idle))
+        while True:
+            await asyncio.sleep(min(30.0, self._idle_seconds / 4))
+            oldest = _now() - self._idle_seconds
+            idle = [
+                session.id
+                for session in self._sessions.values()
+                if session.used < oldest and not session.calls and session.opening is None
+            ]
+            await asyncio.gather(*(self.close(id, "idle") for id in idle))
 
     def _forget(self, session: ServerSession) -> None:
         self._sessions.pop(session.id, None)
         self._episodes.discard(session.context.episode)
-
-
-async def every(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do `work` again and again."""
-    while True:
-        await asyncio.sleep(seconds)
-        await work()
 
 
 def _now() -> float:

@@ -23,6 +23,7 @@ except ImportError as error:  # pragma: no cover - depends on the installation
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+CallOutcome = ToolResult | RequestError
 
 
 class Metrics:
@@ -69,29 +70,24 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The request that is being answered; every line that is logged on its way names it."""
 
 
+def outcome_name(outcome: CallOutcome | None) -> str:
+    """How a call ended, in one word."""
+    if isinstance(outcome, ToolResult):
+        return "ok" if outcome.fault is None else outcome.fault.value
+    return "lost" if outcome is None else outcome.kind.value
+
+
 def log_call(
-    session: str,
-    tool: str,
-    outcome: ToolResult | RequestError,
-    queue_seconds: float,
-    seconds: float,
+    session: str, tool: str, outcome: CallOutcome, queue_seconds: float, seconds: float
 ) -> None:
     """Note how a call ended."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    if isinstance(outcome, ToolResult):
-        ending, problem = "ok" if outcome.fault is None else outcome.fault.value, None
-    else:
-        ending, problem = outcome.kind.value, str(outcome)[:_LONGEST]
-    fields: Json = {
-        "request": request_id.get(),
-        "session": session,
-        "tool": tool[:100],
-        "outcome": ending,
-    }
+    fields: Json = {"request": request_id.get(), "session": session, "tool": tool[:100]}
+    fields["outcome"] = outcome_name(outcome)
     fields["seconds"], fields["queue_seconds"] = round(seconds, 6), round(queue_seconds, 6)
-    if problem is not None:
-        fields["problem"] = problem
+    if isinstance(outcome, RequestError):
+        fields["problem"] = str(outcome)[:_LONGEST]
     _log.info("call", extra={"fields": fields})
 
 

@@ -42,6 +42,8 @@ from ludus.tools.wire import (
 if TYPE_CHECKING:
     import aiohttp
 
+    _Session = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
+
 _ERROR = TypeAdapter(ErrorBody)
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
@@ -106,9 +108,7 @@ class ToolHttpClient:
         self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncGenerator[Any, None]]
-        self._clients = weakref.WeakKeyDictionary()
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession]
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session]
         self._sessions = weakref.WeakKeyDictionary()
 
     async def send(
@@ -116,7 +116,7 @@ class ToolHttpClient:
     ) -> ServerResponse:
         """One attempt; `TimeoutError` when the answer takes longer than `seconds`."""
         aiohttp = _aiohttp()
-        session = self._sessions.get(asyncio.get_running_loop()) or await self._session()
+        session, _ = self._sessions.get(asyncio.get_running_loop()) or await self._open()
         headers = {} if seconds is None else {DEADLINE_HEADER: str(max(0, int(seconds * 1000)))}
         try:
             async with (
@@ -137,18 +137,16 @@ class ToolHttpClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
-        client = self._clients.get(asyncio.get_running_loop())
-        if client is not None:
-            await client.aclose()
+        opened = self._sessions.get(asyncio.get_running_loop())
+        if opened is not None:
+            await opened[1].aclose()
 
-    async def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        client = self._client()
-        session: aiohttp.ClientSession = await anext(client)
-        self._clients[loop], self._sessions[loop] = client, session
-        return session
+    async def _open(self) -> _Session:
+        owner = self._owner()
+        opened = self._sessions[asyncio.get_running_loop()] = await anext(owner), owner
+        return opened
 
-    async def _client(self) -> AsyncGenerator[Any, None]:
+    async def _owner(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
         aiohttp, loop = _aiohttp(), asyncio.get_running_loop()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
@@ -160,7 +158,6 @@ class ToolHttpClient:
             yield session
         finally:
             # Kept, it would keep its event loop alive, which is what lets go of it.
-            self._clients.pop(loop, None)
             self._sessions.pop(loop, None)
             await session.close()
 

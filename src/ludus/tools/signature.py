@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Annotated, Any, NotRequired, get_args, get_origin, get_type_hints
@@ -344,7 +344,7 @@ def describe(schema: Json) -> str:
         return shown if len(options) == 1 else f"one of {shown}"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(_unique(describe(option) for option in schema[key]))
+            return " or ".join(dict.fromkeys(describe(option) for option in schema[key]))
     kind = schema.get("type")
     if kind == "array":
         if "prefixItems" in schema:
@@ -357,10 +357,6 @@ def describe(schema: Json) -> str:
     if kind is None:
         return "object" if "$ref" in schema else "any value"
     return str(kind)
-
-
-def _unique(words: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(words))
 
 
 def example_of(schema: Json, variant: int, depth: int = 0) -> Any:

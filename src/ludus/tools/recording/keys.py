@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Message, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.tools.tool import FunctionTool, Tool, tool
 
@@ -132,29 +132,24 @@ def _digest(*parts: str) -> str:
 def _check_keys(value: Any) -> None:
     """json.dumps would make text of other keys, and 1 and "1" the same."""
     if isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"the key {key!r} is not text")
-            if isinstance(item, (dict, list, tuple)):
-                _check_keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, (dict, list, tuple)):
-                _check_keys(item)
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for item in value:
+        _check_keys(item)
 
 
 def _described(task: Task) -> Json:
-    said = [_message(message) for message in task.messages if message.role != "system"]
+    said = [
+        [one.role, one.content, [[call.name, _plain(call.arguments)] for call in one.tool_calls]]
+        for one in task.messages
+        if one.role != "system"
+    ]
     parts = {"target": task.target, "envs": task.envs, "metadata": task.metadata}
     return {"id": task.id, "messages": said, **{name: _plain(part) for name, part in parts.items()}}
-
-
-def _message(message: Message) -> list[Any]:
-    return [
-        message.role,
-        message.content,
-        [[call.name, _plain(call.arguments)] for call in message.tool_calls],
-    ]
 
 
 def _plain(value: Any) -> Any:
