@@ -165,22 +165,18 @@ class _Call:
             self._worker = worker
 
 
-class _Worker:
-    """A worker process and the socket to it. Used by one driver thread at a time."""
+class WorkerProcess:
+    """A Python process in a session of its own, and our end of a socket to it. It ends with this process."""
 
-    def __init__(self) -> None:
-        if process_worker.is_reading:
-            raise WorkerError(
-                "a worker process tried to start workers of its own while it imported what it was to run; put "
-                'what the script does behind `if __name__ == "__main__":`'
-            )
+    def __init__(self, *program: str, stdout: int | None = None) -> None:
+        """`program` is given the numbers of its socket and of the pipe that `end_with_parent` watches."""
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
-        command = [sys.executable, "-P", process_worker.__file__, str(theirs.fileno()), str(watched)]
         try:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", *program, str(theirs.fileno()), str(watched)],
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 pass_fds=(theirs.fileno(), watched),
                 start_new_session=True,
             )
@@ -191,9 +187,7 @@ class _Worker:
         finally:
             theirs.close()
             os.close(watched)
-        self._connection, self._lifeline = ours, lifeline
-        _alive.add(self)
-        self.send(pickle.dumps([path for path in sys.path if isinstance(path, str)]))
+        self.connection, self._lifeline = ours, lifeline
 
     @property
     def is_alive(self) -> bool:
@@ -204,9 +198,47 @@ class _Worker:
             return False
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
+    def signal(self) -> None:
+        """Kill the process group; safe from any thread, and more than once."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the process and everything it started."""
+        self.signal()
+        self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def ending(self, patience: float) -> str:
+        """How it ended; one that lives on after `patience` seconds is killed."""
+        deadline = time.monotonic() + patience
+        while self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.kill()
+        code = self._process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        return f"a worker process {how}"
+
+
+class _Worker(WorkerProcess):
+    """A worker that takes calls by pickle. Used by one driver thread at a time."""
+
+    def __init__(self) -> None:
+        if process_worker.is_reading:
+            raise WorkerError(
+                "a worker process tried to start workers of its own while it imported what it was to run; put "
+                'what the script does behind `if __name__ == "__main__":`'
+            )
+        super().__init__(process_worker.__file__)
+        _alive.add(self)
+        self.send(pickle.dumps([path for path in sys.path if isinstance(path, str)]))
+
     def send(self, data: bytes) -> None:
         try:
-            process_worker.send(self._connection, data)
+            process_worker.send(self.connection, data)
         except OSError as error:
             raise WorkerError(self._death_message()) from error
 
@@ -219,7 +251,7 @@ class _Worker:
             if not self.is_alive and not self._readable(0.0):
                 raise WorkerError(self._death_message())
         try:
-            data = process_worker.receive(self._connection)
+            data = process_worker.receive(self.connection)
         except (EOFError, OSError) as error:
             raise WorkerError(self._death_message()) from error
         try:
@@ -227,37 +259,22 @@ class _Worker:
         except Exception as error:  # noqa: BLE001 - whatever user classes raise while unpickling
             return "lost", f"the result could not be read: {type(error).__name__}: {error}"
 
-    def signal(self) -> None:
-        """Kill the process group; safe from any thread, and more than once."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def kill(self) -> None:
-        """End the process and everything it started, and release what we hold."""
-        self.signal()
-        self._process.wait()
-        if self in _alive:
-            _alive.discard(self)
-            self._connection.close()
-            os.close(self._lifeline)
+        """End it, and release what we hold."""
+        super().kill()
+        _alive.discard(self)
+        self.connection.close()
 
     def _readable(self, deadline: float | None) -> bool:
         wait = _POLL_SECONDS
         if deadline is not None:
             wait = min(wait, max(0.0, deadline - time.monotonic()))
         poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
+        poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(wait * 1000))
 
     def _death_message(self) -> str:
-        patience = time.monotonic() + 1.0
-        while self.is_alive and time.monotonic() < patience:
-            time.sleep(0.005)
-        self.kill()
-        code = self._process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return f"a worker process {how} under its call"
+        return f"{self.ending(1.0)} under its call"
 
 
 _alive: weakref.WeakSet[_Worker] = weakref.WeakSet()

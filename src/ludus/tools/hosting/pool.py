@@ -17,19 +17,17 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import signal
-import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ludus.core.concurrency import WorkerError
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.processes import WorkerProcess
 from ludus.tools.hosting.host import (
     FACTS,
     EpisodeLost,
@@ -329,8 +327,7 @@ class ProcessWorker:
 
     def __init__(self, references: Sequence[ToolReference], hang_seconds: float) -> None:
         self._references, self._hang_seconds = list(references), hang_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline = -1
+        self._process: WorkerProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Json]] = {}
         self._numbers = itertools.count(1)
@@ -339,11 +336,15 @@ class ProcessWorker:
         self._last_heard = time.monotonic()
 
     async def start(self) -> Json:
-        ours = self._spawn()
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            # What tools print is for people to read; the server's own output is for programs.
+            self._process = WorkerProcess("-m", "ludus.tools.hosting.worker", stdout=2)
+        except WorkerError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._process.connection)
         except BaseException:
-            ours.close()
+            self._process.connection.close()
             raise
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._send({"path": path, "references": self._references})
@@ -351,14 +352,17 @@ class ProcessWorker:
             async with asyncio.timeout(_START_SECONDS):
                 head, _ = await read_frame(self._reader)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ConfigError(f"{self._exit_reason()} before it was ready") from None
+            raise ConfigError(f"{self._process.ending(0.2)} before it was ready") from None
         except TimeoutError:
             raise ConfigError(
                 f"a worker process was not ready within {_START_SECONDS:g} seconds"
             ) from None
         reply = reply_of(head)
         self._last_heard = time.monotonic()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._tasks = [
+            asyncio.create_task(self._read()),
+            asyncio.create_task(self._watch(self._process)),
+        ]
         return reply
 
     async def request(self, operation: str, body: Json) -> Json:
@@ -385,36 +389,11 @@ class ProcessWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._mark_dead()
         if self._process is not None:
-            self._kill_group()
-            self._process.wait()
-            self._process = None
-            os.close(self._lifeline)
+            self._process.kill()
         if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
-
-    def _spawn(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        watched, self._lifeline = os.pipe()
-        module = "ludus.tools.hosting.worker"
-        command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(watched)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what tools print is for people to read; the server's own output is for programs
-                pass_fds=(theirs.fileno(), watched),
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            os.close(self._lifeline)
-            raise ConfigError(f"a worker process could not be started: {error}") from error
-        finally:
-            theirs.close()
-            os.close(watched)
-        return ours
 
     def _send(self, head: Json) -> None:
         """Written to a buffer that admission bounds; the reader notices when nobody reads it any more."""
@@ -440,35 +419,18 @@ class ProcessWorker:
         else:
             future.set_result(head["reply"] if text is None else {**head["reply"], "content": text})
 
-    async def _watch(self) -> None:
+    async def _watch(self, process: WorkerProcess) -> None:
         while True:
             await asyncio.sleep(min(_PING_SECONDS, self._hang_seconds / 2))
             if time.monotonic() - self._last_heard > self._hang_seconds:
-                self._kill_group()
+                process.signal()
             self._send({"number": 0, "operation": "ping"})
-
-    def _kill_group(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _mark_dead(self) -> None:
         if self._ended.done():
             return
-        reason = self._exit_reason()
+        reason = "a worker process never started" if self._process is None else self._process.ending(0.2)
         self._ended.set_result(reason)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(WorkerDied(reason))
-
-    def _exit_reason(self) -> str:
-        """How it ended; one that closed its socket and lives on is ended here."""
-        if self._process is None:
-            return "a worker process never started"
-        try:
-            code = self._process.wait(0.2)
-        except subprocess.TimeoutExpired:
-            self._kill_group()
-            code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        return f"a worker process {how}"
