@@ -48,9 +48,9 @@ def unescape(text: str) -> str:
 
 def dump_value(value: Any) -> tuple[str, bool]:
     """The value as valid, escaped JSON text, and whether `load_value` can restore it exactly."""
-    encoder = _Encoder()
-    text = json.dumps(encoder.encode(value), ensure_ascii=False, allow_nan=False)
-    return escape(text), encoder.exact
+    lost: list[str] = []
+    text = json.dumps(_encoded(value, (), lost), ensure_ascii=False, allow_nan=False)
+    return escape(text), not lost
 
 
 def load_value(text: str) -> Any:
@@ -58,81 +58,62 @@ def load_value(text: str) -> Any:
     return _decoded(json.loads(unescape(text)))
 
 
-class _Encoder:
-    """One walk over a value. `exact` turns false at the first thing that cannot be restored."""
-
-    def __init__(self) -> None:
-        self.exact = True
-        self._above: list[int] = []
-
-    def encode(self, value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        match value:
-            case None | bool() | str():
-                return value
-            case int() if value.bit_length() <= _MAX_BITS:
-                return int(value)
-            case float():
-                return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-            case bytes():
-                return {"$bytes": base64.b64encode(value).decode()}
-            case Opaque():
-                self.exact = False
-                return {"$repr": value.text}
-            case list() | tuple() | Mapping():
-                return self._container(value)
-        return self._opaque(value)
-
-    def _container(self, value: Any) -> Any:
-        if id(value) in self._above or len(self._above) >= _MAX_DEPTH:
-            self.exact = False
-            return {"$repr": f"<a {type(value).__name__} nested too deeply>"}
-        self._above.append(id(value))
-        try:
-            if isinstance(value, Mapping):
-                return self._mapping(value)
-            items = [self.encode(item) for item in value]
+def _encoded(value: Any, above: tuple[int, ...], lost: list[str]) -> Any:
+    """`above` are the ids of the containers around the value; what cannot be restored is added to `lost`."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    inside = (*above, id(value))
+    match value:
+        case None | bool() | str():
+            return value
+        case int() if value.bit_length() <= _MAX_BITS:
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case list() | tuple() | Mapping() if id(value) in above or len(above) >= _MAX_DEPTH:
+            text = f"<a {type(value).__name__} nested too deeply>"
+        case list() | tuple():
+            items = [_encoded(item, inside, lost) for item in value]
             return {"$tuple": items} if isinstance(value, tuple) else items
-        finally:
-            self._above.pop()
+        case Mapping() if all(isinstance(key, str) for key in value):
+            plain = {str(key): _encoded(item, inside, lost) for key, item in value.items()}
+            return {"$dict": plain} if len(plain) == 1 and next(iter(plain)) in _RESERVED else plain
+        case Mapping():
+            pairs = value.items()
+            return {"$items": [[_encoded(part, inside, lost) for part in pair] for pair in pairs]}
+        case Opaque():
+            text = value.text
+        case _:
+            text = _shown(value)
+    lost.append(text)
+    return {"$repr": text}
 
-    def _mapping(self, value: Mapping[Any, Any]) -> Any:
-        if not all(isinstance(key, str) for key in value):
-            return {"$items": [[self.encode(key), self.encode(item)] for key, item in value.items()]}
-        plain = {str(key): self.encode(item) for key, item in value.items()}
-        return {"$dict": plain} if len(plain) == 1 and next(iter(plain)) in _RESERVED else plain
 
-    def _opaque(self, value: Any) -> Any:
-        self.exact = False
-        try:
-            text = repr(value)
-        except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
-            text = f"<a {type(value).__name__} whose repr raised {type(error).__name__}>"
-        return {"$repr": text[:_MAX_REPR]}
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:_MAX_REPR]
+    except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything
+        return f"<a {type(value).__name__} whose repr raised {type(error).__name__}>"
 
 
 def _decoded(raw: Any) -> Any:
     if isinstance(raw, list):
         return [_decoded(item) for item in raw]
-    if not isinstance(raw, dict):
-        return raw
-    if len(raw) == 1 and (tag := next(iter(raw))) in _RESERVED:
-        return _restored(tag, raw[tag])
-    return {key: _decoded(item) for key, item in raw.items()}
-
-
-def _restored(tag: str, content: Any) -> Any:
-    match tag:
-        case "$float":
+    match raw:
+        case {"$float": content} if len(raw) == 1:
             return float(content)
-        case "$tuple":
+        case {"$tuple": content} if len(raw) == 1:
             return tuple(_decoded(item) for item in content)
-        case "$items":
+        case {"$items": content} if len(raw) == 1:
             return {_decoded(key): _decoded(item) for key, item in content}
-        case "$bytes":
+        case {"$bytes": content} if len(raw) == 1:
             return base64.b64decode(content)
-        case "$dict":
+        case {"$dict": content} if len(raw) == 1:
             return {key: _decoded(item) for key, item in content.items()}
-        case _:
+        case {"$repr": content} if len(raw) == 1:
             return Opaque(content)
+        case dict():
+            return {key: _decoded(item) for key, item in raw.items()}
+    return raw
