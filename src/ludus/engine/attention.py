@@ -198,10 +198,12 @@ def ludus_attention(
         if layer is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is (layer_idx)")
         return ludus_attention.attend(layer, query, key, value, params), None
-    return _plain(query, key, value, attention_mask, params, others.get("position_ids")), None
+    return _attend_without_context(
+        query, key, value, attention_mask, params, others.get("position_ids")
+    ), None
 
 
-def _plain(
+def _attend_without_context(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,8 +1,8 @@
 """The KV cache's blocks: reference counts, prefix caching, and the block table of each request and session.
 
 Pure bookkeeping: a block is a number. `BlockPool` counts references. A block is free, in use (one reference or
-more), or cached: nobody refers to it, but it can be found by its hash; the least recently used cached
-block is evicted when no block is free. `BlockManager` builds block tables over the pool.
+more), or cached: without references, but findable by its hash; the least recently used cached block is
+evicted when no block is free. `BlockManager` builds block tables over the pool.
 
 Prefix caching: a full block is published under the hash of (policy version, all tokens before it, its own
 tokens), so any context with the same prefix finds it. A prompt's blocks are published when they are scheduled,

@@ -265,7 +265,7 @@ class EngineCore:
         started = time.perf_counter()
         try:
             blocks = self._kv_cache.acquire()
-        except Exception as error:  # noqa: BLE001 - without memory nobody can be served now
+        except Exception as error:  # noqa: BLE001 - without memory no request can be served now
             for request in list(self.scheduler.waiting):
                 self._fail(request, "finding memory for the KV cache", error)
             return False

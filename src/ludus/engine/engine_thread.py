@@ -39,7 +39,9 @@ class ReplyFuture:
             self.future.set_result(outcome)
 
 
-def _resolve(loop: asyncio.AbstractEventLoop, outcomes: list[tuple[ReplyFuture, object]]) -> bool:
+def _resolve_futures(
+    loop: asyncio.AbstractEventLoop, outcomes: list[tuple[ReplyFuture, object]]
+) -> bool:
     """Settle futures of one loop, from any thread; False when that loop is closed and its callers are gone."""
 
     def settle() -> None:
@@ -176,7 +178,7 @@ class EngineThread:
             by_loop.setdefault(reply_future.loop, []).append((reply_future, outcome))
         self._outbox.clear()
         for loop, outcomes in by_loop.items():
-            _resolve(loop, outcomes)
+            _resolve_futures(loop, outcomes)
 
 
 def _again(error: EngineError) -> EngineError:
@@ -206,7 +208,7 @@ class _Waiter(ReplyFuture):
         self.tag, self.is_cancelled = tag, False
 
     def wake(self) -> bool:
-        return _resolve(self.loop, [(self, None)])
+        return _resolve_futures(self.loop, [(self, None)])
 
 
 class AdmissionQueue:

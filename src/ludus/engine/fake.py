@@ -142,7 +142,7 @@ class FakeEngine:
                     async with asyncio.timeout(seconds):
                         await aborted.wait()
                 except TimeoutError:
-                    pass  # nobody aborted it: its time is up, and the answer is ready
+                    pass  # not aborted: its time is up, and the answer is ready
             if self._resumed is not None and not aborted.is_set():
                 await self._resumed.wait()
         finally:

@@ -94,6 +94,19 @@ def stacked_matrix(parameters: Sequence[Tensor], count: int) -> tuple[Tensor, Te
     return weight, bias
 
 
+def parameter_grads(
+    grad: Tensor, x: Tensor, parameters: Sequence[Tensor], count: int, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of stacked weights and biases, given the gradient of their output."""
+    widths = [len(parameter) for parameter in parameters[:count]]
+    found: list[Tensor | None] = [None] * len(parameters)
+    if any(needed[:count]):
+        found[:count] = torch.split(grad.t() @ x, widths)
+    if any(needed[count:]):
+        found[count:] = torch.split(grad.sum(0), widths)
+    return [slope if is_needed else None for slope, is_needed in zip(found, needed, strict=True)]
+
+
 class _StackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> Tensor:
@@ -109,15 +122,8 @@ class _StackedProduct(torch.autograd.Function):
         grad = grads[0]
         count, needed = ctx.count, ctx.needs_input_grad
         weight, _ = stacked_matrix(parameters, count)
-        widths = [len(parameter) for parameter in parameters[:count]]
         dx = grad @ weight if needed[0] else None
-        found: list[Tensor | None] = [None] * len(parameters)
-        if any(needed[2 : 2 + count]):
-            found[:count] = torch.split(grad.t() @ x, widths)
-        if any(needed[2 + count :]):
-            found[count:] = torch.split(grad.sum(0), widths)
-        wanted = [g if n else None for g, n in zip(found, needed[2:], strict=True)]
-        return dx, None, *wanted
+        return dx, None, *parameter_grads(grad, x, parameters, count, needed[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ class LoRALayers:
 
 def find_lora(layers: Sequence[nn.Module]) -> LoRALayers | None:
     """The layers' bases and adapters; None where one is of another kind, or they differ."""
-    parts = [_parts(layer) for layer in layers]
+    parts = [_base_and_adapter(layer) for layer in layers]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -155,7 +161,7 @@ def find_lora(layers: Sequence[nn.Module]) -> LoRALayers | None:
     return found
 
 
-def _parts(layer: Any) -> tuple[nn.Module, LoRAAdapter | None] | None:
+def _base_and_adapter(layer: Any) -> tuple[nn.Module, LoRAAdapter | None] | None:
     """A layer's base and its adapter; the layer itself where it is plain."""
     if type(layer) is nn.Linear:
         return layer, None

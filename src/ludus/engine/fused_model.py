@@ -17,7 +17,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ludus.engine.attention import AttentionContext, AttentionParams
-from ludus.engine.fused_linear import can_stack, stacked_linear, stacked_matrix, stacked_parameters
+from ludus.engine.fused_linear import (
+    can_stack,
+    parameter_grads,
+    stacked_linear,
+    stacked_matrix,
+    stacked_parameters,
+)
 from ludus.kernels import add_rms_norm, rms_norm, rotate, silu_mul, unavailable
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -181,19 +187,6 @@ def fused_mlp(
     return out, total
 
 
-def _parameter_grads(
-    grad: Tensor, x: Tensor, parameters: Sequence[Tensor], count: int, needed: Sequence[bool]
-) -> list[Tensor | None]:
-    """The gradients of stacked weights and biases, given the gradient of their output."""
-    widths = [len(parameter) for parameter in parameters[:count]]
-    found: list[Tensor | None] = [None] * len(parameters)
-    if any(needed[:count]):
-        found[:count] = torch.split(grad.t() @ x, widths)
-    if any(needed[count:]):
-        found[count:] = torch.split(grad.sum(0), widths)
-    return [slope if is_needed else None for slope, is_needed in zip(found, needed, strict=True)]
-
-
 class _Qkv(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -212,14 +205,8 @@ class _Qkv(torch.autograd.Function):
         from ludus.kernels import triton_layers
 
         ctx.set_materialize_grads(False)
-        if added is None:
-            normed, total, rstd = triton_layers.rms_norm_forward(
-                residual.contiguous(), None, weight, eps
-            )
-        else:
-            normed, total, rstd = triton_layers.rms_norm_forward(
-                added.contiguous(), residual.contiguous(), weight, eps
-            )
+        x, other = (residual, None) if added is None else (added, residual.contiguous())
+        normed, total, rstd = triton_layers.rms_norm_forward(x.contiguous(), other, weight, eps)
         states = functional.linear(normed, *stacked_matrix(parameters, count))
         ctx.save_for_backward(total, rstd, weight, cos, sin, *parameters)
         ctx.count, ctx.is_first = count, added is None
@@ -246,21 +233,9 @@ class _Qkv(torch.autograd.Function):
         dx, dweight = triton_layers.rms_norm_backward(
             joint @ matrix, _contiguous(dtotal), total, weight, rstd, normed
         )
-        parameter_grads = _parameter_grads(
-            joint, normed, parameters, ctx.count, ctx.needs_input_grad[9:]
-        )
-        return (
-            None if ctx.is_first else dx,
-            dx,
-            dweight,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            *parameter_grads,
-        )
+        stacked = parameter_grads(joint, normed, parameters, ctx.count, ctx.needs_input_grad[9:])
+        no_grads = [None] * 6  # eps, cos, sin, heads, kv_heads, count
+        return None if ctx.is_first else dx, dx, dweight, *no_grads, *stacked
 
 
 class _Mlp(torch.autograd.Function):
@@ -304,10 +279,8 @@ class _Mlp(torch.autograd.Function):
         dx, dweight = triton_layers.rms_norm_backward(
             dboth @ matrix, _contiguous(dtotal), total, weight, rstd, normed
         )
-        parameter_grads = _parameter_grads(
-            dboth, normed, parameters, ctx.count, ctx.needs_input_grad[6:]
-        )
-        return dx, dx, dweight, None, ddown, None, *parameter_grads
+        stacked = parameter_grads(dboth, normed, parameters, ctx.count, ctx.needs_input_grad[6:])
+        return dx, dx, dweight, None, ddown, None, *stacked
 
 
 def _contiguous(grad: Tensor | None) -> Tensor | None:

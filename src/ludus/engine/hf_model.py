@@ -81,7 +81,7 @@ _checkpointed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 def set_activation_checkpointing(model: nn.Module, layers: int) -> None:
     """Checkpoint the first `layers` layers: they are recomputed in the backward pass."""
     decoder = decoder_of(model)
-    blocks = _blocks(decoder)
+    blocks = _checkpointable(decoder)
     layers = max(0, min(layers, len(blocks)))
     for number, block in enumerate(blocks):
         block.gradient_checkpointing = number < layers
@@ -96,10 +96,10 @@ def checkpointed_layers(model: nn.Module) -> int:
 
 def checkpointable_layers(model: nn.Module) -> int:
     """How many layers can be checkpointed; 0 when the architecture does not support it."""
-    return len(_blocks(decoder_of(model)))
+    return len(_checkpointable(decoder_of(model)))
 
 
-def _blocks(decoder: nn.Module) -> list[Any]:
+def _checkpointable(decoder: nn.Module) -> list[Any]:
     """The layers that support gradient checkpointing, in order."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):

@@ -105,7 +105,7 @@ def computed_in_float32(model: nn.Module) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     hooks = [
         hook
-        for block in _blocks(decoder)
+        for block in _called_modules(decoder)
         for hook in (
             block.register_forward_pre_hook(before, prepend=True),
             block.register_forward_hook(after, always_call=True),
@@ -127,7 +127,7 @@ def _tensors(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
     yield from module.buffers(recurse)
 
 
-def _blocks(decoder: nn.Module) -> Iterator[nn.Module]:
+def _called_modules(decoder: nn.Module) -> Iterator[nn.Module]:
     """What a decoder calls one after the other: embedding, layers, final norm."""
     for child in decoder.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -166,7 +166,7 @@ def use_ludus_attention(model: nn.Module) -> None:
                     f"{type(inner).__name__} does not use the attention interface of transformers, "
                     "which Ludus needs to run it"
                 )
-            _compare(model, stock, exact)
+            _check_packed(model, stock, exact)
             probe_head(model)
             _warn_if_slow(model)
         except BaseException:
@@ -231,7 +231,7 @@ def _one_by_one(model: nn.Module) -> Tensor:
     return torch.cat([decoder(input_ids=p[None], use_cache=False).last_hidden_state[0] for p in pieces])
 
 
-def _compare(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
+def _check_packed(model: nn.Module, stock: Tensor, exact: Tensor) -> None:
     """Refuse a model that mixes packed sequences; disable the fused forward where it is wrong."""
     name = type(unwrapped(model)).__name__
     if not bool(stock.isfinite().all()):

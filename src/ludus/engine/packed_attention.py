@@ -135,7 +135,7 @@ def first_correct(
     trouble = ""
     for candidate in candidates:
         try:
-            trouble = _compare(candidate, device, dtype, heads, kv_heads, size)
+            trouble = _disagreement(candidate, device, dtype, heads, kv_heads, size)
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -154,7 +154,7 @@ def first_correct(
     return None
 
 
-def _compare(
+def _disagreement(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
 ) -> str:
     """What is wrong with a kernel's results; empty when they are right."""
@@ -178,7 +178,9 @@ def _compare(
         found = [given, *torch.autograd.grad(given, inputs, slope)]
         exact = [states.detach().float().requires_grad_() for states in (query, key, value)]
         pieces = [torch.split(states, list(_PROBE_LENGTHS)) for states in exact]
-        expected = torch.cat([_plain(q, k, v, scaling) for q, k, v in zip(*pieces, strict=True)])
+        expected = torch.cat(
+            [_attend_one_sequence(q, k, v, scaling) for q, k, v in zip(*pieces, strict=True)]
+        )
         wanted = [expected, *torch.autograd.grad(expected, exact, slope.float())]
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         distance = float((one.detach().float() - other.detach()).abs().max())
@@ -187,7 +189,7 @@ def _compare(
     return ""
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def _attend_one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """One sequence, in the arithmetic of its own data type."""
     group = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
@@ -211,7 +213,7 @@ _GROUP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _PaddedGroup:
+class _PaddedSequences:
     """Sequences of similar length, side by side, padded at the end."""
 
     rows: int
@@ -300,10 +302,10 @@ class PackedContext:
         return SequenceBounds(self._there(starts), self.longest)
 
     @cached_property
-    def _groups(self) -> tuple[list[_PaddedGroup], Tensor]:
+    def _groups(self) -> tuple[list[_PaddedSequences], Tensor]:
         """The padded groups, and where each flat token lies in their concatenation."""
         found = _padded_groups(np.asarray(self.lengths, dtype=np.int64))
-        groups = [_PaddedGroup(rows, width, self._there(index)) for rows, width, index, _ in found]
+        groups = [_PaddedSequences(rows, width, self._there(index)) for rows, width, index, _ in found]
         back = np.empty(self.tokens, dtype=np.int64)
         base = 0
         for rows, width, index, valid in found:

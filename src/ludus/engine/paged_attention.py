@@ -163,7 +163,7 @@ class PagedBatch:
 
 
 @dataclass(slots=True)
-class _PaddedGroup:
+class _PaddedRows:
     """Rows of similar shape."""
 
     rows: int
@@ -206,7 +206,7 @@ class PagedContext:
         self._slots = torch.from_numpy(batch.slots).to(device)
         self._rows: dict[int, Tensor] = {}
         starts_R = np.cumsum(batch.counts) - batch.counts
-        self._groups: list[_PaddedGroup] = []
+        self._groups: list[_PaddedRows] = []
         back_T = np.empty(len(batch.slots), dtype=np.int64)
         base = 0
         group_bytes = _GROUP_BYTES.get(device.type, _GROUP_BYTES_ELSEWHERE)
@@ -219,7 +219,7 @@ class PagedContext:
             back_T[index] = base + np.arange(len(index))
             base += len(index)
             self._groups.append(
-                _PaddedGroup(
+                _PaddedRows(
                     rows=len(chosen),
                     width=width,
                     length=blocks * kv_cache.block_size,

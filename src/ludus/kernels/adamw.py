@@ -78,10 +78,10 @@ def adamw_step_reference(tensors: AdamwTensors, rule: AdamwRule) -> None:
 def adamw_unavailable(device: torch.device) -> str | None:
     """Why the kernel cannot be used on this device, after a trial; None when it can."""
     disagreement = "the kernel for AdamW gives other weights than plain arithmetic"
-    return unavailable(device) or trial_failure(_agree, device, disagreement)
+    return unavailable(device) or trial_failure(_adamw_agrees, device, disagreement)
 
 
-def _agree(device: torch.device) -> bool:
+def _adamw_agrees(device: torch.device) -> bool:
     """Whether two steps of a few numbers are what they should be."""
     generator = torch.Generator().manual_seed(0)
     start, slopes = ([torch.randn(size, generator=generator) for size in (5000, 3)] for _ in range(2))

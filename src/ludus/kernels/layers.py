@@ -141,7 +141,7 @@ def rotate_and_store(
 ) -> Tensor:
     """The rotated query; key and value go into the KV cache [blocks, Hkv, block_size, D] in place.
 
-    A slot is block * block_size + offset. Every row writes: an idle one is given a slot that nobody reads.
+    A slot is block * block_size + offset. Every row writes: an idle one is given a slot that is never read.
     """
     if unavailable(qkv_TC.device) is None:
         from ludus.kernels import triton_layers

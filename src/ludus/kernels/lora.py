@@ -51,13 +51,13 @@ def low_rank_unusable(device: torch.device) -> bool:
     """Whether the kernels fail a trial against plain torch on this device."""
     if unavailable(device) is not None:
         return False  # plain operations it is
-    reason = trial_failure(_agree, device, "the kernels give other numbers than plain operations")
+    reason = trial_failure(_lora_agrees, device, "the kernels give other numbers than plain operations")
     if reason is not None:
         log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)
     return reason is not None
 
 
-def _agree(device: torch.device) -> bool:
+def _lora_agrees(device: torch.device) -> bool:
     """Whether two adapters add to a few numbers what they should."""
     draw = torch.Generator().manual_seed(0)
     sizes = [(20, 90), (20, 700), (10, 700), (80, 5)]

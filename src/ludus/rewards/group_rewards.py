@@ -9,11 +9,7 @@ from typing import Any, ClassVar
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rewards.compose import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.reward import (
-    checked_name,
-    checked_weight,
-    number,
-)
+from ludus.rewards.reward import checked_name, checked_weight, number
 
 
 class Ranking:
@@ -21,7 +17,7 @@ class Ranking:
 
     Ranked by the total, or by the part called `by` (give that one weight 0 to rank by it alone). With
     `tie_breaker`, equals that took fewer turns, calls or tokens rank higher. An attempt without the part
-    ranks below all that have it. A lone attempt gets the middle, as does everybody when all are equal.
+    ranks below all that have it. A lone attempt gets the middle, as do all when they are equal.
     """
 
     uses_envs = False

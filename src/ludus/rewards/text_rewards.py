@@ -221,12 +221,12 @@ async def maths(answer: str, target: Any, *, cpu_seconds: float = 3.0) -> float:
         raise MissingExtraError("math-verify", "maths", "the reward 'maths'")
     text = answer[-_MAX_MATHS_CHARS:]
     for one in targets_of(target):
-        if await _agree(one, text, cpu_seconds):
+        if await _are_equivalent(one, text, cpu_seconds):
             return 1.0
     return 0.0
 
 
-async def _agree(target: str, answer: str, cpu_seconds: float) -> bool:
+async def _are_equivalent(target: str, answer: str, cpu_seconds: float) -> bool:
     """Whether they are equivalent. An answer that breaks the comparison is wrong.
 
     Fault attribution: it is the answer's fault if the same target can be compared with a control answer. An

@@ -81,10 +81,10 @@ def _release(folder: Path) -> None:
     _sharing[folder] -= 1
     if _sharing[folder] <= 0:
         del _sharing[folder]
-        _remove(folder)
+        _remove_folder(folder)
 
 
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     """Remove a group whose processes have ended; the kernel may need a moment to notice."""
     deadline = time.monotonic() + _REMOVE_SECONDS
     while True:

@@ -110,7 +110,7 @@ class Layers:
 
     def remove(self) -> None:
         """Remove the folder and the control group of the sandbox."""
-        _remove(self.settings)
+        _remove_session_folders(self.settings)
         self.group.remove()
 
 
@@ -133,7 +133,7 @@ async def prepare(
             return layers, worker
         except BaseException as error:  # cancellation included: nothing may be left behind
             await worker.close()
-            _remove(settings)
+            _remove_session_folders(settings)
             if not isinstance(error, SandboxError) or not settings["namespaces"]:
                 group.remove()
                 raise
@@ -312,7 +312,7 @@ def _active(found: dict[str, Any], told: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def _remove(settings: dict[str, Any]) -> None:
+def _remove_session_folders(settings: dict[str, Any]) -> None:
     if settings["folder"]:
         remove_folder(settings["folder"])
 

@@ -122,7 +122,7 @@ def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
     """The guest's report as a result. It may lie about itself, but not about a timeout (`stopped`)."""
     done = said.get("done")
     outcome = _REPORTED.get(done, Outcome.RAISED) if isinstance(done, str) else Outcome.RAISED
-    error = _text(said.get("error"))
+    error = _text_field(said.get("error"))
     if outcome is Outcome.TIMEOUT and done == "interrupted" and stopped is None and error:
         outcome = Outcome.RAISED  # a KeyboardInterrupt of its own making
     if stopped is Outcome.TIMEOUT:
@@ -132,7 +132,7 @@ def execution_of(said: dict[str, Any], stopped: Outcome | None) -> Execution:
         outcome = Outcome.CPU
     return Execution(
         outcome=outcome,
-        value=_text(said.get("value")),
+        value=_text_field(said.get("value")),
         error=error,
         exit_code=_whole(said.get("code")),
         signal=None if number is None else signal_name(number),
@@ -186,7 +186,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _text(value: Any) -> str | None:
+def _text_field(value: Any) -> str | None:
     """A text from the guest, without lone surrogates, which cannot be encoded as UTF-8."""
     if not isinstance(value, str):
         return None

@@ -280,10 +280,10 @@ async def _ask(
             memory_mb=limits.memory_mb + _ENGINE_MB,
         )
         execution = await where.python(code, stdin=stdin, limits=bounds)
-    return _answer(execution)
+    return _guest_answer(execution)
 
 
-def _answer(execution: Execution) -> dict[str, Any] | QueryResult:
+def _guest_answer(execution: Execution) -> dict[str, Any] | QueryResult:
     """The guest's answer, or the limit that it exceeded."""
     if execution.outcome in (Outcome.TIMEOUT, Outcome.CPU):
         return QueryResult(problem=SqlProblem.TIMEOUT, message="the query took too long and was stopped")
@@ -338,7 +338,7 @@ def _parse_result(answer: Mapping[str, Any]) -> QueryResult:
         error = answer["error"]
         return QueryResult(problem=SqlProblem(error["kind"]), message=str(error["message"]))
     columns, changed = answer["columns"], answer["changed"]
-    rows = tuple(tuple(_decoded(value) for value in row) for row in answer["rows"])
+    rows = tuple(tuple(_decoded_value(value) for value in row) for row in answer["rows"])
     if any(len(row) != len(columns or ()) for row in rows) or not isinstance(changed, int | None):
         raise ValueError("the rows do not fit their columns")
     return QueryResult(
@@ -363,7 +363,7 @@ def _parse_schema(tables: Sequence[Mapping[str, Any]]) -> tuple[TableSchema, ...
     )
 
 
-def _decoded(value: Any, depth: int = 0) -> Value:
+def _decoded_value(value: Any, depth: int = 0) -> Value:
     if depth > _DEEPEST:
         raise ValueError(f"a value is nested more than {_DEEPEST} deep")
     if not isinstance(value, dict):
@@ -385,9 +385,11 @@ def _decoded(value: Any, depth: int = 0) -> Value:
         start, length = inner
         return LongText(str(start), int(length))
     if tag == "l":
-        return tuple(_decoded(item, depth + 1) for item in inner)
+        return tuple(_decoded_value(item, depth + 1) for item in inner)
     if tag == "o":
-        return tuple((_decoded(key, depth + 1), _decoded(item, depth + 1)) for key, item in inner)
+        return tuple(
+            (_decoded_value(key, depth + 1), _decoded_value(item, depth + 1)) for key, item in inner
+        )
     if tag == "x":
         return str(inner)
     raise ValueError(f"there is no value of the kind {tag!r}")

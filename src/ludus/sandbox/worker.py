@@ -269,7 +269,7 @@ class SandboxWorker:
             peak = header.get("peak_kb", 0) / 1024
             ending = ProcessExit(header.get("status"), header.get("cpu", 0.0), peak, process.excess)
             del self._processes[process.number]
-            _resolve(process, ending)
+            _set_ended(process, ending)
 
     def _map_users(self) -> None:
         assert self._popen is not None and self._ready is not None and self._link is not None
@@ -333,10 +333,10 @@ async def _exited(pid: int) -> None:
 def _lose(process: ProcessHandle) -> None:
     """Its worker has ended, and the process with it."""
     process.problem = "the fork server it was forked from ended"
-    _resolve(process, ProcessExit(None))
+    _set_ended(process, ProcessExit(None))
 
 
-def _resolve(process: ProcessHandle, ending: ProcessExit) -> None:
+def _set_ended(process: ProcessHandle, ending: ProcessExit) -> None:
     if not process.adopted.done():
         process.adopted.set_result(False)
     if not process.ended.done():

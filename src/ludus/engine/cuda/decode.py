@@ -187,7 +187,7 @@ class DecodeStep:
         self._inputs.send(0)
 
     def _idle(self, host: dict[str, Array], first: int) -> None:
-        """Make rows from `first` on idle: nobody reads what they compute."""
+        """Make rows from `first` on idle: what they compute is not read."""
         host["rows"][first:] = self._state.idle
         host["positions"][first:] = 0
         host["lengths"][first:] = 0

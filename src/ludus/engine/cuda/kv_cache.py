@@ -192,7 +192,7 @@ class ReservedMemory:
 
     def give_back(self) -> None:
         with torch.cuda.device(self._index):
-            torch.cuda.synchronize()  # nobody may be reading it any more
+            torch.cuda.synchronize()  # no kernel may be reading it any more
             _unmap(self.address, self._pieces)
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class GraphPrefill:
 
     Most steps of an agent's episodes have a new turn or two beside hundreds of rows that decode. Launched
     kernel by kernel, that takes the host several times as long as the device. Surplus tokens and rows of a
-    captured size are idle: they write to the spare block, and nobody reads their results.
+    captured size are idle: they write to the spare block, and their results are not read.
     """
 
     def __init__(self, parts: StepParts, copies: int) -> None:

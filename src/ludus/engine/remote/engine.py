@@ -11,29 +11,21 @@ number of callers is bounded by the rollout's `max_in_flight`. Nothing runs in t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
-
-from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.core.messages import Json
-
-if TYPE_CHECKING:
-    import aiohttp
-import asyncio
 import logging
 import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import field
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
-from ludus.core.failures import EngineError
+from ludus.core.failures import ConfigError, EngineError, MissingExtraError
 from ludus.core.generation import Completion, FinishReason, Sampling
-from ludus.core.messages import Media
+from ludus.core.messages import Json, Media
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.openai_api import (
     MOST_STOPS,
@@ -47,6 +39,11 @@ from ludus.engine.remote.openai_api import (
     sampling_fields,
     write_hermes,
 )
+
+if TYPE_CHECKING:
+    import aiohttp
+
+log = logging.getLogger(__name__)
 
 _SCHEMES = ("http://", "https://")
 
@@ -132,7 +129,7 @@ class HttpClient:
         try:
             # a redirect would carry the key somewhere else
             async with session.request(method, url, json=body, allow_redirects=False) as response:
-                return await _read(response)
+                return await _read_response(response)
         except TimeoutError as error:  # the connection's own; a deadline outside is a cancellation here
             raise ConnectionFailed(f"no connection within {_CONNECT_SECONDS:g} seconds") from error
         except (http.ClientError, ConnectionError, ValueError) as error:
@@ -156,7 +153,7 @@ class HttpClient:
         return self._session
 
 
-async def _read(response: aiohttp.ClientResponse) -> ServerReply:
+async def _read_response(response: aiohttp.ClientResponse) -> ServerReply:
     data = bytearray()
     async for piece in response.content.iter_any():
         data += piece
@@ -191,8 +188,6 @@ def load_aiohttp() -> Any:
         return aiohttp
     raise MissingExtraError("aiohttp", "serve", "a model behind an address")
 
-
-log = logging.getLogger(__name__)
 
 KEY = "LUDUS_API_KEY"
 """The environment variable with the server's key."""
@@ -302,7 +297,7 @@ class RemoteEngine:
             await asyncio.wait([task])
         finally:
             self._forget(session, task)
-            if not task.done():  # the caller was cancelled: nobody waits for this any more
+            if not task.done():  # the caller was cancelled
                 task.cancel()
                 await asyncio.wait([task])
         if task.cancelled():
@@ -331,8 +326,8 @@ class RemoteEngine:
         sends_stops = self._tells_stops and 0 < len(set(sampling.stop)) <= MOST_STOPS
         answer = await self._ask(tokens, sampling, stops=sends_stops)
         if sends_stops and answer.finish is FinishReason.STOP_TOKEN and not answer.tells_stop:
-            # Left out of the text and not named: nobody can say whether the call was closed. From here
-            # on the model says all it wants to, and is cut here.
+            # The server leaves the stop string out of the text and does not name it, so whether a tool call was
+            # closed is unknown. From now on stop strings are not sent, and the text is cut here.
             log.info("%s does not say which stop string it met", self.address.url)
             self._tells_stops = False
             answer = await self._ask(tokens, sampling, stops=False)

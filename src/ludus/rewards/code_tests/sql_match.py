@@ -248,7 +248,7 @@ def _profile(rows: Sequence[Row], column: int) -> tuple[Counter[Any], list[float
 
 def _may_agree(one: Any, other: Any, rules: TableRules) -> bool:
     return one[0] == other[0] and all(
-        _close(a, b, rules.tolerance) for a, b in zip(one[1], other[1], strict=True)
+        _close_numbers(a, b, rules.tolerance) for a, b in zip(one[1], other[1], strict=True)
     )
 
 
@@ -330,11 +330,11 @@ def _same_row(one: Value, other: Value, tolerance: float) -> bool:
             _same_row(a, b, tolerance) for a, b in zip(one, other, strict=True)
         )
     if _is_number(one) and _is_number(other):
-        return _close(one, other, tolerance)
+        return _close_numbers(one, other, tolerance)
     return bool(_shape(one) == _shape(other))
 
 
-def _close(one: Any, other: Any, tolerance: float) -> bool:
+def _close_numbers(one: Any, other: Any, tolerance: float) -> bool:
     if bool(one == other):
         return True
     if not isinstance(one, float) and not isinstance(other, float):

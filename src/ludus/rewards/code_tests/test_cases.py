@@ -224,12 +224,12 @@ def _unix(text: str) -> str:
 
 def _same_words(found: list[str], expected: list[str], tolerance: float | None) -> bool:
     return len(found) == len(expected) and all(
-        a == b or (tolerance is not None and _close(a, b, tolerance))
+        a == b or (tolerance is not None and _close_words(a, b, tolerance))
         for a, b in zip(found, expected, strict=True)
     )
 
 
-def _close(found: str, expected: str, tolerance: float) -> bool:
+def _close_words(found: str, expected: str, tolerance: float) -> bool:
     if len(found) > 400 or len(expected) > 400:
         return False
     if _WHOLE.fullmatch(found) and _WHOLE.fullmatch(expected):

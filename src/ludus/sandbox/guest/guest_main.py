@@ -98,12 +98,12 @@ def _serve(
         if operation == "fork":
             link = _fork(link, plan, paths, forks, fds)
         elif operation == "ended":
-            frames.send(link, {"status": _exit_status(header["pid"], forks)})
+            frames.send(link, {"status": _fork_status(header["pid"], forks)})
         elif operation in ("write", "read"):
             frames.send(link, *_file(operation, header, body))
         else:
             undo = redirect(fds)
-            outcome = _run(interpreter, operation, header, body, limits, paths)
+            outcome = _run_request(interpreter, operation, header, body, limits, paths)
             undo()
             frames.send(link, outcome)
             if one_shot:
@@ -111,7 +111,7 @@ def _serve(
             orphans.after_python(forks) if operation == "python" else orphans.after_command(forks)
 
 
-def _run(
+def _run_request(
     interpreter: Interpreter,
     operation: str,
     header: dict[str, Any],
@@ -193,7 +193,7 @@ def _reap(pids: set[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _exit_status(pid: int, forks: set[int]) -> int | None:
+def _fork_status(pid: int, forks: set[int]) -> int | None:
     """How a fork of ours ended, as `os.wait` gives it; None when it has not, or is not ours."""
     if pid not in forks:
         return None
@@ -212,7 +212,7 @@ def _fork(
 ) -> socket.socket:
     """Fork on request. Returns the old link in the original, and the new one in the fork."""
     for pid in list(forks):
-        _exit_status(pid, forks)  # those that have ended do not count as processes any more
+        _fork_status(pid, forks)  # those that have ended do not count as processes any more
     reason = _obstacle({CONTROL, *fds}, forks) if len(fds) == 1 else "it came without a socket"
     if reason is not None:
         frames.close_all(fds)

@@ -73,13 +73,13 @@ def serve(link: socket.socket, has_ruleset: bool, cpu_seconds: float) -> None:
         child = 0
         # a program that never began may have left part of its request in the socket
         is_clean = bool(began[0]) and _all_ended() and _is_unchanged(before)
-        _answer(link, ended, began[0], is_clean)
+        _send_result(link, ended, began[0], is_clean)
         del ended  # the next program is forked from here and can read these variables
         if not is_clean:
             return
 
 
-def _answer(
+def _send_result(
     link: socket.socket, ended: tuple[int, int, resource.struct_rusage], began: int, is_clean: bool
 ) -> None:
     _, status, usage = ended

@@ -79,7 +79,7 @@ def answer(request: Json) -> Json:
     try:
         if request["what"] == "schema":
             return {"tables": connection.schema()}
-        return _run(connection, request)
+        return _run_statements(connection, request)
     except Refused as error:
         return _error("refused", str(error))
     except MemoryError:
@@ -106,7 +106,7 @@ def _error(kind: str, message: str) -> Json:
     return {"error": {"kind": kind, "message": message[:_MOST_MESSAGE]}}
 
 
-def _run(connection: SqlEngine, request: Json) -> Json:
+def _run_statements(connection: SqlEngine, request: Json) -> Json:
     statements = connection.split(request["query"])
     if not statements:
         raise Refused("the query is empty")

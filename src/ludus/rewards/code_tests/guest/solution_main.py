@@ -79,7 +79,7 @@ _load: list[Callable[[], dict[str, Any]]] = []
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "load":
         return _load.pop()()
-    decoder = Decoder(_resolve)
+    decoder = Decoder(_held_object)
     on = _held[request["on"]]
     args = [decoder.decode(item) for item in request.get("args", [])]
     if request["do"] != "call":
@@ -150,7 +150,7 @@ def _refer(value: Any) -> Any:
     return {"w" if isinstance(value, types.CoroutineType) else "h": number}
 
 
-def _resolve(tag: str, inner: Any) -> Any:
+def _held_object(tag: str, inner: Any) -> Any:
     if tag == "h":
         return _held[inner]
     raise ValueError("this is not plain data")

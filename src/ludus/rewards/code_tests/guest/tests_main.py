@@ -96,10 +96,10 @@ def _run_tests(plan: dict[str, Any]) -> None:
     except BrokenTests as error:
         end["broken"] = str(error)[:_MOST_TEXT]
     except ModuleNotFoundError as error:
-        end[_fault_of(error, plan)] = _text(error)
+        end[_fault_of(error, plan)] = _describe(error)
     except BaseException as error:  # noqa: BLE001 - what a statement between the tests raised
         at_fault = isinstance(error, Stopped) or _is_from_tests(error)
-        end["problem" if at_fault else "failed"] = _text(error)
+        end["problem" if at_fault else "failed"] = _describe(error)
     _out.put(end)
 
 
@@ -168,7 +168,7 @@ def _run_one_each(plan: dict[str, Any], found: list[DiscoveredTests]) -> None:
         except Stopped as stopped:
             if not one.count:
                 raise  # what was to be prepared is missing to all that follows
-            _report_all(one.count, f"test {number}", _text(stopped))
+            _report_all(one.count, f"test {number}", _describe(stopped))
             earlier |= own
             continue
         if not one.count:
@@ -208,9 +208,9 @@ def _problem(run: Callable[[], object], module: str) -> str | None:
     except ModuleNotFoundError as error:
         if _is_missing(error, module):
             raise
-        return _text(error)
+        return _describe(error)
     except BaseException as error:  # noqa: BLE001 - a failed test, whatever it was
-        return _text(error)
+        return _describe(error)
     return _solution.stopped
 
 
@@ -219,7 +219,7 @@ def _is_missing(error: ModuleNotFoundError, module: str) -> bool:
     return error.name is not None and error.name.partition(".")[0] != module
 
 
-def _text(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, Stopped):
         return f"the solution was stopped: {error}"
     try:
@@ -250,7 +250,7 @@ def collect(found: DiscoveredTests, namespace: Namespace, one_each: bool = False
         yield from _statements(found, namespace)
     check = namespace.get("check")
     if inspect.isfunction(check) and found.needs_check:
-        yield "check", lambda: _run(check, namespace["__candidate__"])
+        yield "check", lambda: _call(check, namespace["__candidate__"])
 
 
 def run_statements(tree: ast.Module, namespace: Namespace) -> None:
@@ -299,7 +299,7 @@ def define_rest(source: str, namespace: Namespace) -> None:
             continue
 
 
-def _run(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+def _call(function: Callable[..., Any], *args: Any, **named: Any) -> None:
     found = function(*args, **named)
     if inspect.iscoroutine(found):
         import asyncio  # most tests have none, and it takes its time
@@ -320,7 +320,7 @@ def _run_method(kind: type, name: str) -> None:
     if is_case:
         instance.setUpClass()
     getattr(instance, prepare, _nothing)()
-    _run(getattr(instance, "asyncSetUp", _nothing))
+    _call(getattr(instance, "asyncSetUp", _nothing))
     try:
         for _, run in _parametrized(name, getattr(instance, name)):
             run()
@@ -335,11 +335,11 @@ def _nothing() -> None:
 def _parametrized(name: str, function: Any) -> Iterator[Case]:
     sets = getattr(function, "ludus_parameters", [])
     if not sets:
-        yield name, lambda: _run(function)
+        yield name, lambda: _call(function)
         return
     for number, combination in enumerate(itertools.product(*sets)):
         arguments = {key: value for part in combination for key, value in part.items()}
-        yield f"{name}[{number}]", lambda given=arguments: _run(function, **given)  # type: ignore[misc]
+        yield f"{name}[{number}]", lambda given=arguments: _call(function, **given)  # type: ignore[misc]
 
 
 # A stand-in for `pytest` that tests can import: `raises`, `approx`, `fail`, `mark.parametrize`.
