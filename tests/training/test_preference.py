@@ -39,9 +39,16 @@ from ludus.core import (
     Trajectory,
 )
 from ludus.rollouts import Renderer, load_format
-from ludus.training import PreferenceConfig, frozen, read_conversations, read_labelled, read_pairs
+from ludus.training import (
+    PreferenceConfig,
+    frozen,
+    read_conversations,
+    read_labelled,
+    read_pairs,
+    trajectory_of,
+)
 from ludus.training.data.conversations import parse_conversations
-from ludus.training.stages.preference import Pair, labelled_of, pair_of, pairs_of, prefer
+from ludus.training.stages.preference import Pair, labelled_of, pairs_of, prefer
 
 BETA = 0.3
 
@@ -258,7 +265,8 @@ def test_given_pairs_become_episodes(tmp_path: Path) -> None:
     ((chosen, rejected),) = read_pairs(path)
     assert chosen == [Message("user", "2+3?"), Message("assistant", "5")]
     tokenizer = ByteTokenizer()
-    pair = pair_of(chosen, rejected, Renderer(tokenizer, load_format("hermes")))
+    renderer = Renderer(tokenizer, load_format("hermes"))
+    pair = Pair(*(trajectory_of(side, renderer, []) for side in (chosen, rejected)))
     texts = [tokenizer.decode(side.actions[0].tokens) for side in (pair.chosen, pair.rejected)]
     assert [text[0] for text in texts] == ["5", "6"]
 

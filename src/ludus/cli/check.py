@@ -6,7 +6,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ludus.envs import ENVS, check_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode
+from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, close_shared_sandboxes
 from ludus.tools import example_of, shut
@@ -123,8 +125,9 @@ def _content(task: Task) -> str:
     return repr((task.messages, task.target, task.envs, task.metadata))
 
 
-async def _episode(recipe: Recipe, parts: Parts) -> Findings:
-    """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
+@asynccontextmanager
+async def _rollout(recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
+    """The recipe's rollout with a script in the model's place, which always says "hello"."""
     from ludus.engine import FakeEngine
     from ludus.rollouts.tokenizers import HFTokenizer
     from ludus.training.models.loading import fit_tokenizer
@@ -133,13 +136,19 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
     tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
     engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
     rollout = build_rollout(recipe, parts, engine, tokenizer)
-    # a token here is a byte, of which the model's own tokenizer makes fewer tokens
-    room = BYTES_PER_TOKEN * recipe.budgets.max_tokens
-    rollout.budgets = recipe.budgets.model_copy(update={"max_tokens": room})
     try:
-        trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
+        yield rollout
     finally:
         await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+
+
+async def _episode(recipe: Recipe, parts: Parts) -> Findings:
+    """One episode in which the model says "hello": do tools, format, agent and rewards work together?"""
+    # a token here is a byte, of which the model's own tokenizer makes fewer tokens
+    room = BYTES_PER_TOKEN * recipe.budgets.max_tokens
+    async with _rollout(recipe, parts) as rollout:
+        rollout.budgets = recipe.budgets.model_copy(update={"max_tokens": room})
+        trajectory = await rollout.play(parts.tasks[0], attempt=0, seed=recipe.seed)
     if trajectory.failure is not None:
         failure = trajectory.failure
         return [("error", f"an episode failed at the boundary '{failure.boundary}': {failure.message}")]
@@ -156,18 +165,13 @@ async def _episode(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     """Does the right behaviour score? By the expert where there is one, else by the gold answers."""
-    from ludus.engine import FakeEngine
-    from ludus.rollouts.tokenizers import HFTokenizer
-    from ludus.training.models.loading import fit_tokenizer
-    from ludus.training.run_context import build_rollout, play_expert
+    from ludus.training.run_context import play_expert
 
     tasks = parts.tasks[:SAMPLE]
     expert = parts.demonstrations
     if callable(expert):
-        tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
-        rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
-        played = await play_expert(rollout, expert, tasks, recipe.seed)
-        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
+        async with _rollout(recipe, parts) as rollout:
+            played = await play_expert(rollout, expert, tasks, recipe.seed)
         won = sum(is_success(trajectory) for trajectory in played)
         text = f"the expert, given all the turns it needs, succeeds on {won} of {len(tasks)} tasks"
         if won == len(tasks):
@@ -183,31 +187,28 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
 
 async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
-    from ludus.engine import FakeEngine
     from ludus.rewards import Scorer
-    from ludus.rollouts.tokenizers import HFTokenizer
-    from ludus.training.models.loading import fit_tokenizer
-    from ludus.training.run_context import build_rollout, tool_specs
+    from ludus.training.run_context import tool_specs
 
     reset_error_counts()
-    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
-    rollout = build_rollout(recipe, parts, FakeEngine([]), tokenizer)
-    budgets = rollout.budgets.model_copy(update={"max_seconds": SECONDS})
+    budgets = recipe.budgets.model_copy(update={"max_seconds": SECONDS})
     findings: Findings = []
-    try:
-        for spec in await tool_specs(rollout, parts):
-            played: list[tuple[ToolResult | None, Failure | None]] = []
-            for variant in range(VARIANTS):
-                arguments = example_of(spec.parameters, variant)
-                trial = OneCall(ToolCall(spec.name, arguments))
-                playing = replace(rollout, agent=trial, budgets=budgets, scorer=Scorer(()), retries=0)
-                trajectory = await playing.play(parts.tasks[0], attempt=variant, seed=recipe.seed)
-                played.append((trial.result, trajectory.failure))
-            findings += judge_tool_calls(spec.name, played)
-    finally:
-        await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
-        await shut(rollout.tools)
-        await close_shared_sandboxes()
+    async with _rollout(recipe, parts) as rollout:
+        try:
+            for spec in await tool_specs(rollout, parts):
+                played: list[tuple[ToolResult | None, Failure | None]] = []
+                for variant in range(VARIANTS):
+                    arguments = example_of(spec.parameters, variant)
+                    trial = OneCall(ToolCall(spec.name, arguments))
+                    playing = replace(
+                        rollout, agent=trial, budgets=budgets, scorer=Scorer(()), retries=0
+                    )
+                    trajectory = await playing.play(parts.tasks[0], attempt=variant, seed=recipe.seed)
+                    played.append((trial.result, trajectory.failure))
+                findings += judge_tool_calls(spec.name, played)
+        finally:
+            await shut(rollout.tools)
+            await close_shared_sandboxes()
     return findings
 
 

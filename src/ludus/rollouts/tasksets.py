@@ -115,7 +115,7 @@ def _counted(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _text(path: Path) -> str:
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028, U+0085)
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(_file_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 yield f"{path}, line {number}", json.loads(line)
@@ -136,7 +136,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_rows(path: Path) -> list[Any]:
     try:
-        rows = json.loads(_text(path))
+        rows = json.loads(_file_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list):

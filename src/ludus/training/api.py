@@ -24,12 +24,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
-from ludus.observe import (
-    SINKS,
-    RunFolder,
-    RunWriter,
-    setup_logging,
-)
+from ludus.observe import SINKS, RunFolder, RunWriter, setup_logging
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import UnsavedError
 from ludus.training.config.parts import (
@@ -170,9 +165,7 @@ def rollout(
     **what: Any,
 ) -> list[Group]:
     """Play episodes without training: a group of `attempts` for each task. `what` is as for `train`."""
-    code = {name: what.pop(name) for name in PARTS if name in what}
-    resolved = resolve(recipe, what)
-    parts = _parts(resolved, **code)
+    resolved, parts = _resolve_all(recipe, what)
     tasks = {one.name: one.parts.tasks for one in task_set_specs(resolved, parts)}
     return run_coroutine(play(resolved, parts, tasks, attempts, sampling or Sampling(), seed)).groups
 
@@ -189,9 +182,7 @@ def evaluate(
 
     Where there are several task sets, all of them are played: `by_subtask("task_set")` has their statistics.
     """
-    code = {name: what.pop(name) for name in PARTS if name in what}
-    resolved = resolve(recipe, what)
-    parts = _parts(resolved, **code)
+    resolved, parts = _resolve_all(recipe, what)
     most = resolved.evaluation.tasks
     tasks = {one.name: one.parts.held_out[:most] for one in task_set_specs(resolved, parts)}
     if not any(tasks.values()):
@@ -218,6 +209,13 @@ async def play(
         chosen = [(one, tasks[one.name]) for one in sets if tasks.get(one.name)]
         with frozen_gc():
             return await measure_sets(chosen, attempts=attempts, sampling=sampling, seed=seed)
+
+
+def _resolve_all(recipe: Recipe | str | Path | None, what: Mapping[str, Any]) -> tuple[Recipe, Parts]:
+    """The recipe and its code, from keywords of both kinds."""
+    code = {name: value for name, value in what.items() if name in PARTS}
+    resolved = resolve(recipe, {name: value for name, value in what.items() if name not in PARTS})
+    return resolved, _parts(resolved, **code)
 
 
 def _parts(recipe: Recipe, **given: Any) -> Parts:

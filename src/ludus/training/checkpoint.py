@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ludus.core.failures import ConfigError, LudusError
+from ludus.core.messages import Json
 from ludus.engine import use_ludus_attention
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ludus.training.run_context import RunContext
 
 OPTIMIZER = "optimizer.pt"
+STAGE = "stage.json"
 REWARDS = "rewards.json"
 PROGRESS = "progress.json"
 
@@ -102,8 +104,10 @@ def load_rewards(folder: Path, scorers: Mapping[str, Scorer]) -> None:
         scorer.load_state_dict(state[name])
 
 
-def save_learner(folder: Path, learner: Learner) -> None:
-    """Write an optimizer's state."""
+def save_learner(folder: Path, learner: Learner, state: Json | None = None) -> None:
+    """Write an optimizer's state, and what else of a stage can be written as JSON."""
+    if state is not None:
+        (folder / STAGE).write_text(json.dumps(state), encoding="utf-8")
     try:
         torch.save(learner.state_dict(), folder / OPTIMIZER)
     except RuntimeError as error:  # what torch makes of a full disk does not say so
@@ -112,10 +116,14 @@ def save_learner(folder: Path, learner: Learner) -> None:
         ) from error
 
 
-def load_learner(folder: Path, learner: Learner) -> None:
-    """Put an optimizer where a checkpoint left it."""
-    state = torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
-    learner.load_state_dict(state)
+def load_learner(folder: Path, learner: Learner) -> Json:
+    """Put an optimizer where a checkpoint left it, and give the stage's other state back."""
+    learner.load_state_dict(
+        torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
+    )
+    path = folder / STAGE
+    state: Json = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return state
 
 
 # The reference model: the weights that a stage started from, for a KL penalty, DPO, or returning to them.

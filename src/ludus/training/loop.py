@@ -98,7 +98,9 @@ class Trainer:
     def _go_on(self, checkpoint: Checkpoint) -> None:
         self.progress = load_progress(checkpoint.path)
         self._saved = checkpoint.step
-        self._measured = {row["step"] for row in self.run.metrics() if any(map(_is_measured, row))}
+        self._measured = {
+            row["step"] for row in self.run.metrics() if any(name.startswith("eval/") for name in row)
+        }
         load_rewards(checkpoint.path, self.context.scorers)
 
     def save(self) -> None:
@@ -260,7 +262,3 @@ class Trainer:
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
         self.run.log(self.progress.step, metrics)
         self._on_step(phase, number, total, metrics)
-
-
-def _is_measured(name: str) -> bool:
-    return name.startswith("eval/")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
 from ludus.observe import SINKS
@@ -83,10 +81,8 @@ def with_step_counts(recipe: Recipe, parts: Parts) -> Recipe:
             return stage
         shown = demonstrations_of(stage, recipe, parts)
         # an expert plays each of the first set's tasks once
-        found = len(task_set_specs(recipe, parts)[0].parts.tasks if callable(shown) else shown)
-        learned = found - stage.held_out_count(found)
-        steps = max(1, math.ceil(stage.epochs * learned / stage.batch))
-        return stage.model_copy(update={"steps": steps, "epochs": None})
+        found = task_set_specs(recipe, parts)[0].parts.tasks if callable(shown) else shown
+        return stage.with_steps(len(found))
 
     first = None if recipe.warm_start is None else counted(recipe.warm_start)
     return recipe.model_copy(update={"stage": tuple(map(counted, recipe.stage)), "warm_start": first})

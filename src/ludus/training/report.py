@@ -102,6 +102,7 @@ def _name(number: int, recipe: Recipe) -> str:
 def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
     # by step, because a run that was resumed at its end has measured there twice
     measured = {row["step"]: row for row in run.metrics() if row.get("eval/episodes") is not None}
+    means = ("eval/reward", "eval/turns", "eval/invalid_call_share")
     return [
         [
             stage_of(row["step"], recipe),
@@ -109,7 +110,7 @@ def _rows(run: RunFolder, recipe: Recipe) -> list[list[Cell]]:
             success_text(row),
             _interval_text(row),
             _failed_text(row),
-            *_cells(row, ("eval/reward", "eval/turns", "eval/invalid_call_share")),
+            *(float(row[name]) if row.get(name) is not None else None for name in means),
         ]
         for row in measured.values()
     ]
@@ -225,10 +226,6 @@ def _passes(run: RunFolder) -> list[str]:
                 table_markdown((f"after step {row['step']}", *(f"k = {k}" for k in ks)), shares)
             )
     return tables
-
-
-def _cells(row: dict[str, float], names: tuple[str, ...]) -> list[Cell]:
-    return [float(row[name]) if row.get(name) is not None else None for name in names]
 
 
 def _samples(run: RunFolder, recipe: Recipe) -> list[tuple[str, Trajectory]]:

@@ -55,9 +55,7 @@ def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
     keys = [one.partition("=")[0].strip() for one in overrides]
     objects = run.objects()
     missing = {name: what for name, what in objects.items() if KEYS.get(name, name) not in keys}
-    rebuilt = {
-        KEYS.get(name, name) for name in objects.keys() - missing.keys()
-    }  # named by reference now
+    rebuilt = {KEYS.get(name, name) for name in objects if name not in missing}  # by reference now
     before = Recipe.parse(raw, where)
     check_extension(recipe, [key for key in keys if key not in rebuilt], done, before)
     optimizer = getattr(recipe.stages[-1], "optimizer", None)

@@ -47,7 +47,7 @@ class HermesFormat(ActionFormat):
         position = 0
         while len(calls) <= MAX_CALLS and (start := body.find(OPEN, position)) >= 0:
             outside.append(body[position:start])
-            call, position = _read(body, start + len(OPEN))
+            call, position = _call_at(body, start + len(OPEN))
             calls.append(call)
         rest = body[position:]
         if not calls and CLOSE in rest:
@@ -77,7 +77,7 @@ class HermesFormat(ActionFormat):
         return "\n".join([text, *written] if text else written)
 
 
-def _read(text: str, start: int) -> tuple[ToolCall, int]:
+def _call_at(text: str, start: int) -> tuple[ToolCall, int]:
     """The call whose JSON begins at `start`, and where to read on."""
     try:
         # The value decides where the call ends: its strings may well hold the closing tag.

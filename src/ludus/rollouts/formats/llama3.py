@@ -49,7 +49,7 @@ class Llama3Format(ActionFormat):
         before, tag, after = body.partition(TAG)
         if not tag and not body.startswith("{"):
             return self.without_calls(body, thought)
-        calls = _read(after if tag else body)
+        calls = _calls_in(after if tag else body)
         if not tag and not calls:
             return self.without_calls(body, thought)
         outside = before.strip() if tag else ""
@@ -74,7 +74,7 @@ class Llama3Format(ActionFormat):
         return f"{text}{TAG}{written}" if text else written
 
 
-def _read(text: str) -> list[ToolCall]:
+def _calls_in(text: str) -> list[ToolCall]:
     """The calls in `text`; none when it is JSON that names no tool, which an answer may well be."""
     calls: list[ToolCall] = []
     position = _after_separators(text, 0)

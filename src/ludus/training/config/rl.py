@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -9,8 +10,9 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
+from ludus.rollouts.episode import Budgets
 from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
-from ludus.training.data.curriculum import CurriculumConfig, check_settings
+from ludus.training.data.curriculum import BUDGETS, CurriculumConfig, check_settings
 
 PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
 PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}
@@ -312,3 +314,45 @@ def _check_divergence(config: RLConfig) -> None:
             'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
             'kl_in = "reward", where "k1" is right'
         )
+
+
+# Checks against other tables of the recipe.
+
+
+def check_followed_metrics(config: RLConfig, where: str, per_set: Sequence[str]) -> None:
+    """A curriculum that follows a metric of a task set must name one that steps have."""
+    for number, one in enumerate(config.curriculum):
+        metric = one.adaptive.metric if one.adaptive is not None else ""
+        if metric.startswith("sets/") and metric not in per_set:
+            there = f"there are: {', '.join(per_set)}" if per_set else "there are not several task sets"
+            raise ValueError(
+                f"{where}.curriculum.{number}.adaptive.metric: no step has {metric!r}, so the value would "
+                f"never move; {there}"
+            )
+
+
+def check_overlong(
+    config: RLConfig, where: str, budgets: Budgets, own_budgets: Sequence[Budgets | None]
+) -> None:
+    """The price for length must be within reach. `own_budgets` are those that task sets give themselves."""
+    if config.overlong is None:
+        return
+    most = max(_most_said(config, budgets, own) for own in own_budgets)
+    if config.overlong.longest > most:
+        raise ValueError(
+            f"{where}.overlong.longest: no episode says {config.overlong.longest} tokens; the budgets end it "
+            f"after {most} (max_turns * max_turn_tokens, and max_tokens). Lower it, or raise them"
+        )
+
+
+def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
+    """Tokens that an episode can say under the largest budgets that it will ever have."""
+    moved = {c.setting.removeprefix(BUDGETS): max(c.values) for c in config.curriculum}
+    given = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
+
+    def budget(name: str) -> int:
+        if name in moved:
+            return int(min(moved[name], given.get(name, moved[name])))
+        return int(given.get(name, getattr(budgets, name)))
+
+    return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))

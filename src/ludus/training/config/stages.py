@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ludus.core.config import Config, Place
 
@@ -109,6 +110,14 @@ class SFTConfig(BaseStageConfig):
     @property
     def length_key(self) -> str:
         return "steps" if self.epochs is None else "epochs"
+
+    def with_steps(self, found: int) -> SFTConfig:
+        """The same with a number of steps instead of epochs, over so many demonstrations."""
+        if self.epochs is None:
+            return self
+        learned = found - self.held_out_count(found)
+        steps = max(1, math.ceil(self.epochs * learned / self.batch))
+        return self.model_copy(update={"steps": steps, "epochs": None})
 
     def held_out_count(self, found: int) -> int:
         """How many of the demonstrations are kept out of training to measure the loss on."""
@@ -258,6 +267,14 @@ class EvaluationStageConfig(BaseStageConfig):
     """0 is greedy."""
     pass_at: tuple[Annotated[int, Field(strict=True)], ...] = ()
     """The k of pass@k; powers of two up to the attempts when left out."""
+
+    @field_validator("pass_at")
+    @classmethod
+    def _has_attempts(cls, pass_at: tuple[int, ...], known: ValidationInfo) -> tuple[int, ...]:
+        attempts = known.data.get("attempts")
+        if attempts is not None and not all(1 <= k <= attempts for k in pass_at):
+            raise ValueError(f"pass@k needs k attempts, and there are {attempts}")
+        return pass_at
 
 
 _MINING = ("tasks", "attempts", "margin")

@@ -34,7 +34,7 @@ def read_conversations(source: str | Path, columns: Columns | None = None) -> li
         found = [trajectory.messages for trajectory in read_trajectories(source)]
     else:
         what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
-        found = list(_read(source, columns, what, _checked_conversation))
+        found = list(_parsed_rows(source, columns, what, _checked_conversation))
     if not found:
         raise ConfigError(f"{source} is empty: it holds no conversations to imitate")
     return found
@@ -45,13 +45,13 @@ def read_pairs(
 ) -> list[tuple[Conversation, Conversation]]:
     """The (chosen, rejected) conversations of a file or dataset; a `prompt` is what both begin with."""
     what = 'a pair {"prompt": ..., "chosen": ..., "rejected": ...}'
-    return list(_read(source, columns, what, _pair))
+    return list(_parsed_rows(source, columns, what, _pair))
 
 
 def read_labelled(source: str | Path, columns: Columns | None = None) -> list[tuple[Conversation, bool]]:
     """Conversations and whether they are good: by their `label`, or as the two sides of a pair."""
     what = 'an answer {"prompt": ..., "completion": ..., "label": true or false}, nor a pair'
-    return [one for found in _read(source, columns, what, _labelled) for one in found]
+    return [one for found in _parsed_rows(source, columns, what, _labelled) for one in found]
 
 
 def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
@@ -68,7 +68,7 @@ def parse_conversations(given: Iterable[Any]) -> list[Conversation]:
     return conversations
 
 
-def _read(
+def _parsed_rows(
     source: str | Path, columns: Columns | None, what: str, parse: Callable[[Any], T]
 ) -> Iterator[T]:
     for where, row in read_rows(str(source), columns):

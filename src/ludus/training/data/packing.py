@@ -241,10 +241,7 @@ def _all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
     """values_T[place_A], on the host; half precision becomes float32."""
     values_T = values_T.detach()
-    if values_T.dtype in (
-        torch.bfloat16,
-        torch.float16,
-    ):  # numpy knows one of them, a recipe's author both
+    if values_T.dtype in (torch.bfloat16, torch.float16):  # numpy knows one of them alone
         values_T = values_T.float()
     return torch.from_numpy(values_T.numpy()[place_A.numpy()])
 

@@ -54,10 +54,6 @@ def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
-def _bounds_text(summary: Summary) -> str | None:
-    return None if summary.bounds is None else "{:.3f} / {:.3f}".format(*summary.bounds)
-
-
 def lost_warnings(study: Study) -> list[str]:
     """What to say of each measurement that has lost a notable share of its episodes."""
     found: list[str] = []
@@ -82,7 +78,8 @@ def single_table(study: Study) -> ReportTable:
     if summary.scored < summary.episodes:
         rows.append(["scored episodes", f"{summary.scored} of {summary.episodes}"])
     if summary.failed and summary.bounds is not None:
-        rows.append(["success, failed ones as 0 / as 1", _bounds_text(summary)])
+        low, high = summary.bounds
+        rows.append(["success, failed ones as 0 / as 1", f"{low:.3f} / {high:.3f}"])
     rows += [[name, interval_text(estimate)] for name, estimate in _at_k(summary, study.how.ks)]
     rows += [["reward", interval_text(summary.reward)], ["turns", summary.turns]]
     found = measured.evaluation.metrics
@@ -274,7 +271,7 @@ def plot_study(path: str | Path, study: Study) -> None:
 
 def pass_curves(study: Study) -> list[tuple[str, Points]]:
     """pass@k of each model, under each budget where there are several."""
-    several = len({measured.turns for measured in study.measured}) > 1
+    several = _has_budgets(study)
     return [
         (f"{m.model}, {m.turns} turns" if several else m.model, sorted(summary.passed.items()))
         for m, summary in study.summaries

@@ -26,7 +26,7 @@ from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason
+from ludus.core.trajectory import Group
 from ludus.observe import FolderLock, atomic_write, dump_value, read_groups, write_groups
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.parts import Parts, TaskSetSpec
@@ -40,7 +40,14 @@ from ludus.training.evaluation.evaluate import (
     evaluation_seed,
     joined,
 )
-from ludus.training.evaluation.summary import Comparison, Summary, SummaryOptions, compare, summarise
+from ludus.training.evaluation.summary import (
+    Comparison,
+    Summary,
+    SummaryOptions,
+    compare,
+    is_lost,
+    summarise,
+)
 
 OnGroup = Callable[[str, int, int, int], None]
 """Called as (model, turns, tasks finished, tasks in all) whenever one more task has been played."""
@@ -364,9 +371,7 @@ class Cell:
 
 def is_finished(group: Group, attempts: int) -> bool:
     """Whether nothing of it need be played again."""
-    return len(group.trajectories) == attempts and all(
-        t.failure is None and t.stop is not StopReason.ABORTED for t in group.trajectories
-    )
+    return len(group.trajectories) == attempts and not any(map(is_lost, group.trajectories))
 
 
 class ResultsFolder:

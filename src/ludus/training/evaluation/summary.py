@@ -182,12 +182,12 @@ def subtask_of(task: Task, by: str) -> str:
     return NAMELESS if value is None else str(value)
 
 
-def _by_task(groups: Sequence[Group]) -> list[list[Trajectory]]:
+def _by_task(groups: Sequence[Group]) -> dict[str, list[Trajectory]]:
     """All attempts at each task, in order, the lost ones included."""
     found: dict[str, list[Trajectory]] = {}
     for group in groups:
         found.setdefault(group.task.id, []).extend(group.trajectories)
-    return [sorted(attempts, key=lambda trajectory: trajectory.attempt) for attempts in found.values()]
+    return {task: sorted(played, key=lambda one: one.attempt) for task, played in found.items()}
 
 
 def is_lost(trajectory: Trajectory) -> bool:
@@ -211,7 +211,7 @@ def _outcomes(
 
 
 def _summary(name: str, groups: Sequence[Group], ks: Sequence[int], how: SummaryOptions) -> Summary:
-    attempts = _by_task(groups)
+    attempts = list(_by_task(groups).values())
     played = [trajectory for task in attempts for trajectory in task]
     scored = [trajectory for trajectory in played if trajectory.is_trainable]
     counted = Summary(
@@ -299,10 +299,7 @@ class _Rate:
 
 def _rates(groups: Sequence[Group], how: SummaryOptions) -> dict[str, _Rate | None]:
     """The rates by task; None for a task without a scored attempt."""
-    found: dict[str, list[Trajectory]] = {}
-    for group in groups:
-        found.setdefault(group.task.id, []).extend(group.trajectories)
-    return {task: _rate(attempts, how) for task, attempts in found.items()}
+    return {task: _rate(attempts, how) for task, attempts in _by_task(groups).items()}
 
 
 def _rate(attempts: Sequence[Trajectory], how: SummaryOptions) -> _Rate | None:

@@ -133,12 +133,12 @@ class Updater:
                         rows.append(_forward_only(batch, loss))
                     except RuntimeError as error:
                         self._splitter.retry(batch, error)
-            metrics = _read(rows) if limits or not has_gradient else {}
+            metrics = _step_metrics(rows) if limits or not has_gradient else {}
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
                 return {name: value for name, value in metrics.items() if name != "loss"}
             norm_1 = self._apply_gradients()
-            metrics = _read(rows, gradient_norm=norm_1)
+            metrics = _step_metrics(rows, gradient_norm=norm_1)
         if self.device.type == "cuda":
             self.clear_gradients()  # an engine on the same device has a use for their room
         if not math.isfinite(metrics["gradient_norm"]):
@@ -239,7 +239,7 @@ def _summed(loss: Tensor, weights_A: Tensor, metrics: Metrics) -> dict[str, Tens
     return row
 
 
-def _read(rows: Sequence[Mapping[str, Tensor]], **others: Tensor) -> dict[str, float]:
+def _step_metrics(rows: Sequence[Mapping[str, Tensor]], **others: Tensor) -> dict[str, float]:
     """A step's metrics from those of its micro-batches. Here the host waits for the device."""
     names = list(rows[0]) if rows else []
     flat = [row[name].float() for row in rows for name in names] + [v.float() for v in others.values()]
@@ -420,10 +420,7 @@ def measure(model: nn.Module) -> ActivationCosts:
             states = hidden_states(model, tokens, context.position_ids, context)
     finally:
         set_activation_checkpointing(model, checkpointed)
-    for tensor in (
-        *model.parameters(),
-        *model.buffers(),
-    ):  # where they lie now: a first pass may move them
+    for tensor in (*model.parameters(), *model.buffers()):  # where a first pass may have moved them
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     width = states.shape[-1] * states.element_size()
     full = sum(kept.values()) // (len(tokens) * max(1, layers))

@@ -15,7 +15,6 @@ arXiv:2306.13649. Lu et al., "On-Policy Distillation", Thinking Machines Lab, 20
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token
 from ludus.core.failures import ConfigError
-from ludus.core.trajectory import StopReason, Trajectory
+from ludus.core.trajectory import Trajectory
 from ludus.engine import use_ludus_attention
 from ludus.observe import rollout_metrics
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -43,14 +42,13 @@ from ludus.training.data.packing import (
     rows_of,
     trajectory_ids,
 )
+from ludus.training.evaluation.summary import is_lost
 from ludus.training.models.loading import check_source, load_model, tokenizer_of
 from ludus.training.optim.learner import Learner, frozen
 from ludus.training.optim.logprobs import logprobs_of
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, check_readable, timing_metrics
-
-_STATE = "distillation.json"
 
 
 class DistillationStage(Stage[DistillationConfig]):
@@ -99,12 +97,10 @@ class DistillationStage(Stage[DistillationConfig]):
         return StepResult(metrics, played.groups)
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner)
-        (folder / _STATE).write_text(json.dumps(self._worker.state_dict()), encoding="utf-8")
+        save_learner(folder, self._learner, {"player": self._worker.state_dict()})
 
     def load(self, folder: Path) -> None:
-        load_learner(folder, self._learner)
-        self._worker.load_state_dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        self._worker.load_state_dict(load_learner(folder, self._learner)["player"])
 
 
 def distill(
@@ -150,5 +146,4 @@ def compare_tokenizers(student: HFTokenizer, teacher: HFTokenizer, name: str) ->
 
 def _is_whole(trajectory: Trajectory) -> bool:
     """Whether the episode was played to its end, and something was said; whether it was scored is no matter."""
-    has_expert = trajectory.failure is None and trajectory.stop is not StopReason.ABORTED
-    return has_expert and any(action.tokens for action in trajectory.actions)
+    return not is_lost(trajectory) and any(action.tokens for action in trajectory.actions)

@@ -23,7 +23,6 @@ Model Alignment as Prospect Theoretic Optimization", 2024, arXiv:2402.01306.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -37,18 +36,16 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolSpec
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine import context_limit
 from ludus.observe import rollout_metrics
-from ludus.rollouts.renderer import Renderer
 from ludus.training.checkpoint import load_learner, load_reference, save_learner
 from ludus.training.config.parts import Parts, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import PreferenceConfig
-from ludus.training.data.conversations import Conversation, read_labelled, read_pairs, trajectory_of
+from ludus.training.data.conversations import read_labelled, read_pairs, trajectory_of
 from ludus.training.data.packing import (
     Columns,
     Pack,
@@ -70,6 +67,8 @@ from ludus.training.stages.base import (
     check_readable,
     warn_of_large_batch,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +168,6 @@ def _apart(given: Pair | Labelled) -> list[Labelled]:
     if isinstance(given, Labelled):
         return [given]
     return [Labelled(given.chosen, True), Labelled(given.rejected, False)]
-
-
-def pair_of(
-    chosen: Conversation, rejected: Conversation, renderer: Renderer, tools: Sequence[ToolSpec] = ()
-) -> Pair:
-    """A given pair, in which the assistant's messages are what is preferred or not."""
-    return Pair(trajectory_of(chosen, renderer, tools), trajectory_of(rejected, renderer, tools))
 
 
 def has_equal_sides(pair: Pair) -> bool:
@@ -292,11 +284,6 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
     return learner.step(packs_of(rows, columns, budget), objective)
 
 
-log = logging.getLogger(__name__)
-
-_STATE = "preference.json"
-
-
 class PreferenceStage(Stage[PreferenceConfig]):
     """Learn to prefer the better of two episodes."""
 
@@ -374,15 +361,12 @@ class PreferenceStage(Stage[PreferenceConfig]):
             )
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner)
-        if self._worker is not None:
-            state = {"player": self._worker.state_dict(), "found_any": self._found_any}
-            (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        player = self._worker.state_dict() if self._worker is not None else None
+        save_learner(folder, self._learner, {"player": player, "found_any": self._found_any})
 
     def load(self, folder: Path) -> None:
-        load_learner(folder, self._learner)
+        state = load_learner(folder, self._learner)
         if self._worker is not None:
-            state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
             self._worker.load_state_dict(state["player"])
             self._found_any = state["found_any"]
 
@@ -404,10 +388,11 @@ async def load_preferences(context: RunContext, config: PreferenceConfig) -> Seq
     found: list[Pair | Labelled] = []
     for number, (first, second) in enumerate(given, start=1):
         try:
+            answer = trajectory_of(first, renderer, specs)
             if config.loss == "kto":
-                found.append(Labelled(trajectory_of(first, renderer, specs), second))
+                found.append(Labelled(answer, second))
             else:
-                found.append(pair_of(first, second, renderer, specs))
+                found.append(Pair(answer, trajectory_of(second, renderer, specs)))
         except ConfigError as error:
             raise ConfigError(f"{source}, pair {number}: {error}") from None
     sides = {"chosen": "what was chosen in pair", "rejected": "what was rejected in pair"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +32,6 @@ from ludus.training.optim.update import algorithm_of, policy_update
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
-
-_STATE = "reinforcement.json"
 
 
 class RLStage(Stage[RLConfig]):
@@ -121,21 +118,19 @@ class RLStage(Stage[RLConfig]):
             )
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner)
         state = {
             "player": self._worker.state_dict(),
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
         }
-        (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        save_learner(folder, self._learner, state)
         if self.config.reference_sync is not None and self._reference is not None:
             save_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.save(folder)
 
     def load(self, folder: Path) -> None:
-        load_learner(folder, self._learner)
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        state = load_learner(folder, self._learner)
         self._worker.load_state_dict(state["player"])
         self._curriculum.load_state_dict(state["curriculum"])
         if self.config.kl_control is not None:

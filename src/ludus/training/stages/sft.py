@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -146,7 +145,7 @@ def has_expert(context: RunContext, config: SFTConfig) -> bool:
     return callable(demonstrations_of(config, context.recipe, context.parts))
 
 
-_KEPT, _STATE = "kept.parquet", "rejection.json"
+_KEPT = "kept.parquet"
 
 
 class RejectionStage(Stage[RejectionConfig]):
@@ -222,14 +221,12 @@ class RejectionStage(Stage[RejectionConfig]):
         return Learner(self.context.model, self.config.optimizer, total, seed=self.seed)
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner)
         state = {"player": self._worker.state_dict(), "found_any": self._found_any}
-        (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        save_learner(folder, self._learner, state)
         write_trajectories(folder / _KEPT, self._kept)
 
     def load(self, folder: Path) -> None:
-        load_learner(folder, self._learner)
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        state = load_learner(folder, self._learner)
         self._worker.load_state_dict(state["player"])
         self._found_any = state["found_any"]
         self._kept = read_trajectories(folder / _KEPT)
