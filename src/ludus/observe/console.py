@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -133,9 +132,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -27,6 +27,7 @@ from ludus.serve.openapi import ENDPOINTS, MOST_MILLISECONDS, docs_page, openapi
 from ludus.serve.service import ServerConfig, ToolService
 from ludus.serve.sessions import ServerSession
 from ludus.serve.telemetry import CONTENT_TYPE, CallOutcome, log_request, request_id
+from ludus.tools.hosting.host import UNKNOWN
 from ludus.tools.remote_http import is_loopback
 from ludus.tools.wire import (
     DEADLINE_HEADER,
@@ -205,15 +206,11 @@ class ToolApi:
         return _json_response(result_to_json(outcome))
 
     async def _described(self, session: ServerSession) -> Json:
-        facts = self._service.facts
-        tools = [
-            {
-                **spec_to_json(spec),
-                "repeatable": spec.name in facts and facts[spec.name].repeatable,
-                "stateful": spec.name not in facts or facts[spec.name].stateful,
-            }
-            for spec in await self._service.sessions.tools(session)
-        ]
+        tools: list[Json] = []
+        for spec in await self._service.sessions.tools(session):
+            facts = self._service.facts.get(spec.name, UNKNOWN)
+            about = {"repeatable": facts.repeatable, "stateful": facts.stateful}
+            tools.append({**spec_to_json(spec), **about})
         named: Json = {"session": session.id, "episode": session.episode}
         return {**named, "instance": self._service.instance, "tools": tools}
 

@@ -29,6 +29,7 @@ from ludus.serve.sessions import OPENING, ServerSession, ServerSessions
 from ludus.serve.telemetry import CallOutcome, Metrics, log_call, outcome_name
 from ludus.tools import unknown_tool
 from ludus.tools.hosting import ToolFacts, ToolHost
+from ludus.tools.hosting.host import UNKNOWN
 from ludus.tools.wire import CallBody, ErrorKind, dump
 
 
@@ -118,8 +119,8 @@ class IdempotencyCache:
         self._forgotten_until = float("-inf")
 
     @property
-    def running(self) -> list[CallRecord]:
-        return list(self._running.values())
+    def running(self) -> list[asyncio.Task[tuple[CallOutcome, bool]]]:
+        return [entry.task for entry in self._running.values() if entry.task is not None]
 
     def running_call(self, session: str, key: str) -> CallRecord | None:
         return self._running.get((session, key))
@@ -266,10 +267,9 @@ class ToolService:
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `drain_seconds`, and close all sessions."""
         self.draining = True
-        running = [entry.task for entry in self.idempotency.running if entry.task is not None]
-        if running:
+        if running := self.idempotency.running:
             await asyncio.wait(running, timeout=self._config.drain_seconds)
-        left = [entry.task for entry in self.idempotency.running if entry.task is not None]
+        left = self.idempotency.running
         for task in left:
             self.metrics.cancelled.labels("drain").inc()
             task.cancel()
@@ -299,8 +299,7 @@ class ToolService:
         elsewhere = call.retry.instance != self.instance
         if not elsewhere and not self.idempotency.may_have_forgotten(call.retry.age_ms / 1000):
             return  # it was sent here and would be known: it never arrived
-        facts = self.facts.get(call.name)
-        if facts is not None and facts.repeatable:
+        if self.facts.get(call.name, UNKNOWN).repeatable:
             self.metrics.repeated.labels(self._label(call.name)).inc()
             return
         where = "to another server process" if elsewhere else "too long ago to be remembered"

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
-from ludus.tools.hosting.host import EpisodeLost, OutcomeUnknown
+from ludus.tools.hosting.host import UNKNOWN, EpisodeLost, OutcomeUnknown, ToolFacts
 from ludus.tools.remote_http import (
     NotConnected,
     ResponseLost,
@@ -84,9 +84,7 @@ class _RemoteSession:
     id: str
     address: str
     instance: str
-    specs: list[ToolSpec] = field(default_factory=list)
-    repeatable: dict[str, bool] = field(default_factory=dict)
-    stateful: dict[str, bool] = field(default_factory=dict)
+    tools: dict[str, ToolFacts] = field(default_factory=dict)
     has_state: bool = False
     """Whether a stateful tool may have run in it."""
     is_fresh: bool = True
@@ -96,12 +94,17 @@ class _RemoteSession:
     def url(self) -> str:
         return f"{self.address}/v1/sessions/{self.id}"
 
+    @property
+    def specs(self) -> list[ToolSpec]:
+        return [facts.spec for facts in self.tools.values()]
+
     def learn(self, body: Mapping[str, Any]) -> None:
         """Take over what the server says of its tools."""
         try:
-            self.specs = [spec_from_json(raw) for raw in body["tools"]]
-            self.repeatable = {raw["name"]: bool(raw["repeatable"]) for raw in body["tools"]}
-            self.stateful = {raw["name"]: bool(raw["stateful"]) for raw in body["tools"]}
+            self.tools = {
+                raw["name"]: ToolFacts(spec_from_json(raw), raw["repeatable"], raw["stateful"])
+                for raw in body["tools"]
+            }
         except (KeyError, TypeError) as error:
             raise nonsense(f"{self.address}: {error!r}") from error
 
@@ -309,13 +312,13 @@ class RemoteTools:
         budget, is_first = call.budget, True
         while True:
             session = await self._session(episode, budget)
-            stateful = session.stateful.get(call.name, True)
+            facts = session.tools.get(call.name, UNKNOWN)
             self.counters.retries += not is_first
             is_first, began = False, time.monotonic()
             try:
                 response = await self._send_call(session, call)
             except NotConnected as error:
-                may_repeat = call.unanswered is None or session.repeatable.get(call.name, False)
+                may_repeat = call.unanswered is None or facts.repeatable
                 if len(self._addresses) > 1 and not session.has_state and may_repeat:
                     self._drop_session(episode, session)  # another server, where nothing is lost by it
                     if call.unanswered is not None:
@@ -323,19 +326,19 @@ class RemoteTools:
                 await self._unreachable(session, call, error)
                 continue
             except ResponseLost as error:
-                session.has_state = session.has_state or stateful
+                session.has_state = session.has_state or facts.stateful
                 call.unanswered = call.unanswered or (session.instance, began)
                 await self._unreachable(session, call, error)
                 continue
             session.is_fresh = False
             if response.status == 200:
                 result = result_of(response)
-                session.has_state |= stateful and result.fault is not Fault.UNKNOWN_TOOL
+                session.has_state |= facts.stateful and result.fault is not Fault.UNKNOWN_TOOL
                 return result
             refusal = error_of(response)
             if refusal.kind is ErrorKind.TOO_LARGE:
                 return ToolResult(f"{call.name}: the arguments are too large", fault=Fault.BAD_ARGUMENTS)
-            session.has_state = session.has_state or (stateful and refusal.started)
+            session.has_state = session.has_state or (facts.stateful and refusal.started)
             if refusal.kind in _SESSION_GONE and call.unanswered is not None and not session.has_state:
                 self._check_repeat(session, call)
             await self._refused(episode, session, response, budget)
@@ -359,7 +362,7 @@ class RemoteTools:
         await call.budget.pause(str(error))
 
     def _check_repeat(self, session: _RemoteSession, call: _PendingCall) -> None:
-        if not session.repeatable.get(call.name, False):
+        if not session.tools.get(call.name, UNKNOWN).repeatable:
             raise OutcomeUnknown(
                 f"the server went away while {call.name!r} may have run there; whether it took effect is "
                 "unknown, and the tool may not be repeated (retries=0)",

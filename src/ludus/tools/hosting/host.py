@@ -46,6 +46,8 @@ class ToolFacts:
 
 
 FACTS = TypeAdapter(list[ToolFacts])
+UNKNOWN = ToolFacts(ToolSpec("", "", {}))
+"""Of a tool that was not there at the start nothing is known, so it may do anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpe
 from ludus.core.processes import WorkerProcess
 from ludus.tools.hosting.host import (
     FACTS,
+    UNKNOWN,
     EpisodeLost,
     HostHealth,
     OutcomeUnknown,
@@ -164,9 +165,7 @@ class PooledHost:
         return HostHealth(self._running, self._wanted, len(self._alive), self._restarted)
 
     async def _called(self, call: ToolCall, placement: _Placement) -> ToolResult:
-        facts = self._facts.get(call.name)
-        repeatable = facts is not None and facts.repeatable
-        stateful = facts is None or facts.stateful  # one that was not there at the start may do anything
+        facts = self._facts.get(call.name, UNKNOWN)
         body = {
             "episode": placement.context.episode,
             "call": {"name": call.name, "arguments": call.arguments, "id": call.id},
@@ -175,7 +174,7 @@ class PooledHost:
         while True:
             attempt += 1
             worker = await self._assigned_worker(placement)
-            had_state, placement.has_state = placement.has_state, placement.has_state or stateful
+            had_state, placement.has_state = placement.has_state, placement.has_state or facts.stateful
             try:
                 result = result_from_json(await worker.request("call", body))
                 if result.fault is Fault.UNKNOWN_TOOL:
@@ -185,7 +184,7 @@ class PooledHost:
                 self._mark_dead(worker, str(death))
                 if placement.has_state:
                     raise self._lost(placement, attempt) from death
-                if not repeatable:
+                if not facts.repeatable:
                     raise OutcomeUnknown(
                         f"{death} while it ran {call.name!r}; nobody knows whether the call took effect, "
                         "and the tool may not be repeated (retries=0)",
