@@ -289,6 +289,25 @@ async def test_bodies_that_are_wrong(
         assert answer.status == 200
 
 
+@pytest.mark.parametrize(
+    ("task", "place"),
+    [
+        ({"messages": [{"role": "judge", "content": "x"}]}, "task.messages.0.role: "),
+        ({"messages": [{"role": "user", "content": "x", "surprise": 1}]}, "task.messages.0.surprise: "),
+        ({"id": 3}, "task.id: "),
+        ({"envs": {"safe": 3}}, "task.envs.safe: "),
+        ({"target": 5}, ""),
+    ],
+)
+async def test_a_task_that_is_wrong_is_named_by_its_field(
+    server: ServerProcess, http: aiohttp.ClientSession, task: Any, place: str
+) -> None:
+    body = {"session": secrets.token_hex(8), "episode": "e", "task": task}
+    status, raw = await post(http, f"{server.address}/v1/sessions", body)
+    assert status == (400 if place else 201)
+    assert not place or raw["error"]["message"].startswith(place)
+
+
 @pytest.mark.parametrize("path", ["/v1/calls", "/v1/nowhere"])
 @pytest.mark.parametrize("packing", ["gzip", "deflate", "br", "zstd", "none"])
 async def test_packed_bodies_are_refused_unread(

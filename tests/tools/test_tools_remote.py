@@ -158,6 +158,29 @@ async def test_a_server_says_when_to_come_back() -> None:
     assert times[1] - times[0] >= 0.4
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            {"kind": "failed", "message": "no disk", "started": True, "boundary": "env", "news": 1},
+            "no disk",
+        ),
+        ({"kind": "failed", "message": "no disk", "started": "perhaps"}, "does not give.*started"),
+        ({"kind": "no such kind", "message": "", "started": False}, "does not give.*kind"),
+        ("no table", "does not give"),
+    ],
+)
+async def test_errors_of_other_versions_are_read_or_named(error: Any, message: str) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": error}, status=424)
+
+    async with misbehaving(answer) as address, RemoteTools(address) as tools:
+        with pytest.raises(InfraError, match=message) as caught:
+            await tools.call(ToolCall("look"), context())
+        assert caught.value.boundary is (Boundary.ENV if "news" in error else Boundary.SERVER)
+        assert not caught.value.retriable
+
+
 async def test_the_list_is_asked_for_again_after_a_call() -> None:
     class Growing:
         """A tool set whose list grows with every call."""
@@ -252,6 +275,19 @@ def test_tasks_and_results_survive_the_way(target: Any, text: str, metadata: dic
     assert task_from_json(json.loads(json.dumps(task_to_json(task)))) == task
     result = ToolResult(text, 0.5, True, media=(Media("image", "00", text.encode()),), seconds=1.5)
     assert result_from_json(json.loads(json.dumps(result_to_json(result)))) == result
+
+
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        ({"content": 3}, "content: "),
+        ({"content": "x", "fault": "tired"}, "fault: "),
+        ({"content": "x", "media": [{"kind": "image", "sha256": "00", "data": "%%"}]}, "media.0.data"),
+    ],
+)
+def test_a_result_that_is_none_is_named_by_its_field(raw: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=f"^{place}"):
+        result_from_json(raw)
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=3))
