@@ -13,8 +13,8 @@ from torch import Tensor
 from ludus.algos import LossInputs, load_algorithm
 from ludus.engine import checkpointed_layers, use_ludus_attention
 from ludus.training import Pack, action_logprobs
-from ludus.training.optim.learner import measure
 from ludus.training.optim.logprobs import linear_logprobs
+from ludus.training.optim.memory import measure
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

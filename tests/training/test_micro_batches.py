@@ -52,7 +52,7 @@ from ludus.training.optim import critic as critic_module
 from ludus.training.optim import learner as learner_module
 from ludus.training.optim import logprobs as logprobs_module
 from ludus.training.optim.critic import ValueTargets
-from ludus.training.optim.learner import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
+from ludus.training.optim.memory import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
 LENGTHS = [9, 14, 6, 12, 5, 7]
 ROWS = rows_of_lengths(LENGTHS)

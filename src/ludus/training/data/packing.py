@@ -27,6 +27,8 @@ from ludus.core.failures import LudusError
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.kernels import arrays_to_device
 
+log = logging.getLogger(__name__)
+
 State = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 """The observations just before a turn: the tokens and the media of each segment."""
 
@@ -360,9 +362,6 @@ def packs_of(
             weights_A=take_rows(columns.weights_T, source_index_A),
             row_A=take_rows(row_T, trained_index_A),
         )
-
-
-log = logging.getLogger(__name__)
 
 
 class MicroBatch(Protocol):
