@@ -164,6 +164,8 @@ def test_init_writes_a_recipe_that_passes_its_check(
     said = ludus("check", "recipe", "my-agent.toml")
     assert "my-agent.toml: ok" in said
     assert "warning" not in said and "the others are imitated too, for RL to do better" in said
+    said = ludus("check", "recipe", "my-agent.toml", "rl.steps=0")
+    assert "warning: the expert" in said and "its mistakes are imitated too" in said, "imitation alone"
 
 
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])

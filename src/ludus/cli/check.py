@@ -176,9 +176,10 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
         text = f"the expert, given all the turns it needs, succeeds on {won} of {len(tasks)} tasks"
         if won == len(tasks):
             return [("info", text)]
-        if won:  # as in recipes/tickets.toml: RL is to learn what the expert does not know
+        if won and any(stage.needs_rewards for stage in recipe.stages):  # as in recipes/tickets.toml
             return [("info", f"{text}; the others are imitated too, for RL to do better")]
-        return [("warning", f"{text}: mend the expert, or the reward that does not see its success")]
+        more = "its mistakes are imitated too" if won else "is it the expert, or the reward?"
+        return [("warning", f"{text}: {more}")]
     if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
     report = await check_rewards(tasks, parts.rewards)
