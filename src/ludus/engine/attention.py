@@ -239,7 +239,7 @@ def ludus_mask(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor | None:
-    """No mask where contexts or plain causality say it all; transformers' own for padding and caches."""
+    """None where a context or causal attention needs no mask; transformers' own for padding and caches."""
     if attention_mask is None and q_length == kv_length:
         return None
     arguments["allow_is_causal_skip"] = False

@@ -31,13 +31,13 @@ class EngineConfig(Config):
     """How many requests may wait in the scheduler; further callers wait in the admission queue."""
 
     @model_validator(mode="after")
-    def _says_the_size_once(self) -> Self:
+    def _check_cache_size(self) -> Self:
         if self.cache_tokens is not None and self.memory is not None:
             raise ValueError("cache_tokens and memory both say how large the KV cache is: leave one out")
         return self
 
     @model_validator(mode="after")
-    def _every_row_gets_a_token(self) -> Self:
+    def _check_tokens_per_step(self) -> Self:
         if self.tokens_per_step is not None and self.tokens_per_step < self.max_running:
             raise ValueError(
                 f"tokens_per_step ({self.tokens_per_step}) must be at least max_running "

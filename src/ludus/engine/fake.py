@@ -1,4 +1,4 @@
-"""An engine without a model: says what a script says, and remembers exactly what it was asked."""
+"""An engine without a model: replies from a script, and records every request."""
 
 from __future__ import annotations
 

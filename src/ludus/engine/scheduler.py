@@ -269,7 +269,7 @@ class Scheduler:
         while missing > self.block_manager.pool.available and self._evict_session():
             pass
         if missing > self.block_manager.pool.available:
-            self._put_back(request)
+            self._give_up_blocks(request)
             return None
         self.waiting.popleft()
         request.started()
@@ -296,8 +296,8 @@ class Scheduler:
         held, tokens = (idle.block_table, idle.tokens) if idle else (BlockTable(), [])
         request.block_table = self.block_manager.reuse(request.tokens, held, tokens)
 
-    def _put_back(self, request: Request) -> None:
-        """A request that cannot start yet leaves its cached blocks to others."""
+    def _give_up_blocks(self, request: Request) -> None:
+        """Leave a request's blocks to its session, which may be evicted; without a session, free them."""
         if request.session is not None and request.block_table.length:
             self.sessions[request.session] = IdleSession(request.block_table, request.tokens)
             request.block_table = BlockTable()
@@ -340,11 +340,7 @@ class Scheduler:
         if request.session is not None:
             del self.active[request.session]
         self._settle(request)
-        if request.session is None or not request.block_table.length:
-            self.block_manager.drop(request.block_table)
-        else:
-            self.sessions[request.session] = IdleSession(request.block_table, request.tokens)
-            request.block_table = BlockTable()
+        self._give_up_blocks(request)
 
     def _settle(self, request: Request) -> None:
         """Publish the blocks of all known tokens. Steps in flight write theirs before later steps read them."""

@@ -50,7 +50,7 @@ def low_rank_add_reference(
 def low_rank_unusable(device: torch.device) -> bool:
     """Whether the kernels fail a trial against plain torch on this device."""
     if unavailable(device) is not None:
-        return False  # plain operations it is
+        return False  # plain torch is used here
     reason = trial_failure(_lora_agrees, device, "the kernels give other numbers than plain operations")
     if reason is not None:
         log.warning("adapters are computed layer by layer on %s, which is slower: %s", device, reason)

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "ludus-sandbox-"
@@ -127,14 +128,10 @@ def _parents(root: Path, controller: str) -> list[Path]:
     if not home.is_dir():
         return []
     own: list[Path] = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                place = home / path.lstrip("/")
-                own = [
-                    one for one in (place, *place.parents) if one.is_relative_to(home) and one != home
-                ]
+    for controllers, path in _own_groups():
+        if controller in controllers:
+            place = home / path
+            own = [one for one in (place, *place.parents) if one.is_relative_to(home) and one != home]
     return [home, *(one for one in own if one.is_dir())]
 
 
@@ -178,12 +175,17 @@ def _own_limits(root: Path) -> list[int]:
 def _own_folders(root: Path) -> set[Path]:
     """Our group and its parents. A container may see its own group as the root, or under its path."""
     found = {root, root / "memory"}
+    for controllers, path in _own_groups():
+        if "memory" in controllers or "" in controllers:
+            home = root / "memory" if "memory" in controllers else root
+            own = home / path
+            found |= {own, *(parent for parent in own.parents if parent.is_relative_to(home))}
+    return found
+
+
+def _own_groups() -> Iterator[tuple[list[str], str]]:
+    """(controllers, path) of each group that this process is in; the one of cgroup v2 has the controller ""."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            home = root / "memory" if controllers else root
-            own = home / path.lstrip("/")
-            found |= {own, *(parent for parent in own.parents if parent.is_relative_to(home))}
-    return found
+            yield controllers.split(","), path.lstrip("/")

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from ludus.core.failures import LudusError
 from ludus.sandbox.config import CannotFork, Limits, SandboxError, SessionEnded, SessionLost
@@ -66,6 +67,34 @@ class ClosedAtExit(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+Made = TypeVar("Made", bound=ClosedAtExit)
+P = ParamSpec("P")
+_finishing: set[asyncio.Task[Any]] = set()
+
+
+def finishes(make: Callable[P, Coroutine[Any, Any, Made]]) -> Callable[P, Coroutine[Any, Any, Made]]:
+    """Let a method run to its end even if its caller is cancelled; what it makes is closed then."""
+
+    @functools.wraps(make)
+    async def shielded(*args: P.args, **kwargs: P.kwargs) -> Made:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(make(*args, **kwargs))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            closing = loop.create_task(_closed_when_made(task))
+            _finishing.add(closing)
+            closing.add_done_callback(_finishing.discard)
+            raise
+
+    return shielded
+
+
+async def _closed_when_made(task: asyncio.Task[Made]) -> None:
+    with contextlib.suppress(LudusError):
+        await (await task).close()
 
 
 @dataclass(slots=True)
@@ -169,18 +198,12 @@ class Session(ClosedAtExit):
             raise ValueError(f"max_bytes = {max_bytes} is not between 0 and {frames.MOST_BODY:,}")
         return await self._file({"op": "read", "path": path, "most": max_bytes}, b"", max_bytes)
 
+    @finishes
     async def fork(self) -> Session:
         """A second live session with the same variables and files. `CannotFork` says what prevents it.
 
         `SessionEnded` when the code has ended this one, or keeps it from answering; so does `snapshot`.
         """
-        return await undisturbed(self._fork())
-
-    async def snapshot(self) -> Snapshot:
-        """The state as it is now, to return to any number of times."""
-        return await undisturbed(self._snapshot())
-
-    async def _fork(self) -> Session:
         async with self._lock:
             self._check()
             template = self._template
@@ -194,7 +217,9 @@ class Session(ClosedAtExit):
                 twin = await self._asked_itself(self._split())
             return Session(twin, self.limits, self._capacity, self._template)
 
-    async def _snapshot(self) -> Snapshot:
+    @finishes
+    async def snapshot(self) -> Snapshot:
+        """The state as it is now, to return to any number of times."""
         async with self._lock:
             self._check()
             if self._template is None or not self._is_template_state or self._template.has_lent_files:
@@ -451,16 +476,13 @@ class Snapshot(ClosedAtExit):
         self._closed = False
         template.hold()
 
+    @finishes
     async def restore(self) -> Session:
         """A new session that continues from that moment."""
         if self._closed:
             raise SessionLost("the snapshot is closed")
-        return await undisturbed(self._restore())
-
-    async def _restore(self) -> Session:
-        return Session(
-            await self._template.fork(copy_files=True), self._limits, self._capacity, self._template
-        )
+        fork = await self._template.fork(copy_files=True)
+        return Session(fork, self._limits, self._capacity, self._template)
 
     async def close(self) -> None:
         """Release it; sessions restored from it stay alive."""
@@ -468,24 +490,3 @@ class Snapshot(ClosedAtExit):
             self._closed = True
             self._template.release()
             await self._template.gone()
-
-
-Made = TypeVar("Made", bound=ClosedAtExit)
-_finishing: set[asyncio.Task[Any]] = set()
-
-
-async def undisturbed(making: Coroutine[Any, Any, Made]) -> Made:
-    """Await `making` without cancelling it: if the caller is cancelled, what it makes is closed."""
-    task = asyncio.get_running_loop().create_task(making)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        closing = asyncio.get_running_loop().create_task(_closed_when_made(task))
-        _finishing.add(closing)
-        closing.add_done_callback(_finishing.discard)
-        raise
-
-
-async def _closed_when_made(task: asyncio.Task[Made]) -> None:
-    with contextlib.suppress(LudusError):
-        await (await task).close()

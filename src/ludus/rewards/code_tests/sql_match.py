@@ -1,6 +1,6 @@
 """`sql_match`: does the predicted query give the same rows as the gold one?
 
-Each query runs in an execution of its own, read-only, on the same database, or on several: a query that is
+Each query runs in a separate execution, read-only, on the same database, or on several: a query that is
 right by luck on one is seldom right on all. Results are compared here, outside the sandbox.
 """
 
@@ -241,7 +241,7 @@ def _orders(one: ResultTable, other: ResultTable, rules: TableRules) -> Iterator
 
 
 def _profile(rows: Sequence[Row], column: int) -> tuple[Counter[Any], list[float]]:
-    """What two equal columns share, in whatever order: the counts of their values, and their sorted numbers."""
+    """What equal columns have in common, in any order: the counts of their values, and their sorted numbers."""
     values = [row[column] for row in rows]
     return Counter(map(_shape, values)), sorted(n for value in values for n in _numbers(value))
 
@@ -298,7 +298,7 @@ def _paired(one: list[Row], other: list[Row], tolerance: float) -> bool:
 
 
 def _is_perfect(choices: Sequence[Sequence[int]]) -> bool:
-    """Whether every row can have a partner of its own."""
+    """Whether every row can be paired with a different partner (bipartite matching by augmenting paths)."""
     partner: dict[int, int] = {}
     for row in range(len(choices)):
         came_from: dict[int, int] = {}

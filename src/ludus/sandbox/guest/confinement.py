@@ -75,6 +75,7 @@ def confine(
     A slot's first process runs no such code and stays outside the Landlock domain: each of its programs enters
     a domain of its own.
     """
+    # 1. User and files: in a user and mount namespace, or in a private folder.
     if plan.namespaces:
         map_user("self", user)
         if user:  # real, effective and saved ids alike
@@ -87,7 +88,9 @@ def confine(
     temporary = "/tmp" if plan.namespaces else f"{paths.folder}/tmp"
     os.environ.update(HOME=paths.home, PWD=paths.home, TMPDIR=temporary)
     os.setsid()
+    # 2. Resource limits of each process (setrlimit).
     _set_limits(plan, limits, one_shot)
+    # 3. Privileges: the user, all capabilities, set-uid programs (no_new_privs); die with the fork server.
     if not plan.namespaces and plan.uid is not None:
         kernel.bar_capabilities()
         os.setgroups([])
@@ -99,6 +102,7 @@ def confine(
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if not plan.namespaces:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    # 4. File access (Landlock), then system calls (seccomp), which would forbid the steps before.
     if plan.landlock and not is_slot:
         ruleset = RULESET if plan.namespaces else file_rules(plan, paths)
         kernel.landlock_enforce(ruleset)

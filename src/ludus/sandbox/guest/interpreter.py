@@ -84,7 +84,7 @@ class Interpreter:
         return outcome
 
     def _evaluate(self, source: str, name: str) -> Any:
-        statements, expression = _parts(source, name) or (None, None)
+        statements, expression = _split_last_expression(source, name) or (None, None)
         if expression is None:
             tree = compile(source, name, "exec", _FLAGS | ast.PyCF_ONLY_AST, dont_inherit=True)
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -140,14 +140,16 @@ class Interpreter:
     def _flush(self) -> None:
         ours = self._streams
         is_ours = sys.stdout is ours[0] and sys.stderr is ours[1]
-        for stream in ours if is_ours or not _plain() else {*ours, sys.stdout, sys.stderr}:
+        for stream in ours if is_ours or not _has_plain_streams() else {*ours, sys.stdout, sys.stderr}:
             try:  # noqa: SIM105 - this is cheaper right after a fork
                 stream.flush()
             except BaseException:  # noqa: BLE001, S110 - the code may have closed or replaced it
                 pass
 
 
-def _parts(source: str, name: str) -> tuple[types.CodeType | None, types.CodeType] | None:
+def _split_last_expression(
+    source: str, name: str
+) -> tuple[types.CodeType | None, types.CodeType] | None:
     """Compiled: what comes before the last line, if anything, and the last line if it is an expression.
 
     Fast path: most programs then need no syntax tree, which takes longer to build than they take to run. None
@@ -168,7 +170,7 @@ def _parts(source: str, name: str) -> tuple[types.CodeType | None, types.CodeTyp
         return None  # the slow path reports the error, or compiles it
 
 
-def _plain() -> bool:
+def _has_plain_streams() -> bool:
     """Whether stdout and stderr are ordinary text streams, whose `flush` returns."""
     return type(sys.stdout) is io.TextIOWrapper and type(sys.stderr) is io.TextIOWrapper
 

@@ -191,7 +191,7 @@ def _merged(old: Any, new: Any) -> Any:
     return new
 
 
-def _request(what: str) -> Any:
+def _forwarded(what: str) -> Any:
     def method(self: Proxy, *args: Any) -> Any:
         return self.__dict__["_client"].use(self, what, *args)
 
@@ -272,8 +272,12 @@ class Proxy:
 
     __hash__ = object.__hash__
 
-    __getitem__, __setitem__, __delitem__ = _request("item"), _request("setitem"), _request("delitem")
-    __enter__, __neg__, __abs__ = _request("enter"), _request("neg"), _request("abs")
+    __getitem__, __setitem__, __delitem__ = (
+        _forwarded("item"),
+        _forwarded("setitem"),
+        _forwarded("delitem"),
+    )
+    __enter__, __neg__, __abs__ = _forwarded("enter"), _forwarded("neg"), _forwarded("abs")
     __add__, __sub__ = _between_proxies("add"), _between_proxies("sub")
     __mul__, __truediv__ = _between_proxies("mul"), _between_proxies("truediv")
     __floordiv__, __mod__ = _between_proxies("floordiv"), _between_proxies("mod")

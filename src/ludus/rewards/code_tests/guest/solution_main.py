@@ -1,8 +1,8 @@
 """The solution's process: holds the solution, and serves the requests of the tests, one at a time.
 
 The solution shares this process and can change anything in it, this file included. That is expected:
-nothing here is secret, no test and no expected value ever gets here but as the arguments of a call, and
-all the solution can achieve by forging answers is to give other answers.
+nothing here is secret. Of the tests, only the arguments of calls arrive here, never an expected value. By
+forging answers the solution can only give other answers.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _namespace(source: str, plan: dict[str, Any], kept: Namespace, earlier: set[
 def _from_solution(name: str) -> Any:
     try:
         return getattr(_solution.root, name)
-    except Exception:  # noqa: BLE001 - it said that it has the name: whatever it raises is its own doing
+    except Exception:  # noqa: BLE001 - it said that it has the name: any exception is the solution's doing
         raise _solution.stop(f"it no longer has the name {name}") from None
 
 
@@ -157,7 +157,7 @@ def _run_all(plan: dict[str, Any], found: list[DiscoveredTests]) -> None:
 
 
 def _run_one_each(plan: dict[str, Any], found: list[DiscoveredTests]) -> None:
-    """Each source in a namespace of its own, with what earlier ones defined."""
+    """Run each source in a new namespace, with what earlier ones defined."""
     kept: Namespace = {}
     earlier: set[str] = set()
     for number, (source, one) in enumerate(zip(plan["sources"], found, strict=True)):
@@ -180,7 +180,7 @@ def _run_one_each(plan: dict[str, Any], found: list[DiscoveredTests]) -> None:
 
 
 def _run_source(number: int, one: DiscoveredTests, namespace: Namespace, module: str) -> bool:
-    """The tests of one source, and whether all have passed; all have failed when what is around them does."""
+    """Run the tests of one source; whether all have passed. If the code around them fails, so do all."""
     problems: list[str | None] = []
     cases = collect(one, namespace, one_each=True)
     while True:
