@@ -17,7 +17,7 @@ from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, pending_locations, reset_error_counts
-from ludus.envs import ENVS, check_env
+from ludus.envs import WORLDS, check_env, load_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Episode
@@ -245,8 +245,12 @@ def judge_tool_calls(tool: str, played: Sequence[tuple[ToolResult | None, Failur
 
 def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:
     """What an environment does with the first task; `name` is what tasks call it."""
-    given = load_tasks(tasks)[:1] if tasks else []
-    return asyncio.run(_env(ENVS.load(reference), given, name or _name_in(given, reference)))
+    factory = load_env(reference)
+    if tasks:
+        given = load_tasks(tasks)[:1]
+    else:  # a prebuilt one has tasks of its own
+        given = WORLDS[reference].tasks("held_out")[:1] if reference in WORLDS else []
+    return asyncio.run(_env(factory, given, name or _name_in(given, reference)))
 
 
 def _name_in(tasks: list[Task], reference: str) -> str:

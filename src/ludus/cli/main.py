@@ -1,4 +1,4 @@
-"""The command line: `ludus train | eval | rollout | init | settings | show | check | serve`.
+"""The command line: `ludus train | eval | rollout | init | settings | show | envs | check | serve`.
 
 Only the commands and their options are here. What a command does is imported when it runs, so that
 `ludus --help` and the lighter commands do not wait for torch.
@@ -280,6 +280,21 @@ def show(
 
     wanted = EpisodeFilter(step, split, task, attempt, failed)
     show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
+
+
+@app.command()
+def envs() -> None:
+    """List the prebuilt environments, and what has to be installed for each."""
+    from rich.table import Table
+
+    from ludus.envs import WORLDS
+
+    table = Table("environment", "what it is", "turns", "ready", box=None, pad_edge=False)
+    for world in sorted(WORLDS.values(), key=lambda world: world.name):
+        missing = world.missing()
+        ready = Text("needs " + "; ".join(missing), "yellow") if missing else Text("yes", "green")
+        table.add_row(world.name, world.summary, str(world.max_turns), ready)
+    Console().print(table)
 
 
 @check_app.command("recipe")

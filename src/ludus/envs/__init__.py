@@ -1,6 +1,5 @@
 """Environments: state with a life cycle, held by one episode at a time and handed out by a pool."""
 
-from ludus.core.registry import Registry
 from ludus.envs.checker import EnvFinding, Severity, check_env
 from ludus.envs.env import (
     Env,
@@ -14,12 +13,10 @@ from ludus.envs.env import (
     step_env,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
-
-ENVS = Registry("environment", {"safe": "ludus.envs.safe:Safe"})
-"""Short names of the prebuilt environments; each is imported when it is first loaded."""
+from ludus.envs.world import WORLDS, World, load_env
 
 __all__ = [
-    "ENVS",
+    "WORLDS",
     "Env",
     "EnvFinding",
     "EnvPool",
@@ -29,10 +26,12 @@ __all__ = [
     "PoolStats",
     "Severity",
     "Step",
+    "World",
     "as_observation",
     "as_step",
     "call_env",
     "check_env",
+    "load_env",
     "own_tools",
     "reset_env",
     "step_env",

@@ -14,7 +14,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
-from ludus.envs import ENVS, Env
+from ludus.envs import Env, load_env
 from ludus.rewards import build_group_reward, build_reward
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
@@ -130,7 +130,7 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
 
 
 def _environment(name: str, given: Any) -> Callable[[], Env]:
-    made: Callable[[], Env] = ENVS.load(given) if isinstance(given, str) else given
+    made: Callable[[], Env] = load_env(given) if isinstance(given, str) else given
     if not callable(made):
         raise ConfigError(
             f"the environment {name!r} is {made!r:.80}: give a class, or a function that makes one"

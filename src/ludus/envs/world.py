@@ -1,0 +1,111 @@
+"""A world: an environment with its tasks, rewards and demonstrator, and what has to be installed for it.
+
+Nothing of a world is imported until it is used, so that listing them is quick and needs no extra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import ToolCall
+from ludus.core.registry import Registry, load_reference
+from ludus.core.task import Task
+from ludus.envs.env import Env
+
+Split = Literal["train", "held_out"]
+Expert = Callable[[Task], Generator[ToolCall, str, None]]
+"""A demonstrator's script: yields tool calls, and is sent their results."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One prebuilt environment. The module has `training_tasks`, `held_out_tasks` and `expert`."""
+
+    name: str
+    summary: str
+    module: str
+    env: str
+    """The name of the environment's class in `module`."""
+    rewards: tuple[str, ...] = ()
+    """Names of rewards in `module`; with none, the environment pays."""
+    extra: str | None = None
+    """The extra of the package `ludus` that installs what is needed."""
+    packages: tuple[str, ...] = ()
+    """Modules that must be importable."""
+    programs: tuple[str, ...] = ()
+    """Programs that must be on the path; the first of alternatives written `a|b` is enough."""
+    data: str | None = None
+    """An environment variable with the path of data that cannot be distributed."""
+    max_turns: int = 20
+    """Turns of an episode in the papers."""
+
+    def missing(self) -> list[str]:
+        """What is not installed, each with how to get it."""
+        found = []
+        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if absent:
+            found.append(f"{', '.join(absent)} (pip install 'ludus[{self.extra}]')")
+        for program in self.programs:
+            if not any(shutil.which(name) for name in program.split("|")):
+                found.append(f"the program {program.replace('|', ' or ')}")
+        if self.data is not None and not Path(os.environ.get(self.data, "")).is_absolute():
+            found.append(f"data: set {self.data} to its folder (docs/envs/{self.name}.md)")
+        return found
+
+    @property
+    def factory(self) -> Callable[[], Env]:
+        """Makes an environment; `ConfigError` says what is not installed."""
+        factory: Callable[[], Env] = self._load(self.env)
+        return factory
+
+    def tasks(self, split: Split) -> list[Task]:
+        """Its tasks; `metadata["subtask"]` names the subset of the papers."""
+        load: Callable[[], list[Task]] = self._load(
+            "training_tasks" if split == "train" else "held_out_tasks"
+        )
+        return load()
+
+    @property
+    def expert(self) -> Expert:
+        """A demonstrator that solves the tasks through the agent's own tools."""
+        expert: Expert = self._load("expert")
+        return expert
+
+    def scored_by(self) -> list[Any]:
+        """Its rewards."""
+        return [self._load(name) for name in self.rewards]
+
+    def _load(self, attribute: str) -> Any:
+        if missing := self.missing():
+            raise ConfigError(f"the environment {self.name!r} needs {'; '.join(missing)}")
+        return load_reference(f"{self.module}:{attribute}")
+
+
+_ALL = (
+    World(
+        "safe",
+        "Open a safe by turning three dials.",
+        "ludus.envs.safe",
+        "Safe",
+        ("opened",),
+        max_turns=14,
+    ),
+)
+WORLDS = {world.name: world for world in _ALL}
+"""The prebuilt environments, by name."""
+ENVS = Registry("environment", {world.name: f"{world.module}:{world.env}" for world in _ALL})
+
+
+def load_env(reference: str) -> Callable[[], Env]:
+    """What makes a prebuilt environment (by its name), or one of a user's (`module:Class`, `file.py:Class`)."""
+    if reference in WORLDS:
+        return WORLDS[reference].factory
+    factory: Callable[[], Env] = ENVS.load(reference)
+    return factory

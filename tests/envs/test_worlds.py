@@ -1,0 +1,52 @@
+"""The prebuilt environments: what each needs is said before anything is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from ludus.cli.main import app
+from ludus.core import ConfigError
+from ludus.envs import WORLDS, load_env
+
+
+def test_each_is_listed_with_what_it_needs() -> None:
+    shown = CliRunner().invoke(app, ["envs"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    for world in WORLDS.values():
+        assert world.name in shown.output and world.summary.split()[0] in shown.output
+
+
+def test_what_is_not_installed_is_named_with_its_extra() -> None:
+    world = replace(
+        WORLDS["safe"],
+        packages=("json", "no_such_package"),
+        extra="worlds",
+        programs=("sh|bash", "no-such-program"),
+        data="LUDUS_NO_SUCH_DATA",
+    )
+    missing = world.missing()
+    assert missing == [
+        "no_such_package (pip install 'ludus[worlds]')",
+        "the program no-such-program",
+        "data: set LUDUS_NO_SUCH_DATA to its folder (docs/envs/safe.md)",
+    ]
+    with pytest.raises(ConfigError, match="'safe' needs no_such_package"):
+        world.tasks("train")
+
+
+def test_prebuilt_and_own_environments_are_loaded_by_name() -> None:
+    assert load_env("safe") is load_env("ludus.envs.safe:Safe")
+    with pytest.raises(ConfigError, match="Did you mean 'safe'"):
+        load_env("sfae")
+
+
+def test_training_and_held_out_tasks_are_disjoint() -> None:
+    for world in WORLDS.values():
+        if world.missing():
+            continue
+        train, held_out = world.tasks("train"), world.tasks("held_out")
+        assert train and held_out
+        assert not {task.id for task in train} & {task.id for task in held_out}
