@@ -125,6 +125,12 @@ class SFTConfig(BaseStageConfig):
         return min(max(1, round(share * found)), found - 1) if share else 0
 
 
+_MINING = ("tasks", "attempts", "margin")
+"""What a stage of preferences is told about playing."""
+_OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+"""What only one of the preference losses has."""
+
+
 class PreferenceConfig(BaseStageConfig):
     """DPO and its kin: prefer one episode to another, on pairs mined from groups or given."""
 
@@ -163,7 +169,29 @@ class PreferenceConfig(BaseStageConfig):
 
     @model_validator(mode="after")
     def _has_effect(self) -> PreferenceConfig:
-        check_mining(self)
+        """Refuse settings of playing beside given pairs, and the other way round."""
+        fields = type(self).model_fields
+        changed = {name for name in fields if getattr(self, name) != fields[name].default}
+        idle = [name for name in _MINING if name in changed]
+        if self.pairs is not None and idle:
+            raise ValueError(
+                f"{' and '.join(idle)} would have no effect: with pairs from a file, nothing is played; leave "
+                "them out, or leave out pairs to mine them"
+            )
+        if self.pairs is None and "batch" in changed:
+            raise ValueError(
+                "batch would have no effect: it is about pairs from a file, and how many are mined in a step "
+                "is decided by tasks; set that, or pairs"
+            )
+        for name, loss in _OF_A_LOSS.items():
+            if name in changed and loss != self.loss:
+                raise ValueError(f'{name} would have no effect: it is a setting of loss = "{loss}"')
+        if self.columns and self.pairs is None:
+            raise ValueError("columns names the columns of given data, and pairs names none")
+        if self.loss == "kto" and self.pairs is not None and self.batch < 2:
+            raise ValueError(
+                "kto compares the episodes of a step with each other: batch must be at least 2"
+            )
         return self
 
     @property
@@ -275,42 +303,3 @@ class EvaluationStageConfig(BaseStageConfig):
         if attempts is not None and not all(1 <= k <= attempts for k in pass_at):
             raise ValueError(f"pass@k needs k attempts, and there are {attempts}")
         return pass_at
-
-
-_MINING = ("tasks", "attempts", "margin")
-"""What a stage of preferences is told about playing."""
-_OF_A_LOSS = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-"""What only one of the preference losses has."""
-
-
-def check_mining(config: PreferenceConfig) -> None:
-    """Raise a `ValueError` for settings of playing beside given pairs, and the other way round."""
-    idle = _MINING if config.pairs is not None else ("batch",)
-    changed = [name for name in idle if name in _changed(config)]
-    if changed and config.pairs is not None:
-        raise ValueError(
-            f"{' and '.join(changed)} would have no effect: with pairs from a file, nothing is played; leave "
-            "them out, or leave out pairs to mine them"
-        )
-    if changed:
-        raise ValueError(
-            "batch would have no effect: it is about pairs from a file, and how many are mined in a step is "
-            "decided by tasks; set that, or pairs"
-        )
-    others = [
-        (name, loss)
-        for name, loss in _OF_A_LOSS.items()
-        if name in _changed(config) and loss != config.loss
-    ]
-    for name, loss in others:
-        raise ValueError(f'{name} would have no effect: it is a setting of loss = "{loss}"')
-    if config.columns and config.pairs is None:
-        raise ValueError("columns names the columns of given data, and pairs names none")
-    if config.loss == "kto" and config.pairs is not None and config.batch < 2:
-        raise ValueError("kto compares the episodes of a step with each other: batch must be at least 2")
-
-
-def _changed(config: PreferenceConfig) -> set[str]:
-    """The settings that are not as they would be when left out."""
-    fields = type(config).model_fields
-    return {name for name in fields if getattr(config, name) != fields[name].default}
