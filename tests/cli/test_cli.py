@@ -125,7 +125,7 @@ def test_checks(project: Path) -> None:
     assert "bad_arguments" in said
     said = ludus("check", "env", "safe", "--tasks", "ludus.envs.safe:training_tasks")
     assert "safe: ok" in said
-    done = CliRunner().invoke(app, ["check", "env", "safe"])
+    done = CliRunner().invoke(app, ["check", "env", "ludus.envs.safe:Safe"])
     assert done.exit_code == 1 and "give it one of its own by --tasks" in done.output
 
 
