@@ -189,7 +189,7 @@ async def test_a_fork_that_fails_by_our_fault_is_ours_and_harms_nobody(
 async def test_a_forged_status_of_a_fork_is_a_result(box: Sandbox, status: str) -> None:
     async with await box.session() as session:
         forged = (
-            f"{INTERNALS}\nassert '_exit_status' in inside\ninside['_exit_status'] = lambda *_: {status}"
+            f"{INTERNALS}\nassert '_fork_status' in inside\ninside['_fork_status'] = lambda *_: {status}"
         )
         assert (await session.python(forged)).ok
         async with await session.fork() as twin:

@@ -113,6 +113,31 @@ class GuestProcess:
         self._link.send(header, body, fds)
         return self._request
 
+    async def exchange(
+        self,
+        header: dict[str, Any],
+        body: bytes = b"",
+        fds: tuple[int, ...] = (),
+        *,
+        seconds: float,
+        most_body: int = 0,
+    ) -> tuple[dict[str, Any], bytes] | None:
+        """The answer to a request that takes no time; None if the process ended instead.
+
+        After a timeout (`TimeoutError`) or a cancellation it is killed: its late answer would be taken for that
+        of the next request, and a fork that it is making would have no owner.
+        """
+        request = self.ask(header, body, fds, most_body=most_body)
+        try:
+            async with asyncio.timeout(seconds):
+                await first(request.answered, self.process.ended)
+        except BaseException:
+            self.process.kill()
+            raise
+        finally:
+            self.settled()
+        return request.answered.result() if request.answered.done() else None
+
     def tell(self, header: dict[str, Any]) -> None:
         """Send a message that has no answer."""
         self._link.send(header)
@@ -283,21 +308,14 @@ class TemplateProcess:
         return pid
 
     async def _asked(self, header: dict[str, Any], fds: tuple[int, ...]) -> dict[str, Any]:
-        request = self._guest.ask(header, fds=fds)
         try:
-            async with asyncio.timeout(self._limits.wall_seconds):
-                await first(request.answered, self._guest.process.ended)
-        except BaseException as error:
-            self._guest.process.kill()  # it may be making a fork that no caller would adopt
-            if isinstance(error, TimeoutError):
-                await asyncio.shield(self._guest.process.ended)
-                raise self._gone(hung=True) from None
-            raise
-        finally:
-            self._guest.settled()
-        if not request.answered.done():
+            answer = await self._guest.exchange(header, fds=fds, seconds=self._limits.wall_seconds)
+        except TimeoutError:
+            await asyncio.shield(self._guest.process.ended)
+            raise self._gone(hung=True) from None
+        if answer is None:
             raise self._gone()
-        return request.answered.result()[0]
+        return answer[0]
 
     def _gone(self, *, hung: bool = False) -> SessionLost | SessionEnded:
         """The error for a template that has ended: no code runs in it, but it can still receive the code's

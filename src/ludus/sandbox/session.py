@@ -421,21 +421,19 @@ class Session(ClosedAtExit):
         async with self._lock:
             self._check()
             self._is_template_state = self._is_template_state and header["op"] == "read"
-            request = self._guest.ask(header, body, most_body=most_body)
             try:
-                async with asyncio.timeout(self.limits.wall_seconds):
-                    await first(request.answered, self._guest.process.ended)
+                answer = await self._guest.exchange(
+                    header, body, seconds=self.limits.wall_seconds, most_body=most_body
+                )
             except TimeoutError:
                 raise await self._silent() from None
             except BaseException:
                 self._abandoned = True
-                self._guest.process.kill()  # a late answer would be taken for the next request's
                 raise
-            finally:
-                self._guest.settled()
-            if not request.answered.done():
-                self._check()
-            said, content = request.answered.result()
+            if answer is None:
+                self._check()  # raises: its process has ended
+            assert answer is not None
+            said, content = answer
         if said.get("done") != "ok":
             number = said.get("errno")
             code = number if isinstance(number, int) else 5
@@ -443,12 +441,11 @@ class Session(ClosedAtExit):
         return content
 
     async def _silent(self) -> SessionEnded | SessionLost:
-        """Kill a session that does not answer; returns the error to raise."""
+        """The error for a session that did not answer and was killed."""
         process = self._guest.process
         if not self._has_run:
             process.problem = process.problem or "it did not answer in time and was killed"
         self._hung = self._has_run
-        process.kill()
         await asyncio.shield(process.ended)
         return self._gone_for_good()
 
