@@ -97,6 +97,15 @@ _ALL = (
         ("opened",),
         max_turns=14,
     ),
+    World(
+        "textcraft",
+        "Craft an item of Minecraft from crafting commands, at depth 1 to 4.",
+        "ludus.envs.textcraft",
+        "TextCraft",
+        ("success",),
+        extra="textcraft",
+        packages=("minecraft_data",),
+    ),
 )
 WORLDS = {world.name: world for world in _ALL}
 """The prebuilt environments, by name."""

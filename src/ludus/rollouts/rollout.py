@@ -9,12 +9,14 @@ releases its resources.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, get_args
 
 from ludus.core.failures import (
@@ -39,6 +41,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
 from ludus.tools import CombinedTools, LocalTools, Tool
+from ludus.tools.signature import Signature, signature_of
 
 log = logging.getLogger(__name__)
 
@@ -215,16 +218,28 @@ class Rollout:
 
 
 class StepTool(Tool):
-    """Do what the text says."""
+    """Do what the text says.
+
+    Args:
+        action: What to do.
+    """
 
     name = "step"
 
     def __init__(self, env: Any) -> None:
+        self._signature = _step_signature(type(env).step)
         super().__init__()
         self._env = env
 
     async def run(self, action: str) -> ToolResult:
         return (await step_env(self._env, action)).as_result()
+
+
+@lru_cache(maxsize=64)
+def _step_signature(step: Callable[..., Any]) -> Signature:
+    """One text argument; described by the docstring of the environment's own `step` where it has one."""
+    documentation = inspect.getdoc(step) if step.__doc__ else StepTool.__doc__
+    return signature_of(StepTool.run, StepTool.name, is_method=True, documentation=documentation)
 
 
 async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:

@@ -1,0 +1,32 @@
+"""Plays the demonstrator of a prebuilt environment through real episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludus.core import ByteTokenizer, Task, Trajectory
+from ludus.engine import FakeEngine
+from ludus.envs import WORLDS, EnvPool
+from ludus.rewards import Scorer
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.tools import as_toolset
+
+
+async def play_expert(name: str, tasks: Sequence[Task]) -> list[Trajectory]:
+    """One episode for each task, by the environment's own expert, through the tools the model has."""
+    world = WORLDS[name]
+    pool = EnvPool(world.factory, name=name, size=4)
+    playing = Rollout(
+        engine=FakeEngine([]),
+        renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+        scorer=Scorer(world.scored_by()),
+        tools=as_toolset([]),
+        pools={name: pool},
+        agent=Demonstrator(world.expert),
+        budgets=Budgets(max_turns=world.max_turns, max_tokens=200_000, max_observation_tokens=20_000),
+        max_in_flight=8,
+    )
+    try:
+        return [group.trajectories[0] async for group in playing.groups(tasks, seed=1)]
+    finally:
+        await pool.close()
