@@ -92,7 +92,7 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
         findings.append(
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
-    for name, factory in parts.envs.items():
+    for name, factory in parts.all_envs.items():
         found = _env(factory, parts.tasks[:1], name)
         findings += await _within(seconds, f"the check of the environment {name!r}", found)
     if parts.tasks:
@@ -180,7 +180,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
             return [("info", f"{text}; the others are imitated too, for RL to do better")]
         more = "its mistakes are imitated too" if won else "is it the expert, or the reward?"
         return [("warning", f"{text}: {more}")]
-    if parts.envs or not parts.rewards or any(task.target is None for task in tasks):
+    if parts.all_envs or not parts.rewards or any(task.target is None for task in tasks):
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
     report = await check_rewards(tasks, parts.rewards)
     return [("info" if report.ok else "error", str(report))]

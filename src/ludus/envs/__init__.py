@@ -13,7 +13,7 @@ from ludus.envs.env import (
     step_env,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
-from ludus.envs.world import WORLDS, World, load_env
+from ludus.envs.world import WORLDS, World, env_name, load_env
 
 __all__ = [
     "WORLDS",
@@ -31,6 +31,7 @@ __all__ = [
     "as_step",
     "call_env",
     "check_env",
+    "env_name",
     "load_env",
     "own_tools",
     "reset_env",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -110,6 +111,16 @@ _ALL = (
 WORLDS = {world.name: world for world in _ALL}
 """The prebuilt environments, by name."""
 ENVS = Registry("environment", {world.name: f"{world.module}:{world.env}" for world in _ALL})
+
+
+def env_name(factory: Callable[[], Any]) -> str:
+    """What an environment is called that only its class says: a prebuilt one's name, else in snake case."""
+    own = getattr(factory, "__name__", type(factory).__name__)
+    module = getattr(factory, "__module__", "")
+    for world in _ALL:
+        if world.env == own and f"{module}.".startswith(f"{world.module}."):
+            return world.name
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own).lower()
 
 
 def load_env(reference: str) -> Callable[[], Env]:

@@ -281,7 +281,10 @@ class UserFunction(CheckedReward):
         timeout: float | None = DEFAULT_TIMEOUT,
         retries: int = 0,
         options: Mapping[str, Any] | None = None,
+        env: type | None = None,
+        pool_size: int | None = None,
     ) -> None:
+        """`env` is the class of the environment that the function's `env` gets; see `@tool`."""
         self.function = function
         self.takes, self.option_names = _read_signature(function, self.known)
         self.options = dict(options or {})
@@ -293,6 +296,16 @@ class UserFunction(CheckedReward):
             raise ConfigError(f"{self.name!r}: timeout must be above 0 seconds, or None; not {timeout}")
         if retries < 0:
             raise ConfigError(f"{self.name!r}: retries cannot be {retries}")
+        self.env, self.pool_size = env, pool_size
+        if env is not None and not (isinstance(env, type) and "env" in self.takes):
+            raise ConfigError(
+                f"{self.name!r}: env={getattr(env, '__name__', env)} is the class of the environment that the "
+                "function's parameter 'env' gets: give a class, and take `env`"
+            )
+        if pool_size is not None and (env is None or pool_size < 1):
+            raise ConfigError(
+                f"{self.name!r}: pool_size={pool_size} is the size, 1 or more, of env's pool"
+            )
         functools.update_wrapper(self, function, updated=())
 
     @property
@@ -318,6 +331,7 @@ class UserFunction(CheckedReward):
             else:
                 have = ", ".join([*SETTINGS, *sorted(self.option_names)])
                 raise ConfigError(f"{self.name!r} has no option {key!r}; it has: {have}")
+        settings |= {"env": self.env, "pool_size": self.pool_size}
         return type(self)(self.function, **settings, options=options)
 
     async def _checked(self, values: Mapping[str, Any], parse: Callable[[Any], T]) -> T:
@@ -326,7 +340,7 @@ class UserFunction(CheckedReward):
         async def call() -> T:
             given = {name: values[name] for name in self.takes}
             if "env" in given:
-                given["env"] = _only_env(given["env"])
+                given["env"] = _only_env(given["env"], self.env)
             return parse(await call_any(self.function, self.timeout, **given, **self.options))
 
         return await with_retries(self.name, call, retries=self.retries, function=self.function)
@@ -362,12 +376,16 @@ def _read_signature(
     return frozenset(takes), frozenset(options)
 
 
-def _only_env(envs: Mapping[str, Any]) -> Any:
+def _only_env(envs: Mapping[str, Any], kind: type | None) -> Any:
+    fitting = [env for env in envs.values() if kind is None or isinstance(env, kind)]
+    if len(fitting) == 1:
+        return fitting[0]
     if len(envs) != 1:
         have = ", ".join(envs) if envs else "none"
+        wanted = "" if kind is None else f" of the class {kind.__name__}"
         raise ValueError(
-            f"it takes `env`, which needs exactly one environment; the task has: {have}. "
-            "Take `envs`, a mapping by name, or name the environment in the task"
+            f"it takes `env`, which needs exactly one environment{wanted}; the task has: {have}. "
+            "Take `envs`, a mapping by name, or name the environment: @reward(env=...), or in the task"
         )
     return next(iter(envs.values()))
 
@@ -425,6 +443,8 @@ class RewardSettings(TypedDict, total=False):
     weight: float
     timeout: float | None
     retries: int
+    env: type | None
+    pool_size: int | None
 
 
 @overload
@@ -445,6 +465,7 @@ def reward(
     The function takes any of `trajectory`, `task`, `envs`, `env`, `answer`, `target`, `messages`, by
     name, and returns a number, a dictionary of named parts, or None for unscored. With `per_turn` it
     returns a list: a number or None for each action. `weight` is applied once, where scores are summed.
+    `env` names the class of its environment, and `pool_size` how many instances there may be, as in `@tool`.
     A sync function runs in a thread. An error, a timeout or a value that is no score fails the episode.
     """
     kind = FunctionTurnReward if per_turn else FunctionReward

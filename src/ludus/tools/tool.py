@@ -52,6 +52,10 @@ class Tool:
     """Whether a timeout is the model's fault, which it reads, or a failure of ours, which is retried."""
     on_error: Literal["auto", "fault", "failure"] = "auto"
     """Whether an exception is the model's fault, a failure of ours, or judged by its kind ("auto")."""
+    env: type | None = None
+    """The class of the environment that the parameter `env` gets; a run with this tool needs no other entry."""
+    pool_size: int | None = None
+    """The most instances of that environment alive at once; a recipe's `agent.pools.NAME.size` comes first."""
 
     run: Callable[..., Any]
     _signature: Signature | None = None
@@ -72,6 +76,11 @@ class Tool:
         self.name = self.name or _snake_case(type(self).__name__)
         self.description = self.description or self.signature.description
         _check_options(self)
+        if self.env is not None and self.signature.env is None:
+            raise ConfigError(
+                f"tool {self.name!r} names the environment {self.env.__name__}, but its function has no "
+                "parameter 'env' to get it: add one, or drop env="
+            )
         if self.process and (self.signature.env or self.signature.context):
             raise ConfigError(
                 f"tool {self.name!r}: an environment or a context cannot follow a call into another "
@@ -122,7 +131,7 @@ class Tool:
         return {key: value for key, value in vars(self).items() if key != "_limiter"}
 
     def _find_env(self, context: ToolContext) -> Any:
-        wanted = self.signature.env_type
+        wanted = self.env or self.signature.env_type
         envs = list(context.envs.values())
         fitting = [env for env in envs if wanted is None or isinstance(env, wanted)]
         if len(fitting) == 1:
@@ -132,7 +141,7 @@ class Tool:
         kind = "an environment" if wanted is None else f"an environment of type {wanted.__name__}"
         held = ", ".join(f"{name} ({type(env).__name__})" for name, env in context.envs.items())
         fix = (
-            "name the environment's class in the type hint of 'env'"
+            "name the environment's class: @tool(env=...), or in the type hint of 'env'"
             if len(fitting) > 1
             else "give the run or the task such an environment"
         )
@@ -217,6 +226,8 @@ def tool(
     retries: int = 2,
     on_timeout: Literal["fault", "failure"] = "fault",
     on_error: Literal["auto", "fault", "failure"] = "auto",
+    env: type | None = None,
+    pool_size: int | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 
 
@@ -268,6 +279,8 @@ def _check_options(tool: Tool) -> None:
         "retries": tool.retries >= 0,
         "on_timeout": tool.on_timeout in ("fault", "failure"),
         "on_error": tool.on_error in ("auto", "fault", "failure"),
+        "env": tool.env is None or isinstance(tool.env, type),
+        "pool_size": tool.pool_size is None or (tool.pool_size >= 1 and tool.env is not None),
     }
     for option, good in checks.items():
         if not good:

@@ -29,6 +29,11 @@ class LocalTools:
                 raise _duplicate(made.name)
             self._tools[made.name] = made
 
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools themselves."""
+        return [*self._tools.values()]
+
     async def open(self, context: ToolContext) -> None:
         for one in self._tools.values():
             one.check(context)

@@ -51,21 +51,21 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
         return
     shared = bool(parts.rewards or parts.group_rewards)
     # environments pay for steps, which shows only when they are played
-    if not (shared or parts.envs or recipe.task_sets):
+    if not (shared or parts.all_envs or recipe.task_sets):
         raise ConfigError(
             "nothing is rewarded, so nothing can be learned: list rewards, pass rewards=, or let an "
             "environment pay for its steps"
         )
-    for one in recipe.task_sets:
-        own_envs = parts.envs if one.envs is None else one.envs
-        if not (shared or one.rewards or one.group_rewards or own_envs):
+    for one in task_set_specs(recipe, parts) if recipe.task_sets else ():
+        if not (one.parts.rewards or one.parts.group_rewards or one.parts.all_envs):
             raise ConfigError(
                 f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
             )
 
 
 def _check_pools(recipe: Recipe, parts: Parts) -> None:
-    known = {*parts.envs, *(name for one in recipe.task_sets for name in one.envs or ())}
+    known = {name for one in task_set_specs(recipe, parts) for name in one.parts.all_envs}
+    known |= parts.all_envs.keys()
     for name in recipe.agent.pools.keys() - known:
         there = ", ".join(sorted(known)) or "none"
         raise ConfigError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -157,7 +157,8 @@ def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tok
         if config is not None:
             rollout = build_rollout(spec.recipe, own, engine, tokenizer)
             if config.envs is None:
-                rollout.pools = base.pools
+                shared = {name for name, env in own.all_envs.items() if parts.all_envs.get(name) is env}
+                rollout.pools = {**rollout.pools, **{name: base.pools[name] for name in shared}}
             if config.tools is None:
                 rollout.tools = base.tools
             if config.rewards is None and config.group_rewards is None:
@@ -186,7 +187,7 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
             sandbox=recipe.agent.sandbox,
             record=recipe.agent.record,
         ),
-        pools={name: _pool(name, factory, recipe.agent) for name, factory in parts.envs.items()},
+        pools=_pools(parts, recipe.agent),
         step_rewards=recipe.agent.step_rewards,
         agent=parts.agent,
         budgets=recipe.budgets,
@@ -197,13 +198,17 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
 
 def _scorer(parts: Parts) -> Scorer:
     """Where environments are the only source of reward, an episode without one has 0, and is not unscored."""
-    alone = bool(parts.envs) and not (parts.rewards or parts.group_rewards)
+    alone = bool(parts.all_envs) and not (parts.rewards or parts.group_rewards)
     return Scorer(parts.rewards, parts.group_rewards, default_total=0.0 if alone else None)
 
 
-def _pool(name: str, factory: Callable[[], Any], agent: AgentConfig) -> EnvPool:
-    settings = agent.pools.get(name, PoolConfig()).model_dump()
-    return EnvPool(factory, name=name, **{**settings, "size": settings["size"] or agent.env_pool})
+def _pools(parts: Parts, agent: AgentConfig) -> dict[str, EnvPool]:
+    found, sizes = {}, parts.pool_sizes
+    for name, factory in parts.all_envs.items():
+        settings = agent.pools.get(name, PoolConfig()).model_dump()
+        settings["size"] = settings["size"] or sizes.get(name) or agent.env_pool
+        found[name] = EnvPool(factory, name=name, **settings)
+    return found
 
 
 async def demonstrate(
@@ -236,7 +241,7 @@ async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
     """All tools of a run as the model is told of them, those of its environments included."""
     context = ToolContext("demonstrations", Task("", ()))
     specs = list(await rollout.tools.list(context))
-    for name, factory in parts.envs.items():
+    for name, factory in parts.all_envs.items():
         env = await call_env(factory)
         specs += await LocalTools(await tools_of(env, name)).list(context)
         await call_env(env.close)

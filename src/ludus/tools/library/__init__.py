@@ -20,14 +20,14 @@ from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
 from ludus.tools.calling import Encode
 from ludus.tools.tool import Tool
-from ludus.tools.toolset import as_toolset
+from ludus.tools.toolset import LocalTools, as_toolset
 
 if TYPE_CHECKING:
     from ludus.sandbox import SandboxConfig
     from ludus.tools.library.sandbox import EpisodeSessions
     from ludus.tools.recording import RecordingConfig
 
-__all__ = ["TOOLS", "Toolkit", "build_toolset"]
+__all__ = ["TOOLS", "Toolkit", "build_toolset", "tools_named"]
 
 TOOLS = Registry(
     "tool",
@@ -83,6 +83,20 @@ def build_toolset(
     if record is not None:
         return record.wrap(things)
     return as_toolset(things, encode=encode)
+
+
+def tools_named(specs: Sequence[Spec]) -> list[Tool | type[Tool]]:
+    """The tools of this process among what a recipe or Python names."""
+    found: list[Any] = []
+    for spec in specs:
+        if not _name(spec).startswith(("http://", "https://")):
+            thing = _found(spec)[0]
+            found += thing.tools if isinstance(thing, LocalTools) else [thing]
+    return [
+        one
+        for one in found
+        if isinstance(one, Tool) or (isinstance(one, type) and issubclass(one, Tool))
+    ]
 
 
 def _found(spec: Any) -> tuple[Any, dict[str, Any]]:

@@ -14,11 +14,12 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
-from ludus.envs import Env, load_env
+from ludus.envs import Env, env_name, load_env
 from ludus.rewards import build_group_reward, build_reward
+from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
-from ludus.tools.library import build_toolset
+from ludus.tools.library import build_toolset, tools_named
 from ludus.training.config.recipe import Recipe, TaskSetConfig
 from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import Conversation, parse_conversations, read_conversations
@@ -37,6 +38,83 @@ class Parts:
     group_rewards: Sequence[Any] = ()
     agent: Agent = field(default_factory=Agent)
     demonstrations: Expert | Sequence[Conversation] | None = None
+
+    @property
+    def all_envs(self) -> dict[str, Callable[[], Env]]:
+        """The environments by name: those that are listed, and those that tools and rewards name (`env=`)."""
+        return {**self.envs, **{name: one.env for name, one in self._named_envs().items()}}
+
+    @property
+    def pool_sizes(self) -> dict[str, int]:
+        """The sizes of pools that tools and rewards name (`pool_size=`), by environment."""
+        sizes = {name: one.pool_size for name, one in self._named_envs(also_listed=True).items()}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    def _named_envs(self, *, also_listed: bool = False) -> dict[str, NamedEnv]:
+        found: dict[str, NamedEnv] = {}
+        for one in named_envs(self.tools, self.rewards):
+            listed = [name for name, factory in self.envs.items() if _makes(factory, one.env)]
+            names = listed or [env_name(one.env)]
+            if not listed and _is_function(self.envs.get(names[0])):
+                listed = names  # a function of that name may make anything: the recipe decides
+            if not listed and names[0] in self.envs:
+                raise ConfigError(
+                    f"two environments are called {names[0]!r}: {_shown(self.envs[names[0]])} is listed "
+                    f"(agent.envs), and {one.by} names {_shown(one.env)}; list both, under different names"
+                )
+            for name in names if also_listed or not listed else ():
+                found[name] = one.joined_with(found.get(name), name)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEnv:
+    """An environment that a tool or a reward names by `env=`."""
+
+    env: type
+    pool_size: int | None
+    by: str
+
+    def joined_with(self, other: NamedEnv | None, name: str) -> NamedEnv:
+        """The one environment that both name; what they disagree on is refused."""
+        if other is None:
+            return self
+        if other.env is not self.env and not issubclass(self.env, other.env):
+            if issubclass(other.env, self.env):
+                return other.joined_with(replace(self, env=other.env), name)
+            raise ConfigError(
+                f"two environments are called {name!r}: {other.by} names {_shown(other.env)}, and {self.by} "
+                f"names {_shown(self.env)}; list both in agent.envs, under different names"
+            )
+        if None not in (self.pool_size, other.pool_size) and self.pool_size != other.pool_size:
+            raise ConfigError(
+                f"the environment {name!r} has one pool, but {other.by} says pool_size={other.pool_size} and "
+                f"{self.by} says pool_size={self.pool_size}: give it once"
+            )
+        return self if self.pool_size is not None else replace(self, pool_size=other.pool_size)
+
+
+def named_envs(tools: Sequence[Any], rewards: Sequence[Any]) -> Iterator[NamedEnv]:
+    """What tools and rewards say of their environments."""
+    for one in tools_named(list(tools)):
+        if one.env is not None:
+            yield NamedEnv(one.env, one.pool_size, f"the tool {one.name or one!r}")
+    found: dict[str, Any] = rewards_by_name(build_reward(spec) for spec in rewards)
+    for name, reward in found.items():
+        if getattr(reward, "env", None) is not None:
+            yield NamedEnv(reward.env, reward.pool_size, f"the reward {name!r}")
+
+
+def _makes(factory: Any, kind: type) -> bool:
+    return isinstance(factory, type) and issubclass(factory, kind)
+
+
+def _is_function(factory: Any) -> bool:
+    return factory is not None and not isinstance(factory, type)
+
+
+def _shown(factory: Any) -> str:
+    return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
 
 
 def load_parts(recipe: Recipe) -> Parts:
