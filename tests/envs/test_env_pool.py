@@ -426,3 +426,50 @@ def test_own_tools_are_bound_and_in_order():
 def test_a_pool_needs_room():
     with pytest.raises(ConfigError, match="size"):
         EnvPool(Counter, size=0)
+
+
+async def test_spares_are_made_ahead_and_never_more_than_the_size():
+    pool = EnvPool(Counter, size=4, spares=2)
+    await pool.acquire("a", TASK)
+    await until(lambda: pool.stats.idle == 2)
+    await pool.acquire("b", TASK)
+    await until(lambda: pool.stats.idle == 2)
+    await pool.acquire("c", TASK)
+    await pool.acquire("d", TASK)
+    assert pool.stats.created == 4 and pool.stats.idle == 0
+    await pool.release("d", is_broken=True)
+    await until(lambda: pool.stats.idle == 1)
+    await pool.close()
+    assert all(env.closes == 1 for env in Counter.all)
+
+
+async def test_a_spare_that_cannot_be_made_is_not_tried_for_ever():
+    def factory() -> Counter:
+        if Counter.all:
+            raise RuntimeError("out of memory")
+        return Counter()
+
+    pool = EnvPool(factory, size=4, spares=2, reset_retries=0)
+    await pool.acquire("a", TASK)
+    await asyncio.sleep(0.05)
+    assert 1 <= pool.stats.failures <= 2 and pool.stats.in_use == 1
+    await pool.release("a")
+    assert (await pool.acquire("b", TASK)).env is Counter.all[0]
+    await pool.close()
+
+
+async def test_a_spare_that_died_while_it_was_idle_is_not_handed_out():
+    class Mortal(Counter):
+        dead = False
+
+        def is_healthy(self) -> bool:
+            return not self.dead
+
+    pool = EnvPool(Mortal, size=3, spares=1)
+    await pool.acquire("a", TASK)
+    await until(lambda: pool.stats.idle == 1)
+    Counter.all[1].dead = True
+    lease = await pool.acquire("b", TASK)
+    assert lease.env is not Counter.all[1] and lease.env.resets == 1
+    await until(lambda: Counter.all[1].closes == 1)
+    await pool.close()

@@ -92,13 +92,20 @@ class ThreadExecutor:
     """Runs functions in daemon threads; works from any number of event loops at once."""
 
     def __init__(
-        self, max_workers: int = 256, *, max_abandoned: int = 1024, name: str = "ludus"
+        self,
+        max_workers: int = 256,
+        *,
+        max_abandoned: int = 1024,
+        name: str = "ludus",
+        keep_idle: bool = False,
     ) -> None:
+        """With `keep_idle`, a thread that has nothing to do stays until `close`."""
         if max_workers < 1:
             raise ValueError(f"max_workers must be at least 1, not {max_workers}")
         self.max_workers = max_workers
         self.max_abandoned = max_abandoned
         self.name = name
+        self._keep_idle = keep_idle
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._workers = 0
@@ -199,7 +206,8 @@ class ThreadExecutor:
         with self._changed:
             self._idle += 1
             try:
-                self._changed.wait_for(lambda: self._queue or self._closed, timeout=_IDLE_SECONDS)
+                seconds = None if self._keep_idle else _IDLE_SECONDS
+                self._changed.wait_for(lambda: self._queue or self._closed, timeout=seconds)
             finally:
                 self._idle -= 1
             if not self._queue:
@@ -249,6 +257,26 @@ def run_sync(
 ) -> Coroutine[Any, Any, T]:
     """Await a sync function that runs in a shared daemon thread; `TimeoutError` when it takes longer."""
     return shared_threads().run(function, *args, timeout=timeout, **kwargs)
+
+
+_own_threads: dict[int, ThreadExecutor] = {}
+"""Objects that have a thread of their own, by their ids."""
+
+
+def set_own_thread(owner: object, thread: ThreadExecutor | None) -> None:
+    """Sync methods of `owner`, and functions that are given it, run in this thread; None ends that."""
+    if thread is None:
+        _own_threads.pop(id(owner), None)
+    else:
+        _own_threads[id(owner)] = thread
+
+
+def threads_for(function: Callable[..., Any], *given: Any) -> ThreadExecutor:
+    """Where to run a sync function: in the own thread of its object, or of what it is given; else anywhere."""
+    for one in (getattr(function, "__self__", None), *given):
+        if (own := _own_threads.get(id(one))) is not None:
+            return own
+    return shared_threads()
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

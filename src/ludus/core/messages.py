@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
@@ -230,6 +230,10 @@ class ToolContext:
     envs: Mapping[str, Any] = field(default_factory=dict)
     one_call: bool = False
     """Whether the episode is this one call, so that nothing it leaves behind will be needed."""
+    exclusive: Callable[[Any], AbstractAsyncContextManager[None]] = field(
+        default=nullcontext, repr=False
+    )
+    """Entered with the environment that a call works on: one call at a time, within its deadline."""
 
 
 slot_release: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar(

@@ -11,15 +11,19 @@ from ludus.envs.env import (
     own_tools,
     reset_env,
     step_env,
+    takes_text,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
+from ludus.envs.tools import EnvAccess, EnvTools, tools_of
 from ludus.envs.world import WORLDS, World, env_name, load_env
 
 __all__ = [
     "WORLDS",
     "Env",
+    "EnvAccess",
     "EnvFinding",
     "EnvPool",
+    "EnvTools",
     "Lease",
     "Observation",
     "PoolConfig",
@@ -36,4 +40,6 @@ __all__ = [
     "own_tools",
     "reset_env",
     "step_env",
+    "takes_text",
+    "tools_of",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, InfraError
 from ludus.core.messages import ToolCall, ToolContext, ToolSpec
 from ludus.core.task import Task
-from ludus.envs.env import Env, as_step, call_env, reset_env
+from ludus.envs.env import Env, as_step, call_env, reset_env, takes_text
 from ludus.tools import as_toolset, example_of
 
 _SECONDS = 60.0
@@ -149,9 +149,8 @@ class _Check:
         specs = await self._specs(env)
         if ready := [ToolCall(spec.name) for spec in specs if not spec.parameters.get("required")]:
             return list(ready)
-        takes_text = getattr(type(env), "step", Env.step) is not Env.step
         self._guessed = [ToolCall(spec.name, example_of(spec.parameters, 0)) for spec in specs]
-        return [*self._guessed, *([_TEXT] if takes_text else [])]
+        return [*self._guessed, *([_TEXT] if takes_text(env) else [])]
 
     async def _step(self, env: Any, action: str) -> tuple[str, bool]:
         raw = await self._try(

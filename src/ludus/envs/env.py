@@ -10,13 +10,16 @@ import inspect
 from asyncio import timeout as deadline
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ludus.core.concurrency import run_sync
+from ludus.core.concurrency import threads_for
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, Media, ToolResult
 from ludus.core.task import Task
 from ludus.tools import FunctionTool
+
+ShowActions = Literal["no", "tool", "observation"]
+Isolation = Literal["none", "thread", "process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,13 @@ class Env:
     step_rewards: ClassVar[str] = "sum"
     """The reward of an episode: the "sum" of its steps' rewards, or, where each of them is the score so far,
     the "max" (ScienceWorld in AgentFly) or the "last" one (in AgentGym). A recipe or a task decides first."""
+    show_actions: ClassVar[ShowActions] = "no"
+    """How `available_actions()` reaches the agent: not at all, by the tool `available_actions`, or at the end
+    of each observation. A recipe decides first (`agent.pools.NAME.show_actions`)."""
+    isolation: ClassVar[Isolation] = "none"
+    """Where an instance lives: "none" shares this process's threads, "thread" has one thread for all of its
+    sync methods (what is not thread-safe), "process" a process of its own (what crashes, hangs or leaks). A
+    recipe decides first (`agent.pools.NAME.isolation`)."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.
@@ -112,7 +122,7 @@ async def call_env(
     """Await a method of an environment, sync (in a thread) or async, at most `timeout` seconds."""
     if inspect.iscoroutinefunction(function):
         return await _within(function(*args, **kwargs), timeout)
-    value = await run_sync(function, *args, timeout=timeout, **kwargs)
+    value = await threads_for(function).run(function, *args, timeout=timeout, **kwargs)
     return await _within(value, timeout) if inspect.isawaitable(value) else value
 
 
@@ -141,6 +151,12 @@ async def reset_env(
 async def step_env(env: Any, action: str, *, timeout: float | None = None) -> Step:
     """Do a plain-text action."""
     return as_step(await call_env(env.step, action, timeout=timeout))
+
+
+def takes_text(env: Any) -> bool:
+    """Whether it takes plain-text actions: it has a `step` of its own."""
+    own: bool = getattr(env, "takes_text", getattr(type(env), "step", Env.step) is not Env.step)
+    return own
 
 
 def as_observation(value: Any) -> Observation:

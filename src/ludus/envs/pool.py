@@ -24,15 +24,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field
 
+from ludus.core.concurrency import ThreadExecutor, set_own_thread, shared_threads
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
-from ludus.envs.env import Env, Observation, call_env, reset_env
+from ludus.envs.env import Env, Isolation, Observation, ShowActions, call_env, reset_env
 
 _log = logging.getLogger(__name__)
 
@@ -48,12 +49,20 @@ class PoolConfig(Config):
     """Seconds that making or resetting an instance may take."""
     reset_retries: int = Field(default=2, ge=0)
     """How often another instance is tried when one cannot be made or reset."""
+    step_timeout: float = Field(default=60.0, gt=0)
+    """Seconds that a call of an instance may take; then it is replaced, and the episode is played again."""
     close_timeout: float = Field(default=10.0, gt=0)
     """Seconds that closing an instance, or asking whether it is healthy, may take."""
     time_to_live: float | None = Field(default=None, gt=0)
     """Seconds after which an instance is replaced, between episodes; for ever when left out."""
     max_uses: int | None = Field(default=None, ge=1)
     """Episodes after which an instance is replaced; any number when left out."""
+    spares: int = Field(default=0, ge=0)
+    """Instances kept ready beside those in use, as far as the size allows."""
+    isolation: Isolation | None = None
+    """Where an instance lives: none, thread or process; as its class says when left out (docs/envs.md)."""
+    show_actions: ShowActions | None = None
+    """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +72,10 @@ class Instance:
     env: Any
     born: float
     uses: int = 0
+    has_rested: bool = False
+    """Whether it has been idle, so that nobody knows how it is."""
+    thread: ThreadExecutor | None = None
+    """Its own thread, where it has one."""
     expiry: asyncio.TimerHandle | None = None
 
 
@@ -76,8 +89,10 @@ class InstanceFactory:
         make_timeout: float | None,
         close_timeout: float,
         retries: int,
+        isolation: Isolation,
     ) -> None:
         self._factory = factory
+        self._isolation = isolation
         self._name = name
         self._make_timeout, self._close_timeout = make_timeout, close_timeout
         self._retries = retries
@@ -89,11 +104,13 @@ class InstanceFactory:
 
     async def make(self) -> Instance:
         """A new instance; a factory that fails is tried again."""
-        attempt = 0
+        attempt, thread = 0, None
         while True:
             attempt += 1
             try:
-                env = await self._build()
+                if self._isolation != "none":
+                    thread = ThreadExecutor(1, name=f"env-{self._name}", keep_idle=True)
+                env = await self._build(thread or shared_threads())
                 break
             except Exception as error:
                 self.failures += 1
@@ -101,12 +118,13 @@ class InstanceFactory:
                     log_once(_log, f"making the environment {self._name!r}", error)
                 if attempt > self._retries:
                     raise
-        instance = Instance(env, time.monotonic())
+        set_own_thread(env, thread)
+        instance = Instance(env, time.monotonic(), thread=thread)
         self._living.add(instance)
         self.created += 1
         return instance
 
-    async def _build(self) -> Any:
+    async def _build(self, threads: ThreadExecutor) -> Any:
         if inspect.iscoroutinefunction(self._factory):
             return await call_env(self._factory, timeout=self._make_timeout)
         is_wanted, guard = True, threading.Lock()
@@ -120,7 +138,11 @@ class InstanceFactory:
             return None
 
         try:
-            return await call_env(build, timeout=self._make_timeout)
+            made = await threads.run(build, timeout=self._make_timeout)
+            if inspect.isawaitable(made):
+                async with asyncio.timeout(self._make_timeout):
+                    made = await made
+            return made
         except BaseException:
             with guard:
                 is_wanted = False
@@ -130,7 +152,7 @@ class InstanceFactory:
         """Whether a used instance may be handed out again."""
         check = getattr(instance.env, "is_healthy", None)
         is_own = getattr(type(instance.env), "is_healthy", None) is not Env.is_healthy
-        if not instance.uses or check is None or not is_own:
+        if not (instance.uses or instance.has_rested) or check is None or not is_own:
             return True
         try:
             good = bool(await call_env(check, timeout=self._close_timeout))
@@ -152,6 +174,9 @@ class InstanceFactory:
         finally:
             self._living.discard(instance)
             self.closed += 1
+            if instance.thread is not None:
+                set_own_thread(instance.env, None)
+                await instance.thread.close()
 
     def close_at_exit(self) -> None:
         """Close what is left; the event loop is gone by then."""
@@ -220,14 +245,25 @@ class EnvPool:
         reset_timeout: float | None = 60.0,
         close_timeout: float = 10.0,
         reset_retries: int = 2,
+        step_timeout: float | None = 60.0,
+        spares: int = 0,
+        isolation: Isolation | None = None,
+        show_actions: ShowActions | None = None,
     ) -> None:
-        """`time_to_live` seconds and `max_uses` say when an instance is replaced between episodes."""
+        """The settings are those of `PoolConfig`."""
         if size < 1:
             raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
         self.name, self.size, self.max_wait = name, size, max_wait
         self._time_to_live, self._max_uses = time_to_live, max_uses
         self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
-        self._instances = InstanceFactory(factory, name, reset_timeout, close_timeout, reset_retries)
+        self.step_timeout, self.spares = step_timeout, spares
+        self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
+        self._show_actions = show_actions
+        self._instances = InstanceFactory(
+            factory, name, reset_timeout, close_timeout, reset_retries, self.isolation
+        )
+        self._makes_spares = True
+        """Until one cannot be made; the next episode that asks tries again."""
         self._idle: list[Instance] = []
         self._places = 0
         """Instances that are there, being made or being closed: never more than `size`."""
@@ -251,6 +287,16 @@ class EnvPool:
             failures=self._instances.failures,
         )
 
+    def show_actions_of(self, env: Any) -> ShowActions:
+        """How the agent learns of the possible actions: as the recipe says, or the environment's class."""
+        own: ShowActions = self._show_actions or getattr(env, "show_actions", None) or "no"
+        if own not in get_args(ShowActions):
+            raise ConfigError(
+                f"the environment {self.name!r}: show_actions is one of {', '.join(get_args(ShowActions))}, "
+                f"not {own!r}"
+            )
+        return own
+
     @asynccontextmanager
     async def lease(self, episode: str, task: Task) -> AsyncIterator[Any]:
         """The episode's environment, reset for `task`, and released at the end."""
@@ -267,6 +313,7 @@ class EnvPool:
         if episode in self._leases:
             return self._leases[episode]
         self._pending[episode] = asyncio.get_running_loop().create_future()
+        self._makes_spares = True
         try:
             held = await self._new_lease(episode, task)
             self._leases[episode] = held
@@ -380,8 +427,9 @@ class EnvPool:
     # Keeping instances ----------------------------------------------------------------------------
 
     def _grow(self) -> None:
-        """Make an instance for everybody who waits and for whom none is being made, if there is room."""
-        wanted = min(len(self._waiting) - len(self._making), self.size - self._places)
+        """Make instances for those who wait and for whom none is being made, and spares, if there is room."""
+        spares = max(0, self.spares - len(self._idle)) if self._makes_spares else 0
+        wanted = min(len(self._waiting) + spares - len(self._making), self.size - self._places)
         for _ in range(0 if self._is_closed else wanted):
             self._places += 1
             self._start(self._make(), self._making)
@@ -394,6 +442,7 @@ class EnvPool:
             message = f"an environment {self.name!r} could not be made: {error_with_location(error)}"
             failure = InfraError(Boundary.ENV, message, attempts=self._reset_retries + 1)
             failure.__cause__ = error
+            self._makes_spares = False
             self._fail_first(error if isinstance(error, ConfigError) else failure)
             return
         self._offer(instance)
@@ -409,6 +458,7 @@ class EnvPool:
         elif self._waiting:
             self._waiting.popleft().set_result(instance)
         else:
+            instance.has_rested = True
             self._idle.append(instance)
             if self._time_to_live is not None:
                 left = max(0.0, instance.born + self._time_to_live - time.monotonic())
@@ -417,6 +467,7 @@ class EnvPool:
 
     def _take_idle(self, instance: Instance) -> Instance:
         self._idle.remove(instance)
+        self._grow()
         if instance.expiry is not None:
             instance.expiry.cancel()
             instance.expiry = None

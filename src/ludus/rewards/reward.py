@@ -27,7 +27,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
-from ludus.core.concurrency import run_sync
+from ludus.core.concurrency import threads_for
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, Trajectory
@@ -258,7 +258,10 @@ async def call_any(
         getattr(function, "__call__", None)  # noqa: B004 - an object whose call is a coroutine
     ):
         return await with_timeout(function(*args, **kwargs), timeout)
-    result = await run_sync(partial(function, *args, **kwargs), timeout=timeout)
+    envs = kwargs.get("envs")
+    given = [*kwargs.values(), *(envs.values() if isinstance(envs, Mapping) else ())]
+    threads = threads_for(function, *args, *given)
+    result = await threads.run(partial(function, *args, **kwargs), timeout=timeout)
     return await with_timeout(result, timeout) if inspect.isawaitable(result) else result
 
 

@@ -9,14 +9,12 @@ releases its resources.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, get_args
 
 from ludus.core.failures import (
@@ -30,18 +28,17 @@ from ludus.core.failures import (
     MissingExtraError,
 )
 from ludus.core.generation import Engine, Sampling
-from ludus.core.messages import Message, ToolContext, ToolResult, ToolSet
+from ludus.core.messages import Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.core.user_code import error_with_location, log_once
-from ludus.envs import Env, EnvPool, Lease, call_env, step_env
+from ludus.core.user_code import log_once
+from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
-from ludus.tools import CombinedTools, LocalTools, Tool
-from ludus.tools.signature import Signature, signature_of
+from ludus.tools import CombinedTools
 
 log = logging.getLogger(__name__)
 
@@ -150,13 +147,14 @@ class Rollout:
         async with AsyncExitStack() as resources:
             leases = await self._leases(trajectory, name, resources)
             envs = {env_name: lease.env for env_name, lease in leases.items()}
-            observed = [lease.observation.text for lease in leases.values()]
-            context = ToolContext(name, task, envs)
-            env_tools = LocalTools(
-                [tool for env_name, env in envs.items() for tool in await tools_of(env, env_name)],
-                encode=self.renderer.tokenizer.encode,
-            )
-            tools = CombinedTools([self.tools, env_tools])
+            access = EnvAccess()
+            context = ToolContext(name, task, envs, exclusive=access)
+            sets = [await self._env_tools(lease, env_name, access) for env_name, lease in leases.items()]
+            observed = [
+                await own.first(lease.observation, context)
+                for own, lease in zip(sets, leases.values(), strict=True)
+            ]
+            tools = CombinedTools([self.tools, *sets])
             await tools.open(context)
             resources.push_async_callback(_close, tools, context)
             episode = Episode(
@@ -196,6 +194,15 @@ class Rollout:
             resources.push_async_exit(_releaser(pool, name, trajectory))
         return {env_name: leases[env_name] for env_name in names}
 
+    async def _env_tools(self, lease: Lease, name: str, access: EnvAccess) -> EnvTools:
+        """The tools of one of the episode's environments; from now on, every use of it has a deadline."""
+        pool = self._pool(name)
+        access.add(name, lease.env, pool.step_timeout)
+        async with access(lease.env):
+            tools = await tools_of(lease.env, name)
+        encode = self.renderer.tokenizer.encode
+        return EnvTools(lease.env, tools, pool.show_actions_of(lease.env), encode=encode)
+
     def _step_rewards_of(self, task: Task, envs: Mapping[str, Any]) -> StepRewards:
         """How the rewards of calls make up the episode's: as the task, the recipe or its environments say."""
         own: set[Any] = {getattr(env, "step_rewards", "sum") for env in envs.values()}
@@ -215,49 +222,6 @@ class Rollout:
             known = ", ".join(self.pools) or "none"
             raise ConfigError(f"a task asks for the environment {name!r}, but this run has: {known}")
         return self.pools[name]
-
-
-class StepTool(Tool):
-    """Do what the text says.
-
-    Args:
-        action: What to do.
-    """
-
-    name = "step"
-
-    def __init__(self, env: Any) -> None:
-        self._signature = _step_signature(type(env).step)
-        super().__init__()
-        self._env = env
-
-    async def run(self, action: str) -> ToolResult:
-        return (await step_env(self._env, action)).as_result()
-
-
-@lru_cache(maxsize=64)
-def _step_signature(step: Callable[..., Any]) -> Signature:
-    """One text argument; described by the docstring of the environment's own `step` where it has one."""
-    documentation = inspect.getdoc(step) if step.__doc__ else StepTool.__doc__
-    return signature_of(StepTool.run, StepTool.name, is_method=True, documentation=documentation)
-
-
-async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:
-    """The environment's own tools, and `step` where it takes plain-text actions."""
-    try:
-        tools = list(await call_env(env.tools))
-    except (ConfigError, InfraError, MissingExtraError):
-        raise
-    except Exception as error:
-        message = (
-            f"the environment {name!r} could not say what its tools are: {error_with_location(error)}"
-        )
-        raise InfraError(Boundary.ENV, message) from error
-    takes_text = getattr(type(env), "step", Env.step) is not Env.step
-    names = [getattr(tool, "name", getattr(tool, "__name__", "")) for tool in tools]
-    if takes_text and StepTool.name not in names:
-        tools.append(StepTool(env))
-    return tools
 
 
 def opening_messages(messages: Sequence[Message], observations: Sequence[str]) -> list[Message]:

@@ -36,7 +36,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from ludus.core.concurrency import DeadlineExceeded, FunctionExited, WorkerError, run_sync
+from ludus.core.concurrency import (
+    DeadlineExceeded,
+    FunctionExited,
+    ThreadExecutor,
+    WorkerError,
+    run_sync,
+    threads_for,
+)
 from ludus.core.failures import Boundary, Fault, InfraError, ToolFault
 from ludus.core.messages import Media, ToolResult
 from ludus.core.processes import NotPicklable, shared_processes
@@ -139,8 +146,11 @@ def _performed(invocation: Invocation) -> Coroutine[Any, Any, ToolResult]:
     function = partial(invocation.function, *invocation.args, **invocation.kwargs)
     if invocation.tool.process:
         return _in_process(invocation, function)
-    run = _on_loop if inspect.iscoroutinefunction(invocation.function) else _in_thread
-    return run(function, invocation.limits, invocation.tool.timeout)
+    if inspect.iscoroutinefunction(invocation.function):
+        return _on_loop(function, invocation.limits, invocation.tool.timeout)
+    given = (*invocation.args, *invocation.kwargs.values())
+    threads = threads_for(invocation.function, *given)
+    return _in_thread(function, invocation.limits, invocation.tool.timeout, threads)
 
 
 async def _in_process(invocation: Invocation, function: Callable[[], Any]) -> ToolResult:
@@ -181,13 +191,13 @@ def run_in_worker(
 
 
 async def _in_thread(
-    function: Callable[[], Any], limits: OutputLimits, timeout: float | None
+    function: Callable[[], Any], limits: OutputLimits, timeout: float | None, threads: ThreadExecutor
 ) -> ToolResult:
     def call() -> Any:
         value = function()
         return value if inspect.isawaitable(value) else _rendered(value, limits)
 
-    value = await run_sync(call, timeout=timeout)
+    value = await threads.run(call, timeout=timeout)
     if isinstance(value, ToolResult):
         return value
 

@@ -101,6 +101,11 @@ class Tool:
         """Name, description and JSON Schema, as the model reads them."""
         return ToolSpec(self.name, self.description, self.signature.schema)
 
+    @property
+    def owner(self) -> Any:
+        """The object whose method it is; calls of one environment run one after another."""
+        return None
+
     def check(self, context: ToolContext) -> None:
         """`ConfigError` when the tool wants an environment that the episode does not have."""
         if self.signature.env is not None:
@@ -114,13 +119,14 @@ class Tool:
             values = validate_arguments(self.signature, arguments, self.name)
         except ToolFault as fault:
             return ToolResult(str(fault), fault=Fault.BAD_ARGUMENTS)
+        env = self.owner
         if self.signature.env is not None:
-            values[self.signature.env] = self._find_env(context)
+            values[self.signature.env] = env = self._find_env(context)
         if self.signature.context is not None:
             values[self.signature.context] = context
         args, kwargs = self.signature.bind(values)
         limits = OutputLimits(self.max_chars, self.max_tokens, encode)
-        async with self._limiter.slot():
+        async with self._limiter.slot(), context.exclusive(env):
             return await invoke(Invocation(self, self._target(), args, kwargs, limits))
 
     def _target(self) -> Callable[..., Any]:
@@ -174,6 +180,10 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"tool {self.name!r}: a worker process cannot import a function that is defined inside "
                 "another; move it to the top of a module, or drop process=True"
             )
+
+    @property
+    def owner(self) -> Any:
+        return getattr(self.function, "__self__", None)
 
     def check(self, context: ToolContext) -> None:
         if self.is_unbound:

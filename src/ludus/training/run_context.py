@@ -22,15 +22,15 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
-from ludus.envs import EnvPool, PoolConfig, call_env
+from ludus.envs import EnvPool, EnvTools, PoolConfig, call_env, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
-from ludus.rollouts.rollout import Rollout, tools_of
+from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.sandbox import close_shared_sandboxes
-from ludus.tools import LocalTools, shut
+from ludus.tools import shut
 from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import RunProgress, load_progress
 from ludus.training.config.parts import Parts, task_set_specs
@@ -243,7 +243,9 @@ async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
     specs = list(await rollout.tools.list(context))
     for name, factory in parts.all_envs.items():
         env = await call_env(factory)
-        specs += await LocalTools(await tools_of(env, name)).list(context)
+        pool = rollout.pools[name]
+        own = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
+        specs += await own.list(context)
         await call_env(env.close)
     return specs
 
