@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ludus.core import ConfigError, MissingExtraError
+from ludus.core.config import cache_folder
 from ludus.training import ModelConfig, check_source, load_model
 from ludus.training.models import loading as models
 from ludus.training.models.gguf import (
     LISTING,
     SHORT_NAMES,
-    cache_folder,
     converted,
     dequantize_in_threads,
     located,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,6 +28,14 @@ def _expand_home(place: str) -> str:
 
 Place = Annotated[str, AfterValidator(_expand_home)]
 """A path, in which a leading `~` is expanded, or a name."""
+
+
+def cache_folder() -> Path:
+    """Where models, indexes and the like are kept: LUDUS_CACHE, or ludus in the user's cache folder."""
+    own = os.environ.get("LUDUS_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ludus"
 
 
 class Config(BaseModel):

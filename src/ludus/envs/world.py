@@ -21,8 +21,8 @@ from ludus.core.task import Task
 from ludus.envs.env import Env
 
 Split = Literal["train", "held_out"]
-Expert = Callable[[Task], Generator[ToolCall, str, None]]
-"""A demonstrator's script: yields tool calls, and is sent their results."""
+Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
+"""A demonstrator's script: yields tool calls and is sent their results; a text is the final answer."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,16 @@ _ALL = (
         "Safe",
         ("opened",),
         max_turns=14,
+    ),
+    World(
+        "search",
+        "Answer questions of one or two hops by searching a corpus.",
+        "ludus.envs.search",
+        "Search",
+        ("success",),
+        extra="search",
+        packages=("bm25s",),
+        max_turns=8,
     ),
     World(
         "textcraft",

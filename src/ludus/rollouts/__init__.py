@@ -1,6 +1,6 @@
 """Rollouts: episodes, agents, groups, and how messages become tokens."""
 
-from ludus.rollouts.agent import Agent, Demonstrator, Expert
+from ludus.rollouts.agent import Agent, Demonstrator, Expert, RetrieveThenAnswer
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards, Turn
 from ludus.rollouts.formats import FORMATS, ActionFormat, ParsedAction, load_format
 from ludus.rollouts.renderer import History, NextContext, Renderer
@@ -23,6 +23,7 @@ __all__ = [
     "NextContext",
     "ParsedAction",
     "Renderer",
+    "RetrieveThenAnswer",
     "Rollout",
     "StepRewards",
     "Turn",

@@ -26,6 +26,21 @@ class Agent:
                 episode.answer(turn.answer)
 
 
+class RetrieveThenAnswer(Agent):
+    """Naive RAG, a baseline: one search with the question as it is, then an answer from what was found.
+
+    The question is the task's metadata `question`, or else its last message. The model's own calls are not run.
+    """
+
+    tool = "search"
+
+    async def run(self, episode: Episode) -> None:
+        question = episode.task.metadata.get("question", episode.task.messages[-1].content)
+        ((_, result),) = await episode.call([ToolCall(self.tool, {"query": question})])
+        episode.observe(f"What a search for the question has found:\n{result.content}\nAnswer now.")
+        episode.answer((await episode.generate()).answer)
+
+
 Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
 """Yields a call, and is sent its result; yields a text to answer."""
 

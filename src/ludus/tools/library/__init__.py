@@ -37,6 +37,7 @@ TOOLS = Registry(
         "files": "ludus.tools.library.files:FILES",
         "sql": "ludus.tools.library.sql:SQL",
         "calculator": "ludus.tools.library.calculator:calculator",
+        "search": "ludus.tools.library.retrieval:SearchTool",
     },
 )
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from ludus.core.config import cache_folder
 from ludus.core.failures import ConfigError, MissingExtraError, not_there
 from ludus.observe import atomic_directory, remove_directory
 
@@ -77,14 +78,6 @@ def _packed(name: str) -> Path | None:
     if packaged is not None and not Path(name).is_dir():
         return _file_of(name, packaged)
     return Path(name).expanduser() if name.lower().endswith(".gguf") else None
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: LUDUS_CACHE, or ludus in the user's cache folder."""
-    own = os.environ.get("LUDUS_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ludus"
 
 
 def _file_of(name: str, packaged: Packaged) -> Path:
