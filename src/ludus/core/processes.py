@@ -53,8 +53,8 @@ class ProcessExecutor:
         self.name = name
         self._drivers = ThreadExecutor(max_workers, name=f"{name}-driver")
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._idle: list[CallWorker] = []
+        self._busy: set[CallWorker] = set()
         self._closed = False
         weakref.finalize(self, _kill_each, self._idle)
         self.lost = 0
@@ -101,18 +101,18 @@ class ProcessExecutor:
         self._put_away(worker, fit=True)
         return outcome
 
-    def _take(self) -> _Worker:
+    def _take(self) -> CallWorker:
         while True:
             with self._lock:
                 if self._closed:
                     raise WorkerError(f"the executor {self.name!r} is closed")
-                worker = self._idle.pop() if self._idle else _Worker()
+                worker = self._idle.pop() if self._idle else CallWorker()
                 if worker.is_alive:
                     self._busy.add(worker)
                     return worker
             worker.kill()
 
-    def _put_away(self, worker: _Worker, *, fit: bool) -> None:
+    def _put_away(self, worker: CallWorker, *, fit: bool) -> None:
         with self._lock:
             self._busy.discard(worker)
             if fit and not self._closed:
@@ -121,7 +121,7 @@ class ProcessExecutor:
         worker.kill()
 
 
-def _kill_each(workers: list[_Worker]) -> None:
+def _kill_each(workers: list[CallWorker]) -> None:
     while workers:
         workers.pop().kill()
 
@@ -133,7 +133,7 @@ class _Call:
         self._data = data
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: CallWorker | None = None
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -142,23 +142,14 @@ class _Call:
             if self._worker is not None:
                 self._worker.signal()
 
-    def perform(self, worker: _Worker) -> tuple[str, Any]:
+    def perform(self, worker: CallWorker) -> tuple[str, Any]:
         self._bind(worker)
         try:
-            worker.send(self._data)
-            outcome = worker.receive(_START_SECONDS)
-            if outcome == "started":
-                outcome = worker.receive(self._timeout)
-            elif outcome is None:
-                raise WorkerError(f"a worker process read no call within {_START_SECONDS:g} seconds")
+            return worker.call(self._data, self._timeout)
         finally:
             self._bind(None)
-        if outcome is None:
-            raise DeadlineExceeded(f"no result within {self._timeout:g} seconds")
-        kind, value = outcome
-        return kind, value
 
-    def _bind(self, worker: _Worker | None) -> None:
+    def _bind(self, worker: CallWorker | None) -> None:
         with self._lock:
             if self.cancelled:
                 raise WorkerError("the call was cancelled")
@@ -198,6 +189,11 @@ class WorkerProcess:
             return False
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its session's and its process group's, too."""
+        return self._process.pid
+
     def signal(self) -> None:
         """Kill the process group; safe from any thread, and more than once."""
         if self._process.returncode is None:
@@ -223,7 +219,7 @@ class WorkerProcess:
         return f"a worker process {how}"
 
 
-class _Worker(WorkerProcess):
+class CallWorker(WorkerProcess):
     """A worker that takes calls by pickle. Used by one driver thread at a time."""
 
     def __init__(self) -> None:
@@ -235,6 +231,23 @@ class _Worker(WorkerProcess):
         super().__init__(process_worker.__file__)
         _alive.add(self)
         self.send(pickle.dumps([path for path in sys.path if isinstance(path, str)]))
+
+    def call(self, data: bytes, timeout: float | None) -> tuple[str, Any]:
+        """What a packed call gave: ("value", it), ("error", what it raised) or ("lost", a text).
+
+        `DeadlineExceeded` when that takes longer than `timeout`, counted from when the worker has read the
+        call; it is still at it then, and has to be killed.
+        """
+        self.send(data)
+        outcome = self.receive(_START_SECONDS)
+        if outcome is None:
+            raise WorkerError(f"a worker process read no call within {_START_SECONDS:g} seconds")
+        if outcome == "started":
+            outcome = self.receive(timeout)
+        if outcome is None:
+            raise DeadlineExceeded(f"no result within {timeout:g} seconds")
+        kind, value = outcome
+        return kind, value
 
     def send(self, data: bytes) -> None:
         try:
@@ -277,7 +290,7 @@ class _Worker(WorkerProcess):
         return f"{self.ending(1.0)} under its call"
 
 
-_alive: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_alive: weakref.WeakSet[CallWorker] = weakref.WeakSet()
 
 
 @atexit.register

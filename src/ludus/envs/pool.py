@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import Field
@@ -34,6 +35,7 @@ from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
 from ludus.envs.env import Env, Isolation, Observation, ShowActions, call_env, reset_env
+from ludus.envs.isolated import IsolatedEnv
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class PoolConfig(Config):
     """Instances kept ready beside those in use, as far as the size allows."""
     isolation: Isolation | None = None
     """Where an instance lives: none, thread or process; as its class says when left out (docs/envs.md)."""
+    memory_mb: int | None = Field(default=None, ge=1)
+    """MiB above which an instance's process is replaced, between episodes (isolation = "process")."""
     show_actions: ShowActions | None = None
     """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
 
@@ -248,6 +252,7 @@ class EnvPool:
         step_timeout: float | None = 60.0,
         spares: int = 0,
         isolation: Isolation | None = None,
+        memory_mb: int | None = None,
         show_actions: ShowActions | None = None,
     ) -> None:
         """The settings are those of `PoolConfig`."""
@@ -258,6 +263,20 @@ class EnvPool:
         self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
         self.step_timeout, self.spares = step_timeout, spares
         self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
+        if memory_mb is not None and self.isolation != "process":
+            raise ConfigError(
+                f"the environment {name!r}: memory_mb bounds the process of an instance, and with isolation = "
+                f'"{self.isolation}" it has none of its own: set isolation = "process"'
+            )
+        if self.isolation == "process":
+            factory = partial(
+                IsolatedEnv,
+                factory,
+                name,
+                start_timeout=reset_timeout,
+                call_timeout=step_timeout,
+                memory_mb=memory_mb,
+            )
         self._show_actions = show_actions
         self._instances = InstanceFactory(
             factory, name, reset_timeout, close_timeout, reset_retries, self.isolation
@@ -296,6 +315,15 @@ class EnvPool:
                 f"not {own!r}"
             )
         return own
+
+    @asynccontextmanager
+    async def new_instance(self) -> AsyncIterator[Any]:
+        """An instance beside those that are handed out, not reset, to look at; closed at the end."""
+        instance = await self._instances.make()
+        try:
+            yield instance.env
+        finally:
+            await self._instances.close(instance)
 
     @asynccontextmanager
     async def lease(self, episode: str, task: Task) -> AsyncIterator[Any]:

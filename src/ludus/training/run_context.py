@@ -22,7 +22,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
-from ludus.envs import EnvPool, EnvTools, PoolConfig, call_env, tools_of
+from ludus.envs import EnvPool, EnvTools, PoolConfig, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.formats import load_format
@@ -241,12 +241,11 @@ async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
     """All tools of a run as the model is told of them, those of its environments included."""
     context = ToolContext("demonstrations", Task("", ()))
     specs = list(await rollout.tools.list(context))
-    for name, factory in parts.all_envs.items():
-        env = await call_env(factory)
+    for name in parts.all_envs:
         pool = rollout.pools[name]
-        own = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
-        specs += await own.list(context)
-        await call_env(env.close)
+        async with pool.new_instance() as env:
+            own = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
+            specs += await own.list(context)
     return specs
 
 

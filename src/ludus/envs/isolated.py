@@ -1,0 +1,334 @@
+"""An environment in a process of its own, behind a stand-in that is used like the environment itself.
+
+A crash, a hang or a leak of the environment takes its process along and nothing else: the stand-in raises an
+`InfraError` at the boundary ENV, the pool replaces the instance, and the episode is played again. The process,
+with everything it started, is killed when the instance is closed, and ends with ours however that ends.
+
+Calls travel by pickle, one at a time: the stand-in waits for each answer in the thread that called (the pool
+gives each instance a thread of its own). Tools run over there, with their own checks and time limits; only
+their schemas, arguments and results travel. Attributes are read from over there too (a reward's `env.opened`):
+values must be picklable, and are copies. Nothing can be assigned from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from ludus.core import process_worker
+from ludus.core.concurrency import (
+    DeadlineExceeded,
+    ThreadExecutor,
+    WorkerError,
+    set_own_thread,
+)
+from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, LudusError, ToolFault
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.processes import CallWorker, NotPicklable
+from ludus.core.task import Task
+from ludus.core.user_code import UserError
+from ludus.envs.env import Observation, Step, call_env, reset_env, step_env, takes_text
+from ludus.envs.tools import tools_of
+from ludus.tools import LocalTools, Tool
+from ludus.tools.calling import Encode
+from ludus.tools.tool import Limiter
+
+# In our process -------------------------------------------------------------------------------------
+
+
+class EnvRaised(Exception):
+    """An environment raised something in its process; the text says what and where."""
+
+
+class IsolatedEnv:
+    """Stands in for an environment that `factory` (importable by name) makes in another process."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        name: str = "env",
+        *,
+        start_timeout: float | None = 60.0,
+        call_timeout: float | None = 60.0,
+        memory_mb: int | None = None,
+    ) -> None:
+        """`call_timeout` bounds attributes and methods by name; a pool bounds all other calls."""
+        own: dict[str, Any] = {"_name": name, "_call_timeout": call_timeout, "_memory_mb": memory_mb}
+        own |= {"_kind": factory if isinstance(factory, type) else IsolatedEnv}
+        own |= {"_lock": threading.Lock(), "_worker": None, "_ending": "", "_methods": {}}
+        vars(self).update(own)
+        try:
+            data = process_worker.pack_call(_make, (factory, name), {})
+        except TypeError as error:
+            raise NotPicklable(
+                f'the environment {name!r} has isolation = "process", so that another process has to import '
+                f"it: {error}"
+            ) from error
+        vars(self)["_worker"] = CallWorker()
+        try:
+            made = self._answer(data, "being made", start_timeout)
+        except BaseException:
+            self._worker.kill()
+            raise
+        vars(self)["_methods"] = made.pop("methods")
+        vars(self).update(made)
+
+    # `isinstance` looks here: tools and rewards that want the environment's class take the stand-in
+    __class__ = property(lambda self: self._kind)
+
+    def reset(self, task: Task) -> Observation:
+        found: Observation = self._ask("reset", task)
+        return found
+
+    def step(self, action: str) -> Step:
+        found: Step = self._ask("step", action)
+        return found
+
+    def tools(self) -> list[Tool]:
+        return [_IsolatedTool(self, spec) for spec in self._ask("tools")]
+
+    def call_tool(self, call: ToolCall, episode: str, task: Task) -> ToolResult:
+        """Run one of its tools."""
+        found: ToolResult = self._ask("call_tool", call, episode, task)
+        return found
+
+    def available_actions(self) -> Any:
+        return self._ask("method", "available_actions", (), {})
+
+    def render(self) -> Any:
+        return self._ask("method", "render", (), {})
+
+    def is_healthy(self) -> bool:
+        """Whether its process lives, has not grown above `memory_mb`, and the environment itself agrees."""
+        if not self._worker.is_alive:
+            return False
+        if self._memory_mb is not None and self.memory_mb() > self._memory_mb:
+            return False
+        return bool(self._ask("method", "is_healthy", (), {}, timeout=self._call_timeout))
+
+    def memory_mb(self) -> float:
+        """Resident memory of its process and of everything that this started."""
+        return session_memory_mb(self._worker.pid)
+
+    def close(self) -> None:
+        """Let the environment close itself, and end its process; one that is busy is killed."""
+        try:
+            if self._worker.is_alive and not self._lock.locked():
+                self._ask("method", "close", (), {}, timeout=self._call_timeout)
+        finally:
+            self._worker.kill()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_methods" not in vars(self):
+            raise AttributeError(
+                f"the environment lives in another process: its private {name!r} cannot be read from here"
+            )
+        if name not in self._methods:
+            return self._ask("attribute", name, timeout=self._call_timeout)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._ask("method", name, args, kwargs, timeout=self._call_timeout)
+
+        if not self._methods[name]:
+            return call
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await asyncio.to_thread(call, *args, **kwargs)
+
+        return call_async
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"the environment {self._name!r} lives in another process: {name!r} cannot be assigned from here; "
+            "give its class a method that does it"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._kind.__name__} in process {self._worker.pid}>"
+
+    def _ask(self, what: str, *args: Any, timeout: float | None = None) -> Any:
+        try:
+            data = process_worker.pack_call(_perform, (what, *args), {})
+        except TypeError as error:
+            raise ConfigError(
+                f"the environment {self._name!r} lives in another process: {error}"
+            ) from error
+        named = args[0] if what in ("method", "attribute") else what
+        with self._lock:
+            return self._answer(data, f"{named!r}", timeout)
+
+    def _answer(self, data: bytes, what: str, timeout: float | None) -> Any:
+        try:
+            if self._ending:
+                raise WorkerError(self._ending)
+            kind, value = self._worker.call(data, timeout)
+        except (WorkerError, DeadlineExceeded) as error:
+            # what state it is in is not known: it is not used again
+            self._worker.signal()
+            vars(self)["_ending"] = str(error)
+            message = f"the environment {self._name!r} was lost ({what}): {error}"
+            raise InfraError(
+                Boundary.ENV, message, retriable=False, replay=True, kind=type(error).__name__
+            ) from error
+        if kind != "value":  # the answer could not be pickled, or the call not be read
+            raise ConfigError(
+                f"the environment {self._name!r} lives in another process, and {what} cannot travel: {value}"
+            )
+        return _unpacked(value, what)
+
+
+class _IsolatedTool(Tool):
+    """A tool of an environment in another process: it is checked and run over there."""
+
+    def __init__(self, env: IsolatedEnv, spec: ToolSpec) -> None:
+        self._env, self._spec = env, spec
+        self.name, self.description = spec.name, spec.description
+        self._limiter, self.is_loose = Limiter(None), False
+
+    @property
+    def owner(self) -> Any:
+        return self._env
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def check(self, context: ToolContext) -> None:
+        """Its object is over there."""
+
+    async def call(
+        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
+    ) -> ToolResult:
+        call = ToolCall(self.name, arguments)
+        async with context.exclusive(self._env):
+            found: ToolResult = await call_env(self._env.call_tool, call, context.episode, context.task)
+            return found
+
+
+def _unpacked(outcome: tuple[str, Any], what: str) -> Any:
+    """What a call returned over there; or what it raised, raised here."""
+    kind, value = outcome
+    if kind == "value":
+        return value
+    if kind == "infra":
+        raise InfraError(Boundary(value.pop("boundary")), value.pop("message"), **value)
+    if kind == "config":
+        raise ConfigError(value)
+    if kind == "fault":
+        raise ToolFault(value["message"], Fault(value["fault"]))
+    if kind == "attribute":
+        raise AttributeError(value)
+    raise EnvRaised(f"{what}: {value}")
+
+
+def session_memory_mb(leader: int) -> float:
+    """Resident memory of all processes of a session; 0 where there is no /proc."""
+    pages = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(fields[3]) == leader:
+            pages += int(fields[21])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# In the environment's process -----------------------------------------------------------------------
+
+
+class _Host:
+    """The environment, its thread, and the event loop of its async methods."""
+
+    def __init__(self, factory: Callable[[], Any], name: str) -> None:
+        self.name = name
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="env-loop", daemon=True).start()
+        self.thread = ThreadExecutor(1, name="env", keep_idle=True)
+        self.env = self.run(self._made(factory))
+        set_own_thread(self.env, self.thread)
+        self.toolset: LocalTools | None = None
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def _made(self, factory: Callable[[], Any]) -> Any:
+        if inspect.iscoroutinefunction(factory):
+            return await factory()
+        made = await self.thread.run(factory)
+        return await made if inspect.isawaitable(made) else made
+
+    def described(self) -> dict[str, Any]:
+        kind = type(self.env)
+        names = {name for base in kind.__mro__ for name in vars(base) if not name.startswith("_")}
+        found = {name: getattr(kind, name) for name in names}
+        methods = {
+            name: inspect.iscoroutinefunction(getattr(one, "function", one))
+            for name, one in found.items()
+            if callable(one)
+        }
+        settings = {name: getattr(self.env, name, None) for name in ("step_rewards", "show_actions")}
+        return {"methods": methods, "takes_text": takes_text(self.env), **settings}
+
+    async def perform(self, what: str, *args: Any) -> Any:
+        if what == "reset":
+            return await reset_env(self.env, args[0], self.name)
+        if what == "step":
+            return await step_env(self.env, args[0])
+        if what == "tools":
+            self.toolset = LocalTools(await tools_of(self.env, self.name))
+            return [one.spec for one in self.toolset.tools]
+        if what == "call_tool":
+            call, episode, task = args
+            if self.toolset is None:
+                self.toolset = LocalTools(await tools_of(self.env, self.name))
+            return await self.toolset.call(call, ToolContext(episode, task, {self.name: self.env}))
+        if what == "method":
+            name, given, named = args
+            return await call_env(getattr(self.env, name), *given, **named)
+        value = getattr(self.env, args[0])
+        if callable(value):
+            raise ConfigError(f"{args[0]!r} is a function, which cannot leave the environment's process")
+        return value
+
+
+_host: _Host | None = None
+
+
+def _make(factory: Callable[[], Any], name: str) -> tuple[str, Any]:
+    global _host
+
+    def make() -> Any:
+        global _host
+        _host = _Host(factory, name)
+        return _host.described()
+
+    return _outcome(make)
+
+
+def _perform(what: str, *args: Any) -> tuple[str, Any]:
+    host = _host
+    assert host is not None
+    return _outcome(lambda: host.run(host.perform(what, *args)))
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
+    """What came of it, as data: exceptions lose their place and their fields on the way."""
+    try:
+        return "value", work()
+    except InfraError as error:
+        fields = {name: getattr(error, name) for name in ("attempts", "retriable", "replay", "kind")}
+        return "infra", {"boundary": error.boundary.value, "message": str(error), **fields}
+    except ToolFault as error:
+        return "fault", {"message": str(error), "fault": error.fault.value}
+    except LudusError as error:
+        return "config", str(error)
+    except AttributeError as error:
+        return "attribute", str(UserError.of(error))
+    except BaseException as error:  # noqa: BLE001 - whatever the environment raised
+        return "raised", str(UserError.of(error))
