@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from asyncio import timeout as deadline
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ludus.core.concurrency import threads_for
@@ -103,6 +104,131 @@ class Env:
     def close(self) -> Any:
         """Release what it holds. Called once, also when a reset failed."""
         return None
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> type[Env]:
+        """An environment from a generator function, sync or async, that takes a task: use it as a decorator.
+
+        What it yields first is what the agent sees first. Then each `yield` gives what an action led to (text,
+        an `Observation`, a `Step`) and returns the next action. When the function ends, so does the episode;
+        what it returns is the last reward (a number), the last observation (text) or the last `Step`. Its
+        docstring describes the tool `step`. Further parameters get what `task.envs` holds, as those of `reset`.
+        """
+        return _from_generator(function)
+
+
+_OVER = "The episode is over."
+
+
+class _GeneratorEnv(Env):
+    """What `Env.of` makes; an attribute `script` holds the user's function."""
+
+    script: ClassVar[Callable[..., Any]]
+
+    def __init__(self) -> None:
+        self._play: Any = None
+
+    def _started(self, *args: Any, **arguments: Any) -> Any:
+        self._play = self.script(*args, **arguments)
+        return self._play
+
+    def _seen(self, value: Any) -> Step:
+        """What a yield gave; nothing follows after a step that ends the episode."""
+        step = as_step(value)
+        if step.terminated or step.truncated:
+            self._play = None
+        return step
+
+    def _ended(self, value: Any) -> Step:
+        self._play = None
+        if isinstance(value, Real):
+            return Step(_OVER, float(value), terminated=True)
+        step = as_step(_OVER if value is None else value)
+        return replace(step, terminated=not step.truncated)
+
+
+class _SyncScript(_GeneratorEnv):
+    def begin(self, *args: Any, **arguments: Any) -> Observation:
+        self.close()
+        try:
+            return as_observation(next(self._started(*args, **arguments)))
+        except StopIteration:
+            raise _without_yield(self) from None
+
+    def act(self, action: str) -> Step:
+        if self._play is None:
+            return Step(_OVER, terminated=True)
+        try:
+            return self._seen(self._play.send(action))
+        except StopIteration as end:
+            return self._ended(end.value)
+
+    def close(self) -> None:
+        play, self._play = self._play, None
+        if play is not None:
+            play.close()
+
+
+class _AsyncScript(_GeneratorEnv):
+    async def begin(self, *args: Any, **arguments: Any) -> Observation:
+        await self.close()
+        try:
+            return as_observation(await anext(self._started(*args, **arguments)))
+        except StopAsyncIteration:
+            raise _without_yield(self) from None
+
+    async def act(self, action: str) -> Step:
+        if self._play is None:
+            return Step(_OVER, terminated=True)
+        try:
+            return self._seen(await self._play.asend(action))
+        except StopAsyncIteration:
+            return self._ended(None)
+
+    async def close(self) -> None:
+        play, self._play = self._play, None
+        if play is not None:
+            await play.aclose()
+
+
+def _without_yield(env: Env) -> ConfigError:
+    return ConfigError(f"{type(env).__name__} ended before it yielded what the agent sees first")
+
+
+def _from_generator(function: Callable[..., Any]) -> type[Env]:
+    name = getattr(function, "__qualname__", repr(function))
+    is_async = inspect.isasyncgenfunction(function)
+    if not (is_async or inspect.isgeneratorfunction(function)):
+        raise ConfigError(
+            f"Env.of takes a generator function, which {name} is not: `action = yield observation` shows "
+            "something to the agent and waits for its action"
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise ConfigError(f"{name} takes no parameter; the first one is the task")
+    base: Any = _AsyncScript if is_async else _SyncScript
+
+    # each class has its own two, with the function's parameters and docstring
+    async def reset_async(self: Any, *args: Any, **arguments: Any) -> Any:
+        return await self.begin(*args, **arguments)
+
+    async def step_async(self: Any, action: str) -> Any:
+        return await self.act(action)
+
+    def reset(self: Any, *args: Any, **arguments: Any) -> Any:
+        return self.begin(*args, **arguments)
+
+    def step(self: Any, action: str) -> Any:
+        return self.act(action)
+
+    methods = {"reset": reset_async, "step": step_async} if is_async else {"reset": reset, "step": step}
+    made: Any = type(function.__name__, (base,), {"script": staticmethod(function), **methods})
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    made.reset.__signature__ = inspect.Signature([itself, *parameters])
+    made.step.__doc__ = made.__doc__ = function.__doc__
+    made.__module__, made.__qualname__ = function.__module__, function.__qualname__
+    found: type[Env] = made
+    return found
 
 
 def own_tools(env: object) -> list[FunctionTool[..., Any]]:
