@@ -49,6 +49,7 @@ bench: $(VENV)/.installed-dev  ## The benchmarks that need neither a GPU nor a p
 	$(BIN)/python benchmarks/sandbox.py
 	$(BIN)/python benchmarks/tool_server.py
 	$(BIN)/python benchmarks/remote_tools.py
+	$(BIN)/python benchmarks/worlds.py
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/algorithms/compare.py
 

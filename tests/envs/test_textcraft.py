@@ -120,20 +120,18 @@ def test_nonsense_is_an_observation_and_changes_nothing(action: str) -> None:
     assert outcome.text and len(outcome.text) < 1200 and not outcome.won and not +play.inventory
 
 
-def test_the_environment_pays_once_and_then_is_over() -> None:
+async def test_the_environment_pays_once_and_then_is_over() -> None:
     env = TextCraft()
-    env.reset(Task.of("x"), "stick", list(COMMANDS))
-    assert [env.step(a).reward for a in ("get 1 oak log", "craft 4 oak planks using 1 oak log")] == [
-        0.0,
-        0.0,
-    ]
-    assert "craft 4 stick using 2 oak planks" in env.available_actions()
-    won = env.step("craft 4 stick using 2 oak planks")
+    await env.reset(Task.of("x"), "stick", list(COMMANDS))
+    first = [await env.step(a) for a in ("get 1 oak log", "craft 4 oak planks using 1 oak log")]
+    assert [step.reward for step in first] == [0.0, 0.0]
+    assert "craft 4 stick using 2 oak planks" in await env.available_actions()
+    won = await env.step("craft 4 stick using 2 oak planks")
     assert won.reward == 1.0 and won.terminated
-    after = env.step("inventory")
+    after = await env.step("inventory")
     assert after.reward is None and after.terminated and "over" in str(after.observation)
-    env.reset(Task.of("x"), "stick", list(COMMANDS))
-    assert env.render() == "Goal: craft stick. Inventory: You are not carrying anything."
+    await env.reset(Task.of("x"), "stick", list(COMMANDS))
+    assert await env.render() == "Goal: craft stick. Inventory: You are not carrying anything."
 
 
 async def test_the_tool_says_what_can_be_done() -> None:

@@ -91,6 +91,15 @@ class World:
 
 _ALL = (
     World(
+        "babyai",
+        "Missions in a maze of rooms, in words: go to, pick up, open, put next to.",
+        "ludus.envs.babyai",
+        "BabyAI",
+        ("success",),
+        extra="babyai",
+        packages=("minigrid",),
+    ),
+    World(
         "safe",
         "Open a safe by turning three dials.",
         "ludus.envs.safe",

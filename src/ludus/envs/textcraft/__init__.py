@@ -18,15 +18,18 @@ __all__ = ["TextCraft", "expert", "held_out_tasks", "success", "training_tasks"]
 
 
 class TextCraft(Env):
-    """One game. A task gives it as `envs = {"textcraft": {"goal": ..., "commands": [...]}}`."""
+    """One game. A task gives it as `envs = {"textcraft": {"goal": ..., "commands": [...]}}`.
+
+    Its methods take microseconds, so they are coroutines: a thread would cost more than it spares.
+    """
 
     def __init__(self) -> None:
         self.game: Game | None = None
 
-    def reset(self, task: Task, goal: str, commands: Sequence[str]) -> None:
+    async def reset(self, task: Task, goal: str, commands: Sequence[str]) -> None:
         self.game = Game(load_book(), goal, map(parse_command, commands))
 
-    def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:
         """Act in the game: get an item, craft one with a crafting command, or look at the inventory.
 
         Args:
@@ -38,10 +41,10 @@ class TextCraft(Env):
         outcome = game.act(action)
         return Step(outcome.text, reward=float(outcome.won), terminated=outcome.won)
 
-    def available_actions(self) -> list[str]:
+    async def available_actions(self) -> list[str]:
         return self._game().available()
 
-    def render(self) -> str:
+    async def render(self) -> str:
         game = self._game()
         return f"Goal: craft {game.goal}. {game.shown()}"
 

@@ -1,0 +1,130 @@
+"""BabyAI: missions in a grid world, in words (extra: babyai).
+
+Chevalier-Boisvert et al., "BabyAI" (2019), by the package `minigrid`; actions and observations in words are
+those of AgentGym (Xi et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from ludus.core.messages import Message, ToolCall
+from ludus.core.task import Task
+from ludus.envs.env import Env, Step
+from ludus.rewards import reward
+
+if TYPE_CHECKING:
+    from ludus.envs.babyai.game import Game
+
+LEVELS = {
+    "GoTo": (
+        "GoToRedBallGrey-v0", "GoToRedBall-v0", "GoToRedBallNoDists-v0", "GoToObjS6-v1", "GoToLocalS8N7-v0",
+        "GoToObjMazeS7-v0", "GoToImpUnlock-v0", "GoToSeqS5R2-v0", "GoToRedBlueBall-v0", "GoToDoor-v0",
+        "GoToObjDoor-v0",
+    ),
+    "Pickup": (
+        "Pickup-v0", "UnblockPickup-v0", "PickupLoc-v0", "PickupDistDebug-v0", "PickupAbove-v0",
+    ),
+    "ActionObjDoor": ("ActionObjDoor-v0",),
+    "FindObjS7": ("FindObjS7-v0",),
+    "OneRoomS20": ("OneRoomS20-v0",),
+    "SynthLoc": ("SynthLoc-v0",),
+}  # fmt: skip
+"""The levels of AgentGym in each sub-task."""
+HELD_OUT = 20
+"""Held-out tasks of each sub-task: seeds from 0, the levels in turn."""
+TRAINING = 200
+"""Training tasks of each sub-task."""
+FIRST_SEED = 1_000
+"""Of the training tasks."""
+
+SYSTEM = """You are in a room of a maze and have to reach a goal. Each action is one of these:
+- turn left, turn right, move forward
+- go to <obj> <id>, for example: go to red ball 1
+- pickup <obj> <id>: go there and pick it up
+- drop: put down what you carry
+- go through <door> <id>: an open door
+- toggle and go through <door> <id>: a closed door, or a locked one if you carry a key of its color
+- toggle: open the door right in front of you
+- check available actions
+You see only what is in front of you, and nothing behind walls and closed doors. Use the names and ids of the \
+last observation."""
+
+
+class BabyAI(Env):
+    """One mission. A task gives it as `envs = {"babyai": {"level": "BabyAI-GoTo-v0", "seed": 3}}`."""
+
+    def __init__(self) -> None:
+        self.game: Game | None = None
+
+    def reset(self, task: Task, level: str, seed: int) -> str:
+        from ludus.envs.babyai.game import Game
+
+        self.game = Game(level, seed)
+        return f"Your goal: {self.game.goal}\n{self.game.observation()}"
+
+    def step(self, action: str) -> Step:
+        """Act in the maze.
+
+        Args:
+            action: One of the available actions, such as "turn left" or "go to red ball 1".
+        """
+        game = self._game()
+        if game.done:
+            return Step("The mission is over.", terminated=True)
+        text = game.act(action)
+        info = {"minigrid_reward": game.discounted}
+        return Step(text, reward=float(game.won), terminated=game.done, info=info)
+
+    def available_actions(self) -> list[str]:
+        return list(self._game().view.actions)
+
+    def render(self) -> bytes:
+        """The maze as a PNG picture, with what the agent sees highlighted."""
+        return self._game().picture()
+
+    def _game(self) -> Game:
+        assert self.game is not None, "reset comes first"
+        return self.game
+
+
+@reward(name="success", weight=0.0)
+async def success(env: BabyAI) -> float:
+    """1 when the mission is done. Only logged: the environment pays the same."""
+    return float(env.game is not None and env.game.won)
+
+
+def training_tasks() -> list[Task]:
+    """Tasks of all sub-tasks in turn."""
+    return [
+        _task("train", sub_task, number, FIRST_SEED) for number in range(TRAINING) for sub_task in LEVELS
+    ]
+
+
+def held_out_tasks() -> list[Task]:
+    """Tasks with seeds that no training task has."""
+    return [_task("held-out", sub_task, number, 0) for number in range(HELD_OUT) for sub_task in LEVELS]
+
+
+def _task(split: str, sub_task: str, number: int, first: int) -> Task:
+    levels = LEVELS[sub_task]
+    place = {"level": f"BabyAI-{levels[number % len(levels)]}", "seed": first + number}
+    return Task(
+        f"babyai-{split}-{sub_task}-{number}",
+        (Message("system", SYSTEM),),  # what is to be done is in what the reset shows
+        envs={"babyai": place},
+        metadata={"subtask": sub_task, "level": place["level"]},
+    )
+
+
+def expert(task: Task) -> Generator[ToolCall, str, None]:
+    """A demonstrator that plans in a maze of its own, made from the same seed."""
+    from ludus.envs.babyai.game import Game
+    from ludus.envs.babyai.planner import Planner
+
+    game = Game(**task.envs["babyai"])
+    planner = Planner(game)
+    while not game.done and (action := planner.next_action()) is not None:
+        yield ToolCall("step", {"action": action})
+        game.act(action)

@@ -1,0 +1,217 @@
+"""BabyAI in words: what is seen, what can be done, the planner, the tasks; and parity with minigrid itself."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from world_play import play_expert
+
+from ludus.core import ConfigError, Task
+from ludus.envs import WORLDS, check_env
+
+pytest.importorskip("minigrid", reason="needs ludus[babyai]")
+
+from ludus.envs.babyai import LEVELS, BabyAI, expert, held_out_tasks, success, training_tasks
+from ludus.envs.babyai.game import FORWARD, LEFT, RIGHT, TOGGLE, Game
+
+LOCAL = "BabyAI-GoToLocalS8N7-v0"
+
+
+def names(game: Game, start: str) -> list[str]:
+    return [action for action in game.view.actions if action.startswith(start)]
+
+
+def test_what_is_seen_in_agentgyms_words() -> None:
+    """A room of 8 × 8: the agent in the corner (1, 1) looks right, at a green box two steps away."""
+    game = Game(LOCAL, 3)
+    assert game.goal == "go to the purple ball"
+    assert game.description() == (
+        "In front of you in this room, you can see several objects: "
+        "There is a green box 1 right in front of you 2 steps away. "
+        "There is a red box 1 1 steps in front of you and 1 steps to your right. "
+        "There is a grey ball 1 right in front of you 3 steps away. "
+        "There is a red key 1 3 steps in front of you and 2 steps to your right. "
+        "There is a red box 2 2 steps in front of you and 3 steps to your right. "
+        "The room has walls around you. You are facing a box 2 steps away. You are not carrying anything."
+    )
+    offered = game.observation().partition("\nAvailable actions: ")[2]
+    assert offered.startswith('["turn left", "turn right", "move forward", "pickup green box 1", ')
+    assert offered.endswith('"go to red box 2", "check available actions"]')
+
+
+def test_actions_in_words_are_paths() -> None:
+    game = Game(LOCAL, 3)
+    # around the red box at (2, 2) to the cell above the second one at (3, 4)
+    assert game.view.actions["go to grey ball 1"].count(FORWARD) > 1
+    game.act("go to red box 1")
+    assert game.place == (2, 1) and game.env.agent_dir == 1
+    assert "No change in state." in game.act("go to red box 1"), "it is there already"
+    seen = game.act("pick up red box 1")
+    assert "You are carrying a red box." in seen and "pickup" not in seen.partition("Available")[2]
+    assert "you are carrying something" in game.act("pickup grey key 1")
+    assert "drop" in game.view.actions
+    assert "not carrying anything" in game.act("drop")
+    assert "you are not carrying anything" in game.act("drop")
+    assert "You can take the following actions: turn left, turn right" in game.act(
+        "check available actions"
+    )
+
+
+def test_the_mission_is_paid_once_and_then_is_over() -> None:
+    env = BabyAI()
+    task = Task.of("", envs={"babyai": {"level": LOCAL, "seed": 3}})
+    assert env.reset(task, LOCAL, 3).startswith("Your goal: go to the purple ball\nIn front of you")
+    steps = [env.step(call.arguments["action"]) for call in expert(task)]
+    assert [step.reward for step in steps] == [*([0.0] * (len(steps) - 1)), 1.0]
+    assert steps[-1].terminated and str(steps[-1].observation).endswith("\nThe task is completed.")
+    assert 0.1 < steps[-1].info["minigrid_reward"] < 1.0, "minigrid's own is discounted"
+    over = env.step("turn left")
+    assert over.terminated and over.reward is None and over.observation == "The mission is over."
+
+
+@pytest.mark.parametrize(
+    "action",
+    ["", "fly", "go to", "go to red ball 99", "回れ", "\x00\ud800", "x" * 1_000_000, "[]", "pickup"],
+)
+def test_nonsense_is_an_observation_and_changes_nothing(action: str) -> None:
+    game = Game(LOCAL, 3)
+    before = game.description()
+    said = game.act(action)
+    assert said.startswith(
+        "The action is not recognized. Please check valid actions.\nAvailable actions: ["
+    )
+    assert game.description() == before and not game.taken
+
+
+def test_doors_want_their_key() -> None:
+    game = Game("BabyAI-UnlockLocal-v0", 1)
+    refusal = "You cannot toggle and go through"
+    (locked,) = {str(one) for one in _look_around(game) if "locked" in str(one)}
+    assert refusal in game.act(f"toggle and go through {locked}")
+    (key,) = {str(one) for one in _look_around(game) if "key" in str(one)}
+    assert "carrying a" in game.act(f"pickup {key}")
+    _look_around(game, until=locked)
+    game.act(f"go to {locked}")
+    assert game.view.actions["toggle"] == [TOGGLE]
+    assert "The task is completed." in game.act("toggle")
+
+
+def _look_around(game: Game, until: str = "locked") -> list[object]:
+    """What can be seen from here; stops when it sees `until`."""
+    seen: list[object] = []
+    for _ in range(4):
+        seen += game.view.objects
+        if any(until in str(one) for one in game.view.objects):
+            break
+        game.act("turn left")
+    return seen
+
+
+def test_a_level_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="no level 'BabyAI-GoToo-v0'; did you mean 'BabyAI-GoTo-v0'"):
+        Game("BabyAI-GoToo-v0", 0)
+
+
+def test_a_picture_is_a_png() -> None:
+    env = BabyAI()
+    env.reset(Task.of(""), LOCAL, 3)
+    assert env.render().startswith(b"\x89PNG\r\n")
+
+
+def test_nothing_is_printed_and_threads_do_not_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rejected samples are printed by minigrid; here not, while another thread's prints arrive."""
+    stop = threading.Event()
+
+    def talk() -> None:
+        while not stop.wait(0.001):
+            print("other")
+
+    talker = threading.Thread(target=talk)
+    talker.start()
+    with ThreadPoolExecutor(4) as threads:
+        alone = [Game("BabyAI-SynthLoc-v0", seed).observation() for seed in range(8)]
+        together = list(
+            threads.map(lambda seed: Game("BabyAI-SynthLoc-v0", seed).observation(), range(8))
+        )
+    stop.set()
+    talker.join()
+    assert alone == together
+    assert set(capsys.readouterr().out.split()) == {"other"}
+
+
+def test_tasks_are_stable_and_seeds_disjoint() -> None:
+    train, held_out = training_tasks(), held_out_tasks()
+    assert len(train) == 1200 and len(held_out) == 120
+    assert held_out[7].id == "babyai-held-out-Pickup-1"
+    assert {task.metadata["subtask"] for task in held_out} == set(LEVELS)
+    seeds = [{task.envs["babyai"]["seed"] for task in tasks} for tasks in (train, held_out)]
+    assert not seeds[0] & seeds[1]
+
+
+async def test_the_planner_solves_held_out_tasks_as_an_agent() -> None:
+    played = await play_expert("babyai", held_out_tasks()[:6])
+    assert [(t.failure, t.reward, t.rewards["success"]) for t in played] == [(None, 1.0, 1.0)] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_the_planner_solves_nearly_all() -> None:
+    played = await play_expert("babyai", [*held_out_tasks(), *training_tasks()[:240]])
+    assert all(t.failure is None for t in played)
+    lost = {t.task.id for t in played if t.reward != 1.0}
+    assert len(lost) <= 0.03 * len(played)
+    # its key lies behind the door that it opens
+    assert {name for name in lost if "held-out" in name} == {"babyai-held-out-GoTo-6"}
+
+
+async def test_the_contract_holds() -> None:
+    task = held_out_tasks()[5]
+    moves = [call.arguments["action"] for call in expert(task)]
+    assert not await check_env(BabyAI, task, [*moves, "again"], name="babyai")
+    assert WORLDS["babyai"].scored_by() == [success]
+
+
+def compare_with_minigrid(level: str, seed: int, game: Game) -> None:
+    """The low-level actions of a game, in a fresh environment of minigrid, lead to the same."""
+    import gymnasium
+
+    env = gymnasium.make(level, disable_env_checker=True)
+    seen, _ = env.reset(seed=seed)
+    assert env.unwrapped.mission == game.goal
+    reward, terminated = 0.0, False
+    for action in game.taken:
+        assert not terminated
+        seen, reward, terminated, _, _ = env.step(action)
+    assert terminated == game.done
+    assert reward == pytest.approx(game.discounted)
+    assert (seen["image"] == game.env.gen_obs()["image"]).all()
+    assert tuple(env.unwrapped.agent_pos) == game.place
+
+
+def test_parity_with_minigrid() -> None:
+    for level in (LOCAL, "BabyAI-SynthLoc-v0"):
+        game, draw = Game(level, 1), random.Random(1)
+        while not game.done and len(game.taken) < 30:
+            game.act(draw.choice(list(game.view.actions)[:-1]))
+        compare_with_minigrid(level, 1, game)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", ["gold", "random"])
+def test_parity_with_minigrid_over_fifty_episodes(policy: str) -> None:
+    for number, task in enumerate(training_tasks()[:50]):
+        game, draw = Game(**task.envs["babyai"]), random.Random(number)
+        if policy == "gold":
+            for call in expert(task):
+                game.act(call.arguments["action"])
+        else:
+            for _ in range(20):
+                if not game.done:
+                    game.act(draw.choice(list(game.view.actions)))
+        compare_with_minigrid(task.envs["babyai"]["level"], task.envs["babyai"]["seed"], game)
+    assert {LEFT, RIGHT, FORWARD} <= set(game.taken) or policy == "gold"
