@@ -15,18 +15,18 @@ from ludus.envs import WORLDS, check_env
 pytest.importorskip("minigrid", reason="needs ludus[babyai]")
 
 from ludus.envs.babyai import LEVELS, BabyAI, expert, held_out_tasks, success, training_tasks
-from ludus.envs.babyai.game import FORWARD, LEFT, RIGHT, TOGGLE, Game
+from ludus.envs.babyai.game import FORWARD, LEFT, RIGHT, TOGGLE, MazeGame
 
 LOCAL = "BabyAI-GoToLocalS8N7-v0"
 
 
-def names(game: Game, start: str) -> list[str]:
+def names(game: MazeGame, start: str) -> list[str]:
     return [action for action in game.view.actions if action.startswith(start)]
 
 
 def test_what_is_seen_in_agentgyms_words() -> None:
     """A room of 8 × 8: the agent in the corner (1, 1) looks right, at a green box two steps away."""
-    game = Game(LOCAL, 3)
+    game = MazeGame(LOCAL, 3)
     assert game.goal == "go to the purple ball"
     assert game.description() == (
         "In front of you in this room, you can see several objects: "
@@ -43,7 +43,7 @@ def test_what_is_seen_in_agentgyms_words() -> None:
 
 
 def test_actions_in_words_are_paths() -> None:
-    game = Game(LOCAL, 3)
+    game = MazeGame(LOCAL, 3)
     # around the red box at (2, 2) to the cell above the second one at (3, 4)
     assert game.view.actions["go to grey ball 1"].count(FORWARD) > 1
     game.act("go to red box 1")
@@ -77,7 +77,7 @@ def test_the_mission_is_paid_once_and_then_is_over() -> None:
     ["", "fly", "go to", "go to red ball 99", "回れ", "\x00\ud800", "x" * 1_000_000, "[]", "pickup"],
 )
 def test_nonsense_is_an_observation_and_changes_nothing(action: str) -> None:
-    game = Game(LOCAL, 3)
+    game = MazeGame(LOCAL, 3)
     before = game.description()
     said = game.act(action)
     assert said.startswith(
@@ -87,7 +87,7 @@ def test_nonsense_is_an_observation_and_changes_nothing(action: str) -> None:
 
 
 def test_doors_want_their_key() -> None:
-    game = Game("BabyAI-UnlockLocal-v0", 1)
+    game = MazeGame("BabyAI-UnlockLocal-v0", 1)
     refusal = "You cannot toggle and go through"
     (locked,) = {str(one) for one in _look_around(game) if "locked" in str(one)}
     assert refusal in game.act(f"toggle and go through {locked}")
@@ -99,7 +99,7 @@ def test_doors_want_their_key() -> None:
     assert "The task is completed." in game.act("toggle")
 
 
-def _look_around(game: Game, until: str = "locked") -> list[object]:
+def _look_around(game: MazeGame, until: str = "locked") -> list[object]:
     """What can be seen from here; stops when it sees `until`."""
     seen: list[object] = []
     for _ in range(4):
@@ -112,7 +112,7 @@ def _look_around(game: Game, until: str = "locked") -> list[object]:
 
 def test_a_level_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="no level 'BabyAI-GoToo-v0'; did you mean 'BabyAI-GoTo-v0'"):
-        Game("BabyAI-GoToo-v0", 0)
+        MazeGame("BabyAI-GoToo-v0", 0)
 
 
 def test_a_picture_is_a_png() -> None:
@@ -132,9 +132,9 @@ def test_nothing_is_printed_and_threads_do_not_meet(capsys: pytest.CaptureFixtur
     talker = threading.Thread(target=talk)
     talker.start()
     with ThreadPoolExecutor(4) as threads:
-        alone = [Game("BabyAI-SynthLoc-v0", seed).observation() for seed in range(8)]
+        alone = [MazeGame("BabyAI-SynthLoc-v0", seed).observation() for seed in range(8)]
         together = list(
-            threads.map(lambda seed: Game("BabyAI-SynthLoc-v0", seed).observation(), range(8))
+            threads.map(lambda seed: MazeGame("BabyAI-SynthLoc-v0", seed).observation(), range(8))
         )
     stop.set()
     talker.join()
@@ -174,7 +174,7 @@ async def test_the_contract_holds() -> None:
     assert WORLDS["babyai"].scored_by() == [success]
 
 
-def compare_with_minigrid(level: str, seed: int, game: Game) -> None:
+def compare_with_minigrid(level: str, seed: int, game: MazeGame) -> None:
     """The low-level actions of a game, in a fresh environment of minigrid, lead to the same."""
     import gymnasium
 
@@ -193,7 +193,7 @@ def compare_with_minigrid(level: str, seed: int, game: Game) -> None:
 
 def test_parity_with_minigrid() -> None:
     for level in (LOCAL, "BabyAI-SynthLoc-v0"):
-        game, draw = Game(level, 1), random.Random(1)
+        game, draw = MazeGame(level, 1), random.Random(1)
         while not game.done and len(game.taken) < 30:
             game.act(draw.choice(list(game.view.actions)[:-1]))
         compare_with_minigrid(level, 1, game)
@@ -205,7 +205,7 @@ def test_parity_with_minigrid() -> None:
 @pytest.mark.parametrize("policy", ["gold", "random"])
 def test_parity_with_minigrid_over_fifty_episodes(policy: str) -> None:
     for number, task in enumerate(training_tasks()[:50]):
-        game, draw = Game(**task.envs["babyai"]), random.Random(number)
+        game, draw = MazeGame(**task.envs["babyai"]), random.Random(number)
         if policy == "gold":
             for call in expert(task):
                 game.act(call.arguments["action"])

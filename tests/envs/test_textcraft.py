@@ -13,7 +13,7 @@ pytest.importorskip("minecraft_data", reason="needs ludus[textcraft]")
 
 from ludus.envs.textcraft import TextCraft, expert, held_out_tasks, success, training_tasks
 from ludus.envs.textcraft.book import CraftingRecipe, load_book, make_book
-from ludus.envs.textcraft.game import Game, parse_command, plan
+from ludus.envs.textcraft.game import CraftingGame, parse_command, plan
 from ludus.rollouts.rollout import tools_of
 
 COMMANDS = (
@@ -24,8 +24,8 @@ COMMANDS = (
 )
 
 
-def game(goal: str = "wooden pickaxe", commands: tuple[str, ...] = COMMANDS) -> Game:
-    return Game(load_book(), goal, map(parse_command, commands))
+def game(goal: str = "wooden pickaxe", commands: tuple[str, ...] = COMMANDS) -> CraftingGame:
+    return CraftingGame(load_book(), goal, map(parse_command, commands))
 
 
 def test_variants_are_folded_into_generic_ingredients() -> None:

@@ -15,7 +15,7 @@ from ludus.envs.env import Env, Step
 from ludus.rewards import reward
 
 if TYPE_CHECKING:
-    from ludus.envs.babyai.game import Game
+    from ludus.envs.babyai.game import MazeGame
 
 LEVELS = {
     "GoTo": (
@@ -56,12 +56,12 @@ class BabyAI(Env):
     """One mission. A task gives it as `envs = {"babyai": {"level": "BabyAI-GoTo-v0", "seed": 3}}`."""
 
     def __init__(self) -> None:
-        self.game: Game | None = None
+        self.game: MazeGame | None = None
 
     def reset(self, task: Task, level: str, seed: int) -> str:
-        from ludus.envs.babyai.game import Game
+        from ludus.envs.babyai.game import MazeGame
 
-        self.game = Game(level, seed)
+        self.game = MazeGame(level, seed)
         return f"Your goal: {self.game.goal}\n{self.game.observation()}"
 
     def step(self, action: str) -> Step:
@@ -84,7 +84,7 @@ class BabyAI(Env):
         """The maze as a PNG picture, with what the agent sees highlighted."""
         return self._game().picture()
 
-    def _game(self) -> Game:
+    def _game(self) -> MazeGame:
         assert self.game is not None, "reset comes first"
         return self.game
 
@@ -120,10 +120,10 @@ def _task(split: str, sub_task: str, number: int, first: int) -> Task:
 
 def expert(task: Task) -> Generator[ToolCall, str, None]:
     """A demonstrator that plans in a maze of its own, made from the same seed."""
-    from ludus.envs.babyai.game import Game
+    from ludus.envs.babyai.game import MazeGame
     from ludus.envs.babyai.planner import Planner
 
-    game = Game(**task.envs["babyai"])
+    game = MazeGame(**task.envs["babyai"])
     planner = Planner(game)
     while not game.done and (action := planner.next_action()) is not None:
         yield ToolCall("step", {"action": action})

@@ -85,7 +85,7 @@ class View:
     """Actions that cannot be done now, and why."""
 
 
-class Game:
+class MazeGame:
     """One mission in one maze, played in words."""
 
     def __init__(self, level: str, seed: int) -> None:

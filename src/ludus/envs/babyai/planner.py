@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ludus.envs.babyai.game import DROP, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, VECTORS, Cell, Game
+from ludus.envs.babyai.game import DROP, FORWARD, LEFT, PICKUP, RIGHT, TOGGLE, VECTORS, Cell, MazeGame
 
 State = tuple[Cell, int]
 _BLOCKED = 12
@@ -21,7 +21,7 @@ _BLOCKED = 12
 class Planner:
     """Names the next action in words."""
 
-    def __init__(self, game: Game) -> None:
+    def __init__(self, game: MazeGame) -> None:
         self.game = game
         self.env = game.env
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.envs.textcraft.book import load_book
-from ludus.envs.textcraft.game import Game, parse_command
+from ludus.envs.textcraft.game import CraftingGame, parse_command
 from ludus.envs.textcraft.tasks import expert, held_out_tasks, training_tasks
 from ludus.rewards import reward
 
@@ -24,10 +24,10 @@ class TextCraft(Env):
     """
 
     def __init__(self) -> None:
-        self.game: Game | None = None
+        self.game: CraftingGame | None = None
 
     async def reset(self, task: Task, goal: str, commands: Sequence[str]) -> None:
-        self.game = Game(load_book(), goal, map(parse_command, commands))
+        self.game = CraftingGame(load_book(), goal, map(parse_command, commands))
 
     async def step(self, action: str) -> Step:
         """Act in the game: get an item, craft one with a crafting command, or look at the inventory.
@@ -48,7 +48,7 @@ class TextCraft(Env):
         game = self._game()
         return f"Goal: craft {game.goal}. {game.shown()}"
 
-    def _game(self) -> Game:
+    def _game(self) -> CraftingGame:
         assert self.game is not None, "reset comes first"
         return self.game
 

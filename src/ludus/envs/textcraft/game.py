@@ -30,7 +30,7 @@ class Played:
     won: bool = False
 
 
-class Game:
+class CraftingGame:
     """An inventory, a goal and the crafting commands that may be used."""
 
     def __init__(self, book: Book, goal: str, commands: Iterable[CraftingRecipe]) -> None:
