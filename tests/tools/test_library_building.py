@@ -117,6 +117,8 @@ def test_mistakes_are_named(spec: Any, words: str) -> None:
 
 
 def test_every_short_name_loads() -> None:
-    assert set(TOOLS) == {"python", "bash", "files", "sql", "calculator"}
+    assert set(TOOLS) == {
+        "python", "bash", "files", "sql", "calculator", "search", "web_search", "visit"
+    }  # fmt: skip
     for name in TOOLS:
         assert TOOLS.load(name) is not None

@@ -1,8 +1,4 @@
-"""HTTP to tool servers: pooled connections, whole or streamed answers, retries, and what answers mean.
-
-There is one aiohttp session per event loop, made when first needed. It is closed by `close`, or with the event
-loop: an async generator holds it, and event loops close their async generators when they shut down.
-"""
+"""HTTP to tool servers: pooled connections, whole or streamed answers, retries, and what answers mean."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import resource
 import secrets
 import time
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -97,6 +93,42 @@ class ServerResponse:
     content: str | None = None
 
 
+class LoopSessions:
+    """One aiohttp session per event loop, made when first needed.
+
+    It is closed by `close`, or with the event loop: an async generator holds it, and event loops close their
+    async generators when they shut down.
+    """
+
+    def __init__(self, make: Callable[[], aiohttp.ClientSession]) -> None:
+        self._make = make
+        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session]
+        self._sessions = weakref.WeakKeyDictionary()
+
+    async def get(self) -> aiohttp.ClientSession:
+        """This event loop's session."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            owner = self._owner()
+            self._sessions[loop] = await anext(owner), owner
+        return self._sessions[loop][0]
+
+    async def close(self) -> None:
+        """Close the connections of this event loop."""
+        opened = self._sessions.get(asyncio.get_running_loop())
+        if opened is not None:
+            await opened[1].aclose()
+
+    async def _owner(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
+        session, loop = self._make(), asyncio.get_running_loop()
+        try:
+            yield session
+        finally:
+            # Kept, it would keep its event loop alive, which is what lets go of it.
+            self._sessions.pop(loop, None)
+            await session.close()
+
+
 class ToolHttpClient:
     """Sends requests, each once. Whether to send again is decided by who knows what it was."""
 
@@ -108,15 +140,14 @@ class ToolHttpClient:
         self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session]
-        self._sessions = weakref.WeakKeyDictionary()
+        self._sessions = LoopSessions(self._make)
 
     async def send(
         self, method: str, url: str, data: bytes | None, seconds: float | None
     ) -> ServerResponse:
         """One attempt; `TimeoutError` when the answer takes longer than `seconds`."""
-        aiohttp = _aiohttp()
-        session, _ = self._sessions.get(asyncio.get_running_loop()) or await self._open()
+        aiohttp = load_aiohttp()
+        session = await self._sessions.get()
         headers = {} if seconds is None else {DEADLINE_HEADER: str(max(0, int(seconds * 1000)))}
         try:
             async with (
@@ -137,29 +168,17 @@ class ToolHttpClient:
 
     async def close(self) -> None:
         """Close the connections of this event loop."""
-        opened = self._sessions.get(asyncio.get_running_loop())
-        if opened is not None:
-            await opened[1].aclose()
+        await self._sessions.close()
 
-    async def _open(self) -> _Session:
-        owner = self._owner()
-        opened = self._sessions[asyncio.get_running_loop()] = await anext(owner), owner
-        return opened
-
-    async def _owner(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
-        aiohttp, loop = _aiohttp(), asyncio.get_running_loop()
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+    def _make(self) -> aiohttp.ClientSession:
+        http = load_aiohttp()
+        session: aiohttp.ClientSession = http.ClientSession(
+            connector=http.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
+            timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
+            cookie_jar=http.DummyCookieJar(),
         )
-        try:
-            yield session
-        finally:
-            # Kept, it would keep its event loop alive, which is what lets go of it.
-            self._sessions.pop(loop, None)
-            await session.close()
+        return session
 
 
 async def _read(response: aiohttp.ClientResponse) -> ServerResponse:
@@ -218,12 +237,13 @@ def _affordable(connections: int) -> int:
     return connections if soft == resource.RLIM_INFINITY else min(connections, max(1, soft // 2))
 
 
-def _aiohttp() -> Any:
+def load_aiohttp(extra: str = "serve", purpose: str = "calling tools on a server") -> Any:
+    """The package aiohttp, or what has to be installed for it."""
     with contextlib.suppress(ImportError):
         import aiohttp
 
         return aiohttp
-    raise MissingExtraError("aiohttp", "serve", "calling tools on a server")
+    raise MissingExtraError("aiohttp", extra, purpose)
 
 
 class RetryBudget:

@@ -38,6 +38,8 @@ TOOLS = Registry(
         "sql": "ludus.tools.library.sql:SQL",
         "calculator": "ludus.tools.library.calculator:calculator",
         "search": "ludus.tools.library.retrieval:SearchTool",
+        "web_search": "ludus.tools.library.web:WebSearch",
+        "visit": "ludus.tools.library.web:Visit",
     },
 )
 
