@@ -87,6 +87,7 @@ def segments(draw: st.DrawFn) -> Segment:
         finish=draw(st.none() | st.sampled_from(FinishReason)),
         calls=draw(st.lists(calls, max_size=1).map(tuple)),
         faults=draw(st.lists(st.sampled_from(Fault), max_size=2).map(tuple)),
+        faulted=draw(st.lists(st.text(max_size=5), max_size=2).map(tuple)),
         reward=draw(st.none() | floats),
         seconds=draw(floats),
         media=draw(media),

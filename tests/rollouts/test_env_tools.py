@@ -11,6 +11,7 @@ import pytest
 from ludus.core import Boundary, ByteTokenizer, ConfigError, Fault, Task, ToolCall
 from ludus.engine import FakeEngine
 from ludus.envs import Env, EnvPool, Step
+from ludus.observe import rollout_metrics, set_metrics, undefined
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools import as_toolset, tool
@@ -299,3 +300,25 @@ async def test_an_environment_that_is_not_thread_safe_has_a_thread_of_its_own(
     assert len(Touchy.threads) == 3, "instances"
     assert all(len(threads) == 1 for threads in Touchy.threads.values())
     assert len({next(iter(threads)) for threads in Touchy.threads.values()}) == 3
+
+
+async def test_calls_and_errors_are_counted_by_the_name_of_the_tool() -> None:
+    turns = [
+        [ToolCall("step", {"action": "wait"}), ToolCall("step"), ToolCall("fly")],
+        [ToolCall("available_actions"), ToolCall("step", {"action": "wait"})],
+    ]
+    pool = EnvPool(Door, name="door", size=1, show_actions="tool")
+    run = playing(pool, *turns, rewards=[reward(lambda: 1.0, name="one")], attempts=2)
+    groups = [group async for group in run.groups([TASK], seed=0)]
+    await pool.close()
+    metrics = rollout_metrics(groups)
+    assert {name: value for name, value in metrics.items() if name.startswith("tool/")} == {
+        "tool/available_actions/calls": 1.0,
+        "tool/available_actions/errors": 0.0,
+        "tool/step/calls": 3.0,
+        "tool/step/errors": 1.0,
+    }
+    assert metrics["fault/unknown_tool"] == 1.0 and not undefined(metrics)
+    told = set_metrics("doors", metrics, ["success"])
+    assert told["sets/doors/tool/step/calls"] == 3.0 and told["sets/doors/reward/one"] == 1.0
+    assert "sets/doors/turns" not in told and not undefined(told)

@@ -74,6 +74,8 @@ class Segment:
     finish: FinishReason | None = None
     calls: tuple[ToolCall, ...] = ()
     faults: tuple[Fault, ...] = ()
+    faulted: tuple[str, ...] = ()
+    """The names of the tools whose calls were answered by these faults, one for each."""
     reward: float | None = None
     """The turn's own reward; None when it was not scored, which is not zero."""
     seconds: float = 0.0

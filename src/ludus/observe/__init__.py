@@ -28,6 +28,7 @@ from ludus.observe.metrics import (
     has_signal,
     prefixed,
     rollout_metrics,
+    set_metrics,
     undefined,
 )
 from ludus.observe.report import (
@@ -124,6 +125,7 @@ __all__ = [
     "rollout_metrics",
     "select_trajectories",
     "series",
+    "set_metrics",
     "setup_logging",
     "sign_test",
     "smoothed",

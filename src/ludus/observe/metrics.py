@@ -60,6 +60,10 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("invalid_call_share", "Calls answered by a fault of the model's, over all calls.", "share"),
     Metric("fault/<type>", "Mean number of calls answered by a fault of this type.", "per episode"),
     Metric("fault_share/<type>", "Calls answered by a fault of this type, over all calls.", "share"),
+    Metric("tool/<name>/calls", "Mean number of calls of this tool, the faulty ones included; calls of tools "
+           "that do not exist are in `fault/unknown_tool` alone.", "per episode"),
+    Metric("tool/<name>/errors", "Mean number of calls of this tool that were answered by a fault.",
+           "per episode"),
     Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
     Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
     Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
@@ -257,6 +261,7 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
     if scored:
         metrics |= reward_metrics(scored, success)
         metrics |= _conduct(scored)
+        metrics |= tool_metrics(scored)
         metrics |= _tokens(scored)
         metrics |= _means("seconds", [trajectory.seconds for trajectory in scored])
     if groups:
@@ -313,6 +318,38 @@ def _conduct(scored: Sequence[Trajectory]) -> dict[str, float]:
         **{f"fault_share/{fault.value}": faults[fault] / calls if calls else 0.0 for fault in Fault},
         **{f"stop/{reason.value}": stops[reason] / count for reason in _ENDINGS},
         "truncated": _mean(trajectory.stop.is_truncated for trajectory in scored),
+    }
+
+
+def tool_metrics(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """Calls and errors by the name of the tool. A name that the model made up would be a metric for ever."""
+    actions = [action for trajectory in scored for action in trajectory.actions]
+    faulted = Counter(
+        pair for action in actions for pair in zip(action.faulted, action.faults, strict=False)
+    )
+    calls = Counter(call.name for action in actions for call in action.calls if call.fault is None)
+    calls -= Counter({name: n for (name, fault), n in faulted.items() if fault is Fault.UNKNOWN_TOOL})
+    errors = Counter(dict.fromkeys(calls, 0))
+    for (name, fault), count in faulted.items():
+        if fault is not Fault.UNKNOWN_TOOL and name in calls:
+            errors[name] += count
+    return {
+        f"tool/{name}/{what}": found[name] / len(scored)
+        for name in sorted(calls)
+        for what, found in (("calls", calls), ("errors", errors))
+    }
+
+
+_SET_FAMILIES = ("tool/", "reward/")
+
+
+def set_metrics(name: str, metrics: Mapping[str, float], chosen: Iterable[str]) -> dict[str, float]:
+    """What is told of one task set among several: the chosen metrics, its tools and the parts of its reward."""
+    wanted = set(chosen)
+    return {
+        f"sets/{name}/{metric}": value
+        for metric, value in metrics.items()
+        if metric in wanted or metric.startswith(_SET_FAMILIES)
     }
 
 

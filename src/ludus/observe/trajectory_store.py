@@ -190,7 +190,7 @@ def _schema() -> Any:
     messages = pa.list_(pa.struct([(field.name, text) for field in fields(Message)]))
     segments = [
         ("sequence", count), ("kind", text), ("length", count), ("reward", number), ("finish", text),
-        ("calls", text), ("faults", pa.list_(text)),
+        ("calls", text), ("faults", pa.list_(text)), ("faulted", pa.list_(text)),
         ("versions", pa.list_(pa.struct([("start", count), ("version", pa.int64())]))),
         ("seconds", number),
         ("media", pa.list_(pa.struct([("sha256", text), ("start", count), ("stop", count)]))),

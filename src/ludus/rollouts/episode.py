@@ -315,6 +315,7 @@ class Episode:
                 continue
             if result.fault is not None:
                 action.faults = (*action.faults, result.fault)
+                action.faulted = (*action.faulted, call.name)
             if result.reward is not None:
                 action.reward = (action.reward or 0.0) + self._gain(result.reward)
 

@@ -28,7 +28,7 @@ from ludus.core.failures import ConfigError, Fault
 from ludus.core.generation import FinishReason
 from ludus.core.random import key
 from ludus.core.trajectory import SUCCESS, Group, Segment, StopReason, Trajectory, is_success
-from ludus.observe import has_signal, rollout_metrics
+from ludus.observe import has_signal, rollout_metrics, set_metrics
 from ludus.rollouts.episode import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.recipe import PER_SET
@@ -230,7 +230,7 @@ class _StepRollouts:
         for number, one in enumerate(self._sets):
             own = [g for g, of in zip(groups, sets, strict=True) if of == number]
             found = rollout_metrics([*own, *self.dropped[number]])
-            metrics |= {f"sets/{one.name}/{n}": found[n] for n in PER_SET if n in found}
+            metrics |= set_metrics(one.name, found, PER_SET)
         return metrics
 
 

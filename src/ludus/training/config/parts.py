@@ -325,7 +325,7 @@ def refuse_stray_tasks(recipe: Recipe, parts: Parts) -> None:
 
 def recipe_of(recipe: Recipe, config: TaskSetConfig) -> Recipe:
     """The recipe as it would be if this set were the only one."""
-    agent = {name: getattr(config, name) for name in ("tools", "envs", "system")}
+    agent = {name: getattr(config, name) for name in ("tools", "envs", "system", "step_rewards")}
     record = recipe.agent.record
     if record is not None and config.tools is not None:
         # in one store, the tools of one set must not be taken for another's

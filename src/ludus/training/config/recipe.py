@@ -262,6 +262,8 @@ class TaskSetConfig(Config):
     """Limits on an episode; those that are left out are the recipe's."""
     system: str | None = None
     """A system message, as in agent.system."""
+    step_rewards: Literal["sum", "max", "last"] | None = None
+    """What calls pay an episode in all, as in agent.step_rewards."""
 
     @field_serializer("budgets")
     def _limits(self, budgets: Budgets | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, TranscriptTokenizer, is_address
-from ludus.observe import RunFolder, rollout_metrics
+from ludus.observe import RunFolder, rollout_metrics, set_metrics
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tokenizers import load_tokenizer
@@ -95,7 +95,7 @@ def joined(parts: Mapping[str, Evaluation]) -> Evaluation:
     groups = [_apart(group, name) for name, part in parts.items() for group in part.groups]
     metrics = rollout_metrics(groups)
     for name, part in parts.items():
-        metrics |= {f"sets/{name}/{n}": part.metrics[n] for n in _PER_SET if n in part.metrics}
+        metrics |= set_metrics(name, part.metrics, _PER_SET)
     return Evaluation(metrics, groups)
 
 
