@@ -29,38 +29,23 @@ from ludus.training import ModelConfig, ScratchConfig, load_model
 
 SEED = 0
 BETAS = (0.9, 0.99)
-WARM_STEPS, WARM_BATCH, WARM_RATE = 200, 16, 3e-3
-STEPS, TASKS, ATTEMPTS, UPDATES, RATE = 20, 16, 8, 2, 1e-3  # a step plays TASKS x ATTEMPTS episodes
+WARM_STEPS, WARM_BATCH, WARM_RATE = 300, 32, 1e-3
+STEPS, TASKS, ATTEMPTS, MINI_BATCHES, RATE = 20, 16, 8, 2, 1e-3  # a step plays TASKS x ATTEMPTS episodes
 
 # 1. Tasks: a prompt, and a target that only the reward sees.
 
 TEAMS = {"Charged twice": "billing", "No login": "access", "No signal": "network", "Lost parcel": "mail"}
-WHO = (
-    *(
-        "baker",
-        "school",
-        "pilot",
-        "farmer",
-        "nurse",
-        "museum",
-        "singer",
-        "bank",
-        "lawyer",
-        "clown",
-        "judge",
-    ),
-    *("poet", "miner", "tailor", "sailor", "hotel", "garage", "dentist", "florist", "printer", "choir"),
-)
-TICKETS = [(f"{what}, says a {who}.", team) for who in WHO for what, team in TEAMS.items()]
-random.Random(SEED).shuffle(TICKETS)
+WHO = "baker school pilot farmer nurse museum singer bank lawyer clown painter judge"
+TICKETS = [(f"{what}, says a {who}.", team) for who in WHO.split() for what, team in TEAMS.items()]
+random.Random(0).shuffle(TICKETS)
 
 
 def task(number: int, copy: int = 0) -> ludus.Task:
     return ludus.Task.of(*TICKETS[number], id=f"{number}-{copy}")
 
 
-HELD_OUT = [task(number) for number in range(3, len(TICKETS), 5)]
-TRAIN = [task(number, copy) for number in range(len(TICKETS)) if number % 5 != 3 for copy in range(4)]
+HELD_OUT = [task(number, copy) for number in range(8) for copy in range(8)]
+TRAIN = [task(number, copy) for number in range(8, len(TICKETS)) for copy in range(12)]
 
 
 # 2. Tools, and an expert who shows how to call them.
@@ -206,8 +191,8 @@ async def main(steps: int = STEPS, warm_steps: int = WARM_STEPS) -> float:
     for step in range(steps):
         tasks = random.Random(key(SEED, "rl", step)).sample(TRAIN, TASKS)
         groups = await played(policy, tasks, key(SEED, step))
-        for _ in range(UPDATES):  # from the second one on, importance ratios differ from 1
-            await update(optimizer, grpo_loss(model, groups))
+        for start in range(MINI_BATCHES):  # from the second one on, importance ratios differ from 1
+            await update(optimizer, grpo_loss(model, groups[start::MINI_BATCHES]))
         print(f"step {step + 1:3}  reward {mean_reward(groups):.3f}")
     final = mean_reward(await played(policy, HELD_OUT, SEED))
     print(f"after GRPO            {final:6.1%}")

@@ -351,6 +351,9 @@ async def test_answers_fit_their_models(server: ServerProcess, http: aiohttp.Cli
     call = {"key": "model", "name": "finish"}
     status, raw = await post(http, f"{server.address}/v1/calls", call)
     assert status == 200 and result_from_json(raw).reward == 0.5
+    async with http.get(f"{server.address}/openapi.json") as answer:
+        promised = (await answer.json())["components"]["schemas"]["ToolResult"]
+    assert set(promised.get("required", ())) <= set(raw) <= set(promised["properties"])
     status, raw = await post(
         http, f"{server.address}/v1/calls", {**call, "key": "b"}, **{"Ludus-Deadline-Ms": "x"}
     )
