@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
 
-.PHONY: quickstart test test-slow test-gpu lint format bench docs shape clean help
+.PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,9 @@ test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two hal
 
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers, and properties with more examples
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --hypothesis-profile thorough --timeout 1800
+
+test-worlds: $(VENV)/.installed-worlds  ## The tests of prebuilt environments that need Java, large packages or data (docs/envs.md)
+	$(BIN)/python -m pytest -m worlds --timeout 1800
 
 test-gpu: $(VENV)/.installed-dev  ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
@@ -67,6 +70,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-worlds: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,worlds,worlds-references]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs  ## The documentation as a site, in site/ (a broken link is an error)
 	$(BIN)/zensical build --strict

@@ -69,6 +69,23 @@ async def test_nothing_is_found_where_nothing_is_wrong():
     assert await check_env(Good, TASK) == []  # plays the tool that needs no arguments
 
 
+async def test_actions_of_an_environment_with_tools_only_are_not_played_as_texts():
+    class Tools(Env):
+        @tool
+        def act(self, action: str) -> str:
+            """Act.
+
+            Args:
+                action: What to do.
+            """
+            return action
+
+        def available_actions(self) -> list[str]:
+            return ["north"]
+
+    assert await check_env(Tools, TASK) == []
+
+
 async def test_a_finding_reads_well():
     class NoText(Good):
         def reset(self, task: Task) -> Any:

@@ -12,10 +12,12 @@ from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
 
 
-async def play_expert(name: str, tasks: Sequence[Task]) -> list[Trajectory]:
+async def play_expert(
+    name: str, tasks: Sequence[Task], *, size: int = 4, max_turns: int | None = None
+) -> list[Trajectory]:
     """One episode for each task, by the environment's own expert, through the tools the model has."""
     world = WORLDS[name]
-    pool = EnvPool(world.factory, name=name, size=4)
+    pool = EnvPool(world.factory, name=name, size=size)
     playing = Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format("hermes")),
@@ -23,7 +25,9 @@ async def play_expert(name: str, tasks: Sequence[Task]) -> list[Trajectory]:
         tools=as_toolset([]),
         pools={name: pool},
         agent=Demonstrator(world.expert),
-        budgets=Budgets(max_turns=world.max_turns, max_tokens=200_000, max_observation_tokens=20_000),
+        budgets=Budgets(
+            max_turns=max_turns or world.max_turns, max_tokens=2_000_000, max_observation_tokens=20_000
+        ),
         max_in_flight=8,
     )
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from rollout_parts import assert_exact, called, fake, play_one, renderer, rollout, tokenizer
 
 from ludus.core import (
+    Boundary,
     ConfigError,
     Fault,
     FinishReason,
@@ -297,6 +300,31 @@ async def test_an_expert_that_stops_early() -> None:
 
     trajectory = await play_one(rollout([], tools=[double], agent=Demonstrator(gives_up)))
     assert trajectory.stop is StopReason.TERMINATED and trajectory.turns == 1
+
+
+async def test_experts_of_two_episodes_think_at_the_same_time() -> None:
+    both_think = threading.Barrier(2)
+
+    def slow(task: Task) -> Generator[ToolCall | str, str, None]:
+        both_think.wait(5)
+        yield "done"
+
+    playing = rollout([], agent=Demonstrator(slow))
+    played = await asyncio.gather(*(play_one(playing, Task.of("go", id=name)) for name in "ab"))
+    assert [trajectory.answer for trajectory in played] == ["done", "done"]
+
+
+async def test_an_expert_may_be_cut_off_while_it_thinks() -> None:
+    may_end = threading.Event()
+
+    def endless(task: Task) -> Generator[ToolCall | str, str, None]:
+        may_end.wait(10)
+        yield "too late"
+
+    playing = rollout([], agent=Demonstrator(endless), budgets={"max_seconds": 0.1}, retries=0)
+    trajectory = await play_one(playing)
+    may_end.set()
+    assert trajectory.failure is not None and trajectory.failure.boundary is Boundary.DEADLINE
 
 
 async def test_an_expert_whose_call_the_format_cannot_write() -> None:

@@ -144,7 +144,7 @@ class _Check:
         texts = offered and await self._try(
             "available_actions() failed", "return a list of texts, or None", offered
         )
-        if texts:
+        if texts and takes_text(env):
             return [str(texts[0])]
         specs = await self._specs(env)
         if ready := [ToolCall(spec.name) for spec in specs if not spec.parameters.get("required")]:

@@ -43,7 +43,7 @@ class World:
     programs: tuple[str, ...] = ()
     """Programs that must be on the path; the first of alternatives written `a|b` is enough."""
     data: str | None = None
-    """An environment variable with the path of data that cannot be distributed."""
+    """An environment variable with the path of data that cannot be distributed; or alternatives, `A|B`."""
     max_turns: int = 20
     """Turns of an episode in the papers."""
 
@@ -56,8 +56,9 @@ class World:
         for program in self.programs:
             if not any(shutil.which(name) for name in program.split("|")):
                 found.append(f"the program {program.replace('|', ' or ')}")
-        if self.data is not None and not Path(os.environ.get(self.data, "")).is_absolute():
-            found.append(f"data: set {self.data} to its folder (docs/envs/{self.name}.md)")
+        names = self.data.split("|") if self.data is not None else []
+        if names and not any(Path(os.environ.get(name, "")).is_absolute() for name in names):
+            found.append(f"data: set {' or '.join(names)} to its folder (docs/envs/{self.name}.md)")
         return found
 
     @property
@@ -91,6 +92,14 @@ class World:
 
 _ALL = (
     World(
+        "alfworld",
+        "Do a household task in text: find, clean, heat, cool, place or look at things.",
+        "ludus.envs.alfworld",
+        "AlfWorld",
+        ("success",),
+        data="LUDUS_ALFWORLD_DATA|ALFWORLD_DATA",
+    ),
+    World(
         "babyai",
         "Missions in a maze of rooms, in words: go to, pick up, open, put next to.",
         "ludus.envs.babyai",
@@ -106,6 +115,16 @@ _ALL = (
         "Safe",
         ("opened",),
         max_turns=14,
+    ),
+    World(
+        "scienceworld",
+        "Do an experiment of elementary school in a text world: 30 tasks with 7,207 variations.",
+        "ludus.envs.scienceworld",
+        "ScienceWorld",
+        ("success",),
+        extra="scienceworld",
+        packages=("scienceworld", "py4j"),
+        programs=("java",),
     ),
     World(
         "search",

@@ -7,6 +7,7 @@ up, so a loop needs no exit of its own for that.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 
 from ludus.core.messages import ToolCall
@@ -61,4 +62,5 @@ class Demonstrator(Agent):
         try:
             await self.loop.run(episode)
         finally:
-            episode.expert.close()
+            with contextlib.suppress(ValueError):  # cut off while it thinks, in a thread of its own
+                episode.expert.close()

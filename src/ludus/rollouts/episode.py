@@ -139,7 +139,7 @@ class Episode:
         """
         self._check_turns()
         if self.expert is not None:
-            return self._expert_turn(self.expert)
+            return await self._expert_turn(self.expert)
         self._append_pending()
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
@@ -171,13 +171,12 @@ class Episode:
         finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
         return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
 
-    def _expert_turn(self, expert: Generator[ToolCall | str, str, None]) -> Turn:
+    async def _expert_turn(self, expert: Generator[ToolCall | str, str, None]) -> Turn:
         observed = "\n".join(message.content for message in self._pending)
-        begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
-        try:
-            move = next(expert) if begins else expert.send(observed)
-        except StopIteration:
-            raise EpisodeOver from None
+        # in a thread: a planner may think for seconds
+        move = await run_sync(_next_move, expert, observed)
+        if move is None:
+            raise EpisodeOver
         if isinstance(move, str):
             return self.demonstrate(move)
         turn = self.demonstrate(calls=[move])
@@ -339,6 +338,14 @@ class Episode:
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
         return [*new[:-1], replace(new[-1], content=text)]
+
+
+def _next_move(expert: Generator[ToolCall | str, str, None], observed: str) -> ToolCall | str | None:
+    begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
+    try:
+        return next(expert) if begins else expert.send(observed)
+    except StopIteration:
+        return None
 
 
 @lru_cache(maxsize=1024)

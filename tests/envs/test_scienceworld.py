@@ -1,0 +1,259 @@
+"""ScienceWorld: tasks without Java; with it, the simulator's life, the tool, the score, and parity."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world_play import play_expert
+
+from ludus.core import Boundary, ConfigError, InfraError, Task, ToolCall, ToolContext, ToolFault
+from ludus.envs import WORLDS, EnvPool, check_env, reset_env
+from ludus.envs.scienceworld import (
+    ScienceWorld,
+    agentgym_held_out_tasks,
+    agentgym_training_tasks,
+    expert,
+    held_out_tasks,
+    training_tasks,
+)
+from ludus.envs.scienceworld.simulator import Simulator
+from ludus.envs.scienceworld.tasks import VARIATIONS, gold_path, split_of, tasks
+from ludus.tools import LocalTools
+
+needs_java = [
+    pytest.mark.worlds,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        find_spec("scienceworld") is None or shutil.which("java") is None,
+        reason="needs ludus[scienceworld] and Java",
+    ),
+]
+
+
+def java(test: Any) -> Any:
+    for mark in needs_java:
+        test = mark(test)
+    return test
+
+
+def one(name: str, variation: int = 0) -> Task:
+    return Task.of("go", id="t", envs={"scienceworld": {"name": name, "variation": variation}})
+
+
+# Tasks --------------------------------------------------------------------------------------------
+
+
+def test_tasks_are_listed_without_java() -> None:
+    train, held_out = training_tasks(), held_out_tasks()
+    assert sum(count for counts in VARIATIONS.values() for count in counts.values()) == 7207
+    assert len({task.metadata["task"] for task in train}) == 30
+    assert (len(train), len(held_out)) == (3592, 271)
+    assert sum(1 for _ in tasks("dev")) + sum(1 for _ in tasks("test")) + len(train) == 7207
+    assert not {task.id for task in train} & {task.id for task in held_out}
+    assert train[0].id == "scienceworld-boil-0" and held_out[0].id == "scienceworld-boil-21"
+
+
+def test_agentgym_has_eight_of_the_subtasks() -> None:
+    played = agentgym_training_tasks() + agentgym_held_out_tasks()
+    assert {str(task.metadata["subtask"]) for task in played} == {
+        "change-state",
+        "chemistry-mix",
+        "find",
+        "identify-life-stages",
+        "lifespan",
+        "measure",
+        "power-component",
+        "test-conductivity",
+    }
+
+
+# The simulator ------------------------------------------------------------------------------------
+
+
+@java
+def test_the_package_has_the_same_tasks_and_splits() -> None:
+    simulator = Simulator()
+    try:
+        for counts in VARIATIONS.values():
+            for name, count in counts.items():
+                simulator.load(name, 0)
+                assert simulator.variations() == tuple(
+                    list(split_of(count, split)) for split in ("train", "dev", "test")
+                )
+    finally:
+        simulator.close()
+
+
+@java
+def test_it_ends_with_the_process_that_started_it() -> None:
+    script = (
+        "from ludus.envs.scienceworld.simulator import Simulator\n"
+        "import time\nprint(Simulator().pid, flush=True)\ntime.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 60
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _lives(child)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@java
+def test_a_process_that_is_killed_or_hangs_is_an_infrastructure_failure() -> None:
+    for sign, told in (
+        (signal.SIGKILL, "was killed by signal 9"),
+        (signal.SIGSTOP, "did not answer in time"),
+    ):
+        simulator = Simulator(call_seconds=5.0)
+        simulator.load("boil", 0)
+        os.kill(simulator.pid, sign)
+        with pytest.raises(InfraError, match=told) as caught:
+            simulator.step("look around")
+        assert caught.value.boundary is Boundary.ENV and caught.value.replay
+        assert not simulator.is_alive
+        simulator.close()
+
+
+@java
+async def test_a_dead_instance_is_replaced_by_the_pool() -> None:
+    pool = EnvPool(ScienceWorld, name="scienceworld", size=1)
+    try:
+        async with pool.lease("first", one("boil")) as env:
+            os.kill(env._simulator.pid, signal.SIGKILL)
+            with pytest.raises(InfraError):
+                await asyncio.to_thread(env.scienceworld_explorer, "look around")
+        async with pool.lease("second", one("boil")) as env:
+            assert "hallway" in env.scienceworld_explorer("look around").content
+        assert pool.stats.created == 2
+    finally:
+        await pool.close()
+
+
+# The environment ----------------------------------------------------------------------------------
+
+
+@java
+def test_scores_faults_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.envs.scienceworld.EPISODES_PER_PROCESS", 2)
+    env = ScienceWorld()
+    try:
+        seen = env.reset(one("find-animal"), "find-animal", 0)
+        assert seen.startswith("Your task is to find a") and "This room is called" in seen
+        for text in ("", "  ", "fly", "\x00", "öffne 门", "\ud800", "look\naround", "x" * 400):
+            result = env.scienceworld_explorer(text)
+            assert result.content and not result.terminated and result.reward == 0.0
+        with pytest.raises(ToolFault, match="400 characters"):
+            env.scienceworld_explorer("x" * 1_000_000)
+        assert "look around" in env.available_actions() and "air" in env.render()
+        wrong = env.scienceworld_explorer("focus on air")
+        assert (wrong.terminated, wrong.reward, env.score) == (True, 0.0, -100)
+        again = env.scienceworld_explorer("look around")
+        assert (again.content, again.terminated, again.reward) == ("The episode is over.", True, None)
+
+        env.reset(one("find-animal"), "find-animal", 0)
+        before = env._simulator.pid
+        done = env.scienceworld_explorer("Finish")
+        assert (done.terminated, done.reward) == (True, 0.0)
+        env.reset(one("find-animal"), "find-animal", 0)
+        assert env._simulator.pid != before
+        with pytest.raises(ConfigError, match="no variation 30 of the task 'boil'"):
+            env.reset(one("boil", 30), "boil", 30)
+    finally:
+        env.close()
+        env.close()
+
+
+@java
+async def test_the_contract_holds() -> None:
+    task = next(task for task in held_out_tasks() if task.metadata["task"] == "lifespan-longest-lived")
+    assert not await check_env(ScienceWorld, task, list(expert(task)), name="scienceworld")
+    env = WORLDS["scienceworld"].factory()
+    try:
+        await reset_env(env, task, "scienceworld")
+        context = ToolContext("t", task, {"scienceworld": env})
+        (spec,) = await LocalTools(env.tools()).list(context)
+        assert spec.name == "scienceworld_explorer" and "focus on OBJ" in str(spec.parameters)
+        result = await LocalTools(env.tools()).call(
+            ToolCall(spec.name, {"action": "inventory"}), context
+        )
+        assert "inventory" in result.content
+    finally:
+        env.close()
+
+
+@java
+async def test_gold_paths_reach_the_full_score_through_the_tool() -> None:
+    chosen = [task for task in held_out_tasks() if task.metadata["subtask"] in ("find", "lifespan")][
+        ::12
+    ]
+    played = await play_expert("scienceworld", chosen, size=2, max_turns=200)
+    assert [(t.failure, t.reward, t.rewards["success"]) for t in played] == [(None, 1.0, 1.0)] * len(
+        chosen
+    )
+
+
+@java
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_gold_paths_solve_every_held_out_task() -> None:
+    played = await play_expert("scienceworld", held_out_tasks(), size=3, max_turns=1000)
+    assert all(t.failure is None and t.rewards["success"] == 1.0 for t in played)
+
+
+# Parity -------------------------------------------------------------------------------------------
+
+
+@java
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", ["gold", "random"])
+def test_the_package_plays_the_same(policy: str) -> None:
+    from scienceworld import ScienceWorldEnv
+
+    reference, ours = ScienceWorldEnv(envStepLimit=100_000), ScienceWorld()
+    draw = random.Random(policy)
+    try:
+        for task in draw.sample(held_out_tasks(), EPISODES):
+            name, variation = task.envs["scienceworld"]["name"], task.envs["scienceworld"]["variation"]
+            reference.load(name, variation)
+            first, info = reference.reset()
+            description = reference.get_task_description()
+            assert ours.reset(task, name, variation) == f"{description}\n{first}"
+            actions = list(gold_path(name, variation)) if policy == "gold" else [""] * 25
+            for action in actions:
+                move = action or draw.choice([*info["valid"], "fly"])
+                seen, _, is_over, info = reference.step(move)
+                result = ours.scienceworld_explorer(move)
+                assert (result.content, ours.score, result.terminated) == (seen, info["score"], is_over)
+                assert action or sorted(set(info["valid"])) == ours.available_actions()
+                if is_over:
+                    break
+            assert policy == "random" or ours.best == 100
+    finally:
+        ours.close()
+        reference.close()
+
+
+EPISODES = 50
