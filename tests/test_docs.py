@@ -6,6 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ludus import train
+from ludus.cli.main import app
+from ludus.training import load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,3 +52,33 @@ def test_the_readme_keeps_its_promise() -> None:
 
 def test_the_quickstart_recipe_is_short() -> None:
     assert len((ROOT / "recipes" / "safe.toml").read_text().splitlines()) <= 40
+
+
+@pytest.fixture
+def corridor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The files of docs/envs.md's example, written where its reader stands; and the page's text."""
+    text = (ROOT / "docs" / "envs.md").read_text().partition("## From nothing to a run")[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for kind, name in (("python", "corridor.py"), ("toml", "corridor.toml")):
+        Path(name).write_text(re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)[0])
+    return text
+
+
+def test_adding_an_environment_takes_forty_lines(corridor: str) -> None:
+    code = Path("corridor.py").read_text() + Path("corridor.toml").read_text()
+    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    [command] = re.findall(r"^ludus (check env .*)$", corridor, re.M)
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "gold solution: the expert succeeds on 5 of 5 tasks" in done.output
+    done = CliRunner().invoke(app, ["check", "recipe", "corridor.toml"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "corridor.toml: ok" in done.output, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("corridor")
+def test_the_environment_of_forty_lines_is_learned() -> None:
+    result = train(load_recipe("corridor.toml"))
+    assert result.metrics[-1]["step"] == 44
+    rewards = [row["reward"] for row in result.metrics if "reward" in row]
+    assert sum(rewards[-3:]) / 3 > 0.9

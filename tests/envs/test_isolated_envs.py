@@ -62,7 +62,7 @@ async def test_it_is_used_like_the_environment_itself() -> None:
     async with pool.lease("f", Task.of("again")) as again:
         assert again is env and again.count == 0, "reset, and used again"
     await pool.close()
-    assert not alive(env._worker.pid)
+    assert not alive(env.process_id)
 
 
 async def test_what_cannot_cross_is_refused_with_its_name() -> None:
@@ -186,11 +186,11 @@ async def test_a_crash_and_a_hang_cost_the_instance_and_are_failures_of_ours(fau
 async def test_an_instance_whose_process_was_killed_while_idle_is_replaced() -> None:
     pool = EnvPool(Odd, name="odd", size=1)
     async with pool.lease("a", TASK) as env:
-        pid = env._worker.pid
+        pid = env.process_id
     os.kill(pid, signal.SIGKILL)
     await until(lambda: not alive(pid))
     async with pool.lease("b", TASK) as env:
-        assert env._worker.pid != pid and env.count == 3
+        assert env.process_id != pid and env.count == 3
     await pool.close()
 
 
@@ -206,14 +206,14 @@ async def test_everything_it_started_ends_with_it() -> None:
 async def test_one_that_leaks_is_replaced_between_episodes() -> None:
     pool = EnvPool(Odd, name="odd", size=1, memory_mb=120)
     async with pool.lease("a", TASK) as env:
-        first, before = env._worker.pid, env.memory_mb()
+        first, before = env.process_id, env.memory_mb()
         assert 10 < before < 110
     async with pool.lease("b", TASK) as env:
-        assert env._worker.pid == first
+        assert env.process_id == first
         await step_env(env, "leak")
         assert env.memory_mb() > before + 90
     async with pool.lease("c", TASK) as env:
-        assert env._worker.pid != first
+        assert env.process_id != first
     await pool.close()
 
 
@@ -273,7 +273,7 @@ def test_its_process_ends_with_ours(ending: str, tmp_path: Path) -> None:
 
     async def main():
         env = (await EnvPool(Thing, isolation="process").acquire("e", Task.of("x"))).env
-        print(env._worker.pid, flush=True)
+        print(env.process_id, flush=True)
 
     asyncio.run(main())
     {ending}

@@ -6,20 +6,25 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult
+from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
 from ludus.core.user_code import first_call_errors, pending_locations, reset_error_counts
-from ludus.envs import WORLDS, check_env, load_env
+from ludus.envs import WORLDS, PoolConfig, check_env, load_env
+from ludus.envs.env import Isolation
+from ludus.envs.isolated import IsolatedEnv
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
+from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tasksets import load_tasks
@@ -93,7 +98,8 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
     for name, factory in parts.all_envs.items():
-        found = _env(factory, parts.tasks[:1], name)
+        settings = recipe.agent.pools.get(name, PoolConfig())
+        found = _env(factory, parts.tasks[:1], name, settings.isolation)
         findings += await _within(seconds, f"the check of the environment {name!r}", found)
     if parts.tasks:
         findings += await _within(seconds, "an episode", _episode(recipe, parts))
@@ -243,14 +249,46 @@ def judge_tool_calls(tool: str, played: Sequence[tuple[ToolResult | None, Failur
     return [("info", f"{told}: try it yourself with ludus check tool")]
 
 
-def env_findings(reference: str, tasks: str | None, name: str | None = None) -> Findings:
-    """What an environment does with the first task; `name` is what tasks call it."""
-    factory = load_env(reference)
-    if tasks:
-        given = load_tasks(tasks)[:1]
-    else:  # a prebuilt one has tasks of its own
-        given = WORLDS[reference].tasks("held_out")[:1] if reference in WORLDS else []
-    return asyncio.run(_env(factory, given, name or _name_in(given, reference)))
+QUICK = {"sample": 3, "gold": 5, "instances": 4, "episodes": 20, "seconds": SECONDS}
+THOROUGH = {"sample": 20, "gold": 200, "instances": 16, "episodes": 200, "seconds": 10 * SECONDS}
+"""How much of an environment's contract `ludus check env` tries."""
+
+
+def env_findings(
+    reference: str,
+    tasks: str | None,
+    name: str | None = None,
+    *,
+    expert: str | None = None,
+    thorough: bool = False,
+    episodes: int | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Whether an environment keeps its contract, clause by clause; `name` is what tasks call it."""
+    factory, world = load_env(reference), WORLDS.get(reference)
+    given = load_tasks(tasks) if tasks else world.tasks("held_out") if world is not None else []
+    called = name or _name_in(given, reference)
+    found = asyncio.run(_env(factory, given[:1], called))
+    yield from found
+    if any(severity == "error" for severity, _ in found):
+        return  # every clause would fail by the same
+    settings: dict[str, Any] = dict(THOROUGH if thorough else QUICK)
+    if episodes is not None:
+        settings["episodes"] = episodes
+    if expert is not None:
+        settings["expert"] = load_reference(expert)
+    elif world is not None:
+        settings |= {"expert": world.expert, "rewards": world.scored_by(), "max_turns": world.max_turns}
+    contract = EnvContract(factory, given or [Task.of("check", id="check")], called, **settings)
+    severities = {True: "ok", False: "failed", None: "info"}
+    with asyncio.Runner() as runner:
+        clauses = contract.clauses()
+        while (one := runner.run(anext_or_none(clauses))) is not None:
+            yield severities[one.ok], f"{one.name}: {one.text}"
+
+
+async def anext_or_none(clauses: AsyncIterator[Clause]) -> Clause | None:
+    """The next of them, told as soon as it is there."""
+    return await anext(clauses, None)
 
 
 def _name_in(tasks: list[Task], reference: str) -> str:
@@ -266,9 +304,13 @@ def _name_in(tasks: list[Task], reference: str) -> str:
     return names[0]
 
 
-async def _env(factory: object, tasks: list[Task], name: str) -> Findings:
+async def _env(
+    factory: object, tasks: list[Task], name: str, isolation: Isolation | None = None
+) -> Findings:
     if not callable(factory):
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
+    if (isolation or getattr(factory, "isolation", None)) == "process":
+        factory = partial(IsolatedEnv, factory, name)  # it may crash, as it may in a run
     task = tasks[0] if tasks else Task.of("check", id="check")
     found = await check_env(factory, task, name=name)
     findings = [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -323,11 +323,22 @@ def check_environment(
     name: Annotated[
         str | None, typer.Option(help="What the tasks call it, where they name several.")
     ] = None,
+    expert: Annotated[
+        str | None, typer.Option(help="A demonstrator that solves the tasks: module:function.")
+    ] = None,
+    thorough: Annotated[
+        bool,
+        typer.Option(help="Try everything: 20 tasks, 16 instances, 200 episodes, all gold solutions."),
+    ] = False,
+    episodes: Annotated[
+        int | None, typer.Option(min=2, help="Episodes of the search for leaks; 20, or 200 if thorough.")
+    ] = None,
 ) -> None:
-    """Reset, act, close: does an environment keep its contract?"""
+    """Does an environment keep its contract? A line for each clause, on real instances."""
     from ludus.cli.check import env_findings
 
-    _finish(env_findings(env, tasks, name), env)
+    found = env_findings(env, tasks, name, expert=expert, thorough=thorough, episodes=episodes)
+    _finish(found, env)
 
 
 @check_app.command("tool")
@@ -354,13 +365,13 @@ def check_sandbox(
     _finish(sandbox_findings(tuple(preload or ()), network), "sandbox")
 
 
-def _finish(findings: list[tuple[str, str]], what: str) -> None:
+def _finish(findings: Iterable[tuple[str, str]], what: str) -> None:
     """Print findings as (severity, text); an error among them makes the command fail."""
-    console = Console()
-    styles = {"error": "bold red", "warning": "yellow", "info": ""}
+    console, broken = Console(), 0
+    styles = {"error": "bold red", "failed": "bold red", "warning": "yellow", "info": "", "ok": "green"}
     for severity, text in findings:
         console.print(Text(f"{severity}: {text}", style=styles[severity]), soft_wrap=True)
-    broken = sum(severity == "error" for severity, _ in findings)
+        broken += severity in ("error", "failed")
     console.print(Text(f"{what}: " + (f"{broken} error(s)" if broken else "ok")))
     if broken:
         raise typer.Exit(1)

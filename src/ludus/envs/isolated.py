@@ -111,9 +111,15 @@ class IsolatedEnv:
             return False
         return bool(self._ask("method", "is_healthy", (), {}, timeout=self._call_timeout))
 
+    @property
+    def process_id(self) -> int:
+        """The process that it lives in."""
+        pid: int = self._worker.pid
+        return pid
+
     def memory_mb(self) -> float:
         """Resident memory of its process and of everything that this started."""
-        return session_memory_mb(self._worker.pid)
+        return session_memory_mb(self.process_id)
 
     def close(self) -> None:
         """Let the environment close itself, and end its process; one that is busy is killed."""
@@ -149,7 +155,7 @@ class IsolatedEnv:
         )
 
     def __repr__(self) -> str:
-        return f"<{self._kind.__name__} in process {self._worker.pid}>"
+        return f"<{self._kind.__name__} in process {self.process_id}>"
 
     def _ask(self, what: str, *args: Any, timeout: float | None = None) -> Any:
         try:

@@ -32,12 +32,14 @@ class Safe(Env):
         """The numbers that each dial's answers have not ruled out, as (lowest, highest)."""
         self.found: set[Dial] = set()
         self.opened = False
+        self.tried = False
+        """Whether the door has been tried, which ends the episode."""
 
     async def reset(self, task: Task, combination: Sequence[int]) -> None:
         self.combination = dict(zip(DIALS, combination, strict=True))
         self.left = dict.fromkeys(DIALS, (0, NUMBERS - 1))
         self.found = set()
-        self.opened = False
+        self.opened = self.tried = False
 
     @tool
     async def turn(self, dial: Dial, to: int) -> str:
@@ -47,6 +49,7 @@ class Safe(Env):
             dial: Which dial.
             to: The number, from 0 to 9.
         """
+        self._refuse_if_over()
         if not 0 <= to < NUMBERS:
             raise ToolFault(f"the dials go from 0 to {NUMBERS - 1}")
         secret = self.combination[dial]
@@ -64,8 +67,15 @@ class Safe(Env):
     @tool
     async def open(self) -> ToolResult:
         """Open the door. It can be tried once."""
+        self._refuse_if_over()
+        self.tried = True
         self.opened = len(self.found) == len(DIALS)
         return ToolResult("the door opens" if self.opened else "it stays shut", terminated=True)
+
+    def _refuse_if_over(self) -> None:
+        # one action may hold several calls: what comes after the door was tried must not open it
+        if self.tried:
+            raise ToolFault("the door has been tried: it is over")
 
 
 HELD_OUT = 200

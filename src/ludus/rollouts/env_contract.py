@@ -1,0 +1,414 @@
+"""Does an environment keep its contract? Each clause is tried on real instances, through the agent's own tools.
+
+Instances are made as a run makes them (`EnvPool`: own thread or process included). A clause that raises, hangs
+or finds a difference has failed; the others are tried all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import Fault, LudusError
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.task import Task
+from ludus.core.tokenizer import ByteTokenizer
+from ludus.core.trajectory import Trajectory, is_success
+from ludus.core.user_code import error_with_location
+from ludus.engine import FakeEngine
+from ludus.envs import EnvPool, EnvTools, call_env, reset_env, tools_of
+from ludus.envs.isolated import IsolatedEnv
+from ludus.rewards import Scorer
+from ludus.rollouts.agent import Agent, Demonstrator, Expert
+from ludus.rollouts.episode import Budgets, Episode
+from ludus.rollouts.formats import load_format
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import Rollout
+from ludus.tools import as_toolset, example_of
+
+_UNLIMITED = 10_000_000
+_EXCEPTION = re.compile(r"[A-Z]\w*(Error|Exception|Exit|Iteration)\b")
+_FIX = "answer it with text, or raise ToolFault, which says what the model did wrong"
+_LEAST_GOLD = 0.95
+"""The share of tasks that a demonstrator has to solve."""
+_LEAK_MB = 16.0
+"""Growth over the second half of the episodes that an allocator may have by chance."""
+BAD_TEXTS = {
+    "an unknown action": "no such action",
+    "nothing": "",
+    "spaces": " \n\t ",
+    "unicode": "göh \U0001f600 \u202e\u0645\u0631 \ufdfa",
+    "control characters": "\x00\x1b[2J\x07\r",
+    "a lone surrogate": "\ud800",
+    "1 MB of text": "x" * 2**20,
+}
+
+Story = list[tuple[Any, ...]]
+"""What was seen: the first observation, then for each call its name, content, reward, ending and fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """One clause of the contract. `ok` is None for what is a number, and neither kept nor broken."""
+
+    name: str
+    ok: bool | None
+    text: str
+
+
+class _Broken(Exception):
+    """A clause does not hold; the text says why."""
+
+
+class RandomAgent(Agent):
+    """Draws an action that the environment offers, or any call that the tools' schemas allow."""
+
+    async def run(self, episode: Episode) -> None:
+        draw = random.Random(episode.task.id)
+        name, env = next(iter(episode.context.envs.items()))
+        specs = await EnvTools(env, await tools_of(env, name)).list(episode.context)
+        while not episode.over:
+            turn = episode.demonstrate(calls=[await random_call(env, specs, draw)])
+            episode.observe(await episode.call(turn.calls))
+
+
+async def random_call(env: Any, specs: Sequence[ToolSpec], draw: random.Random) -> ToolCall:
+    """One of `available_actions()`, where the environment says them and a tool takes a text; else any call."""
+    offered = await call_env(env.available_actions)
+    texts = [(spec.name, argument) for spec in specs if (argument := _only_text(spec)) is not None]
+    if offered and texts:
+        tool, argument = next((one for one in texts if one[0] == "step"), texts[0])
+        return ToolCall(tool, {argument: str(draw.choice(list(offered)))})
+    spec = draw.choice(list(specs))
+    return ToolCall(spec.name, example_of(spec.parameters, draw.randrange(1000)))
+
+
+def _only_text(spec: ToolSpec) -> str | None:
+    """The name of a tool's only argument, if that is a text."""
+    properties = spec.parameters.get("properties", {})
+    [name] = properties if len(properties) == 1 else [None]
+    is_text = name is not None and properties[name].get("type") == "string"
+    return name if is_text and "enum" not in properties[name] else None
+
+
+@dataclass(slots=True)
+class EnvContract:
+    """What is tried, on which tasks and how long."""
+
+    factory: Callable[[], Any]
+    tasks: Sequence[Task]
+    name: str = "env"
+    expert: Expert | None = None
+    rewards: Sequence[Any] = ()
+    """With none, the environment pays."""
+    max_turns: int = 20
+    episodes: int = 20
+    """Of the search for leaks."""
+    instances: int = 4
+    """At once."""
+    sample: int = 3
+    """Tasks of each clause."""
+    gold: int = 5
+    """Tasks that the expert and the random policy play."""
+    seconds: float = 120.0
+    """For each clause."""
+    pool: EnvPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
+
+    async def clauses(self) -> AsyncIterator[Clause]:
+        """Try one after another."""
+        tried: dict[str, Callable[[], Awaitable[str]]] = {
+            "determinism": self._determinism,
+            "reset after done": self._reset_after_done,
+            "bad actions": self._bad_actions,
+            "action after done": self._action_after_done,
+            "close twice": self._close_twice,
+            "concurrent instances": self._concurrent,
+            "leaks": self._leaks,
+        }
+        if self.expert is not None:
+            tried["gold solution"] = self._gold
+        try:
+            for name, clause in tried.items():
+                yield await self._tried(name, clause)
+            yield await self._tried("random policy", self._random, is_number=True)
+        finally:
+            await self.pool.close()
+
+    async def _tried(
+        self, name: str, clause: Callable[[], Awaitable[str]], is_number: bool = False
+    ) -> Clause:
+        try:
+            async with asyncio.timeout(self.seconds) as deadline:
+                return Clause(name, None if is_number else True, await clause())
+        except _Broken as broken:
+            return Clause(name, False, str(broken))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return Clause(name, False, f"it did not end within {self.seconds:g} seconds")
+        except LudusError as error:
+            return Clause(name, False, str(error))
+        except Exception as error:  # noqa: BLE001 - user code
+            return Clause(name, False, error_with_location(error))
+
+    async def _determinism(self) -> str:
+        actions = 0
+        for task in self.tasks[: self.sample]:
+            async with self.pool.new_instance() as one, self.pool.new_instance() as other:
+                first = await self._walk(one, task)
+                _compare(first, await self._walk(other, task), task, "in a second instance")
+            actions += len(first) - 1
+        return f"{self._counted} and {actions} actions, the same in two instances"
+
+    async def _reset_after_done(self) -> str:
+        async with self.pool.new_instance() as env:
+            for task in self.tasks[: self.sample]:
+                first = await self._walk(env, task)
+                await self._solve(env, task)  # leave as much behind as can be
+                _compare(first, await self._walk(env, task), task, "after a reset")
+        return f"{self._counted}, the same again after an episode and a reset"
+
+    async def _bad_actions(self) -> str:
+        async with self.pool.new_instance() as env:
+            tools, context, specs = await self._began(env, self.tasks[0])
+            count = 0
+            for what, call in _bad_calls(specs):
+                try:
+                    async with asyncio.timeout(self.pool.step_timeout):
+                        result = await tools.call(call, context)
+                except Exception as error:
+                    found = error_with_location(error)
+                    raise _Broken(f"{call.name!r} with {what}: {found}; {_FIX}") from error
+                if result.fault is Fault.TOOL_RAISED and _EXCEPTION.match(result.content):
+                    raise _Broken(f"{call.name!r} with {what} raised {result.content:.200}; {_FIX}")
+                count += 1
+                if result.terminated:
+                    tools, context, specs = await self._began(env, self.tasks[0])
+            await self._walk(env, self.tasks[0])
+        return f"{count} calls ({', '.join(BAD_TEXTS)}; no, wrong and unknown arguments), each answered"
+
+    async def _action_after_done(self) -> str:
+        async with self.pool.new_instance() as env:
+            for task in self.tasks[: self.sample]:
+                last = await self._solve(env, task)
+                if last is None:
+                    continue
+                call, tools, context = last
+                again = await tools.call(call, context)
+                shown = f"{call.name!r} after the end was answered by {again.content[:60]!r}"
+                if again.reward:
+                    raise _Broken(
+                        f"{shown} and the reward {again.reward:g}; an ended episode pays no more"
+                    )
+                if not again.terminated and again.fault is None:
+                    raise _Broken(f"{shown}, as if it went on; say that it is over (terminated=True)")
+                return shown
+        return "no episode ended by itself within its turns, so that it was not tried"
+
+    async def _close_twice(self) -> str:
+        async with self.pool.new_instance() as env:
+            await self._walk(env, self.tasks[0])
+            await call_env(env.close)
+            await call_env(env.close)
+        return "nothing raised"
+
+    async def _concurrent(self) -> str:
+        tasks = [self.tasks[number % len(self.tasks)] for number in range(self.instances)]
+        alone = {}
+        async with self.pool.new_instance() as env:
+            for task in tasks[: len(self.tasks)]:
+                alone[task.id] = await self._walk(env, task)
+
+        async def one(task: Task) -> tuple[Task, Story]:
+            async with self.pool.new_instance() as env:
+                return task, await self._walk(env, task)
+
+        for task, story in await asyncio.gather(*map(one, tasks)):
+            _compare(alone[task.id], story, task, f"with {self.instances} instances at once")
+        return f"{self.instances} at once, each as one alone"
+
+    async def _leaks(self) -> str:
+        async with self.pool.new_instance() as env:
+            before = after = _Usage.of(env)
+            for number in range(self.episodes):
+                if number == self.episodes // 2:
+                    before = _Usage.of(env)
+                await self._walk(env, self.tasks[number % len(self.tasks)])
+            after = _Usage.of(env)
+        grown = f"in {self.episodes - self.episodes // 2} of {self.episodes} episodes: {after - before}"
+        if after.leaks_since(before, self.episodes):
+            raise _Broken(grown)
+        return grown
+
+    async def _gold(self) -> str:
+        assert self.expert is not None
+        # budgets are for the model; an expert may waste turns, but not for ever
+        played = await self._play(Demonstrator(self.expert), max_turns=10 * self.max_turns)
+        lost = [f"{t.task.id}: {t.failure}" for t in played if t.failure is not None]
+        if lost:
+            raise _Broken(lost[0])
+        solved = sum(map(is_success, played))
+        longest = max(t.turns for t in played)
+        text = f"the expert succeeds on {solved} of {len(played)} tasks, in at most {longest} turns"
+        if solved < _LEAST_GOLD * len(played):
+            wrong = next(t for t in played if not is_success(t))
+            raise _Broken(
+                f"{text}; on {wrong.task.id!r} it gets {wrong.reward} after {wrong.turns} turns"
+            )
+        return text
+
+    async def _random(self) -> str:
+        played = await self._play(RandomAgent(), max_turns=self.max_turns)
+        scored = [t for t in played if t.reward is not None]
+        mean = sum(t.reward or 0.0 for t in scored) / max(1, len(scored))
+        solved = sum(map(is_success, scored))
+        return f"succeeds on {solved} of {len(scored)} tasks, mean reward {mean:.3f}"
+
+    async def _play(self, agent: Agent, max_turns: int) -> list[Trajectory]:
+        budgets = Budgets(max_turns=max_turns, max_tokens=_UNLIMITED, max_observation_tokens=_UNLIMITED)
+        playing = Rollout(
+            engine=FakeEngine([]),
+            renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+            scorer=Scorer(self.rewards, default_total=None if self.rewards else 0.0),
+            tools=as_toolset([]),
+            pools={self.name: self.pool},
+            agent=agent,
+            budgets=budgets,
+            max_in_flight=self.pool.size,
+        )
+        tasks = list(self.tasks[: self.gold])
+        return [group.trajectories[0] async for group in playing.groups(tasks, seed=0)]
+
+    async def _began(self, env: Any, task: Task) -> tuple[EnvTools, ToolContext, Sequence[ToolSpec]]:
+        await reset_env(env, task, self.name)
+        tools = EnvTools(env, await tools_of(env, self.name))
+        context = ToolContext("check", task, {self.name: env})
+        return tools, context, await tools.list(context)
+
+    async def _walk(self, env: Any, task: Task) -> Story:
+        """A random episode, the same each time; what was seen."""
+        story: Story = [(await reset_env(env, task, self.name),)]
+        tools = EnvTools(env, await tools_of(env, self.name))
+        context = ToolContext("check", task, {self.name: env})
+        specs, draw = await tools.list(context), random.Random(task.id)
+        for _ in range(self.max_turns if specs else 0):
+            call = await random_call(env, specs, draw)
+            result = await tools.call(call, context)
+            story.append(
+                (
+                    call.name,
+                    call.arguments,
+                    result.content,
+                    result.reward,
+                    result.terminated,
+                    result.fault,
+                )
+            )
+            if result.terminated:
+                break
+        return story
+
+    async def _solve(self, env: Any, task: Task) -> tuple[ToolCall, EnvTools, ToolContext] | None:
+        """Play to the end, as the expert does where there is one; the last call, if it ended the episode."""
+        tools, context, specs = await self._began(env, task)
+        script = self.expert(task) if self.expert is not None else None
+        draw, result = random.Random(task.id), ToolResult("")
+        for turn in range(self.max_turns * (4 if script is not None else 1)):
+            try:
+                if script is not None:
+                    move = next(script) if turn == 0 else script.send(result.content)
+                else:
+                    move = await random_call(env, specs, draw) if specs else ""
+            except StopIteration:
+                return None
+            if isinstance(move, str):
+                return None
+            result = await tools.call(move, context)
+            if result.terminated:
+                return move, tools, context
+        return None
+
+    @property
+    def _counted(self) -> str:
+        count = min(self.sample, len(self.tasks))
+        return f"{count} task{'' if count == 1 else 's'}"
+
+
+def _compare(expected: Story, found: Story, task: Task, where: str) -> None:
+    for number, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            what = "the first observation" if number == 0 else f"action {number} ({one[0]} {one[1]})"
+            raise _Broken(
+                f"task {task.id!r}: {what} led to something else {where}: {one[-4:]!r:.300} against "
+                f"{other[-4:]!r:.300}; reset all of the state, and draw random numbers from the task"
+            )
+    if len(expected) != len(found):
+        raise _Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
+
+
+def _bad_calls(specs: Sequence[ToolSpec]) -> list[tuple[str, ToolCall]]:
+    """Calls that a model may make by mistake, for each tool."""
+    calls = [("an unknown tool", ToolCall("no_such_tool", {}))]
+    for spec in specs:
+        properties = spec.parameters.get("properties", {})
+        texts = [name for name, schema in properties.items() if schema.get("type") == "string"]
+        for argument in texts:
+            usual = example_of(spec.parameters, 0)
+            calls += [
+                (what, ToolCall(spec.name, {**usual, argument: t})) for what, t in BAD_TEXTS.items()
+            ]
+        wrong = {name: [{"x": None}] for name in properties}
+        calls += [
+            ("nothing at all", ToolCall(spec.name, {})),
+            ("a wrong type", ToolCall(spec.name, wrong)),
+            ("an unknown argument", ToolCall(spec.name, {"no_such_argument": 1})),
+        ]
+    return calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """What this process, and that of an isolated environment, hold."""
+
+    megabytes: float
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, env: Any) -> _Usage:
+        gc.collect()
+        folders = [Path("/proc/self")]
+        if not folders[0].is_dir():  # no Linux
+            return cls(0.0, 0, threading.active_count())
+        pages = int((folders[0] / "statm").read_text().split()[1])
+        megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        if type(env) is IsolatedEnv:
+            megabytes += env.memory_mb()
+            folders.append(Path(f"/proc/{env.process_id}"))
+        counts = [sum(len(list((one / what).iterdir())) for one in folders) for what in ("fd", "task")]
+        return cls(megabytes, *counts)
+
+    def __sub__(self, other: _Usage) -> str:
+        return (
+            f"{self.megabytes - other.megabytes:+.1f} MB, {self.files - other.files:+d} open files, "
+            f"{self.threads - other.threads:+d} threads"
+        )
+
+    def leaks_since(self, other: _Usage, episodes: int) -> bool:
+        few = max(2, episodes // 10)  # a leak is one of every episode
+        return (
+            self.megabytes - other.megabytes > _LEAK_MB
+            or self.files - other.files > few
+            or self.threads - other.threads > few
+        )
