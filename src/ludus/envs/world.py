@@ -145,6 +145,17 @@ _ALL = (
         extra="textcraft",
         packages=("minecraft_data",),
     ),
+    World(
+        "webshop",
+        "Find and buy the product that an instruction asks for, on a shop's website in text.",
+        "ludus.envs.webshop",
+        "WebShop",
+        ("success",),
+        extra="webshop",
+        packages=("bm25s", "rapidfuzz"),
+        data="LUDUS_WEBSHOP_DATA",
+        max_turns=15,
+    ),
 )
 WORLDS = {world.name: world for world in _ALL}
 """The prebuilt environments, by name."""

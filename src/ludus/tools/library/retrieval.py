@@ -112,10 +112,7 @@ def checksum(source: str) -> str:
     """The SHA-256 of a corpus; that of a file is remembered with its size and time."""
     path = Path(source).expanduser()
     if not path.is_file():
-        digest = hashlib.sha256()
-        for document in read_corpus(source):
-            digest.update(_packed(document) + b"\n")
-        return digest.hexdigest()
+        return _checksum_of_reference(source)
     status = path.stat()
     stamp = [status.st_size, status.st_mtime_ns]
     known = (
@@ -132,6 +129,14 @@ def checksum(source: str) -> str:
     known.parent.mkdir(parents=True, exist_ok=True)
     known.write_text(json.dumps({"stamp": stamp, "sha256": found}), encoding="utf-8")
     return found
+
+
+@cache
+def _checksum_of_reference(source: str) -> str:
+    digest = hashlib.sha256()
+    for document in read_corpus(source):
+        digest.update(_packed(document) + b"\n")
+    return digest.hexdigest()
 
 
 def _packed(document: Document) -> bytes:
