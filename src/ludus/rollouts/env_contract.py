@@ -13,7 +13,7 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class RandomAgent(Agent):
         draw = random.Random(episode.task.id)
         name, env = next(iter(episode.context.envs.items()))
         specs = await EnvTools(env, await tools_of(env, name)).list(episode.context)
-        while not episode.over:
+        while specs and not episode.over:
             turn = episode.demonstrate(calls=[await random_call(env, specs, draw)])
             episode.observe(await episode.call(turn.calls))
 
@@ -124,6 +124,11 @@ class EnvContract:
 
     def __post_init__(self) -> None:
         self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
+        # tasks may have other environments too, which are not checked here
+        self.tasks = [
+            replace(task, envs={self.name: task.envs.get(self.name) or {}}) if task.envs else task
+            for task in self.tasks
+        ]
 
     async def clauses(self) -> AsyncIterator[Clause]:
         """Try one after another."""
