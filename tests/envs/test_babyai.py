@@ -5,18 +5,31 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from world_play import play_expert
 
+import ludus
 from ludus.core import ConfigError, Task
 from ludus.envs import WORLDS, check_env
+from ludus.training import load_recipe
 
 pytest.importorskip("minigrid", reason="needs ludus[babyai]")
 
-from ludus.envs.babyai import LEVELS, BabyAI, expert, held_out_tasks, success, training_tasks
+from ludus.envs.babyai import (
+    LEVELS,
+    BabyAI,
+    expert,
+    held_out_tasks,
+    hesitant_expert,
+    room_training_tasks,
+    success,
+    training_tasks,
+)
 from ludus.envs.babyai.game import FORWARD, LEFT, RIGHT, TOGGLE, MazeGame
 
+ROOT = Path(__file__).parent.parent.parent
 LOCAL = "BabyAI-GoToLocalS8N7-v0"
 
 
@@ -60,15 +73,15 @@ def test_actions_in_words_are_paths() -> None:
     )
 
 
-def test_the_mission_is_paid_once_and_then_is_over() -> None:
+async def test_the_mission_is_paid_once_and_then_is_over() -> None:
     env = BabyAI()
     task = Task.of("", envs={"babyai": {"level": LOCAL, "seed": 3}})
     assert env.reset(task, LOCAL, 3).startswith("Your goal: go to the purple ball\nIn front of you")
-    steps = [env.step(call.arguments["action"]) for call in expert(task)]
+    steps = [await env.step(call.arguments["action"]) for call in expert(task)]
     assert [step.reward for step in steps] == [*([0.0] * (len(steps) - 1)), 1.0]
     assert steps[-1].terminated and str(steps[-1].observation).endswith("\nThe task is completed.")
     assert 0.1 < steps[-1].info["minigrid_reward"] < 1.0, "minigrid's own is discounted"
-    over = env.step("turn left")
+    over = await env.step("turn left")
     assert over.terminated and over.reward is None and over.observation == "The mission is over."
 
 
@@ -215,3 +228,24 @@ def test_parity_with_minigrid_over_fifty_episodes(policy: str) -> None:
                     game.act(draw.choice(list(game.view.actions)))
         compare_with_minigrid(task.envs["babyai"]["level"], task.envs["babyai"]["seed"], game)
     assert {LEFT, RIGHT, FORWARD} <= set(game.taken) or policy == "gold"
+
+
+def test_the_hesitant_expert_is_right_in_the_end_and_late() -> None:
+    turns = []
+    for task in room_training_tasks()[:25]:
+        game = MazeGame(**task.envs["babyai"])
+        moves = [call.arguments["action"] for call in hesitant_expert(task)]
+        for move in moves:
+            game.act(move)
+        assert game.won
+        turns.append(len(moves))
+    assert 0.4 < sum(count <= 4 for count in turns) / len(turns) < 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_tiny_model_learns_in_one_room(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "babyai_cpu.toml", [f"run.folder={tmp_path / 'run'}"])
+    stages = {str(row[0]): float(str(row[2]).rstrip("%")) for row in ludus.train(recipe).report.rows}
+    assert stages["after RL"] >= 70
+    assert stages["after RL"] >= stages["after the warm start"] + 20

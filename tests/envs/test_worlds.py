@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.envs import WORLDS, load_env
+from ludus.training import load_parts, load_recipe
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_each_is_listed_with_what_it_needs() -> None:
@@ -50,3 +54,14 @@ def test_training_and_held_out_tasks_are_disjoint() -> None:
         train, held_out = world.tasks("train"), world.tasks("held_out")
         assert train and held_out
         assert not {task.id for task in train} & {task.id for task in held_out}
+
+
+@pytest.mark.parametrize("name", ["babyai", "babyai_cpu", "textcraft"])
+def test_recipes_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = WORLDS[name.partition("_")[0]]
+    if world.missing():
+        pytest.skip(f"needs ludus[{world.extra}]")
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.toml")
+    parts = load_parts(recipe)
+    assert parts.held_out and all(task.metadata["subtask"] for task in parts.tasks)
+    assert recipe.budgets.max_turns == world.max_turns or name.endswith("_cpu")

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from ludus.core.messages import Message, ToolCall
+from ludus.core.random import key, uniform
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.rewards import reward
@@ -64,7 +65,7 @@ class BabyAI(Env):
         self.game = MazeGame(level, seed)
         return f"Your goal: {self.game.goal}\n{self.game.observation()}"
 
-    def step(self, action: str) -> Step:
+    async def step(self, action: str) -> Step:  # half a millisecond: not worth a thread
         """Act in the maze.
 
         Args:
@@ -77,7 +78,7 @@ class BabyAI(Env):
         info = {"minigrid_reward": game.discounted}
         return Step(text, reward=float(game.won), terminated=game.done, info=info)
 
-    def available_actions(self) -> list[str]:
+    async def available_actions(self) -> list[str]:
         return list(self._game().view.actions)
 
     def render(self) -> bytes:
@@ -107,6 +108,35 @@ def held_out_tasks() -> list[Task]:
     return [_task("held-out", sub_task, number, 0) for number in range(HELD_OUT) for sub_task in LEVELS]
 
 
+ONE_ROOM = (
+    "GoToRedBallGrey-v0",
+    "GoToRedBall-v0",
+    "GoToObjS6-v1",
+    "GoToLocalS8N7-v0",
+    "GoToRedBlueBall-v0",
+)
+"""Levels of GoTo with a single room and no doors: small enough for a model made from scratch."""
+
+
+def room_training_tasks() -> list[Task]:
+    """1,000 tasks of GoTo in a single room."""
+    return [_room_task("train", number, FIRST_SEED) for number in range(1000)]
+
+
+def room_held_out_tasks() -> list[Task]:
+    """200 others, with other seeds."""
+    return [_room_task("held-out", number, 0) for number in range(200)]
+
+
+def _room_task(split: str, number: int, first: int) -> Task:
+    level = f"BabyAI-{ONE_ROOM[number % len(ONE_ROOM)]}"
+    return Task(
+        f"babyai-room-{split}-{number}",
+        envs={"babyai": {"level": level, "seed": first + number}},
+        metadata={"subtask": "GoTo", "level": level},
+    )
+
+
 def _task(split: str, sub_task: str, number: int, first: int) -> Task:
     levels = LEVELS[sub_task]
     place = {"level": f"BabyAI-{levels[number % len(levels)]}", "seed": first + number}
@@ -128,3 +158,30 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
     while not game.done and (action := planner.next_action()) is not None:
         yield ToolCall("step", {"action": action})
         game.act(action)
+
+
+DOUBT = 0.5
+"""How often `hesitant_expert` does something else first."""
+
+
+def hesitant_expert(task: Task) -> Generator[ToolCall, str, None]:
+    """The same, but at half of its turns it turns aside or walks on instead: right in the end, and late.
+
+    Imitating it teaches the words and what they do; saving turns is left to RL.
+    """
+    from ludus.envs.babyai.game import MazeGame
+    from ludus.envs.babyai.planner import Planner
+
+    game = MazeGame(**task.envs["babyai"])
+    planner = Planner(game)
+    turns = 0
+    while not game.done and (action := planner.next_action()) is not None:
+        draw = key(task.id, turns)
+        if uniform(draw, 0) < DOUBT:
+            idle = [
+                one for one in ("turn left", "turn right", "move forward") if one in game.view.actions
+            ]
+            action = idle[int(uniform(draw, 1) * len(idle))]
+        yield ToolCall("step", {"action": action})
+        game.act(action)
+        turns += 1
