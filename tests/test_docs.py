@@ -10,12 +10,29 @@ from typer.testing import CliRunner
 
 from ludus import train
 from ludus.cli.main import app
+from ludus.envs import WORLDS
 from ludus.training import load_recipe
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/envs").glob("*.md")),
+]
+
+
+def _needs(page: Path) -> list[str]:
+    """What the environment of a page in docs/envs lacks here."""
+    world = WORLDS.get(page.stem) if page.parent.name == "envs" else None
+    return world.missing() if world is not None else []
+
+
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(
+        block,
+        id=f"{page.name}-{number}",
+        marks=pytest.mark.skipif(bool(_needs(page)), reason=f"needs {', '.join(_needs(page))}"),
+    )
     for page in PAGES
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
 ]
