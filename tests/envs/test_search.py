@@ -182,6 +182,7 @@ def test_known_sets_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tasks[-1].envs["search"] == {"corpus": str(tmp_path / "2wiki_corpus.json")}
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(DATA is None, reason="needs LUDUS_QA_DATA")
 async def test_the_published_sets_load_and_can_be_searched() -> None:
     counts = Counter(task.id.split("-")[0] for task in evaluation_tasks())

