@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,7 +76,7 @@ async def test_two_thousand_light_episodes_with_hangs_and_lost_connections() -> 
     tasks = [Task.of("go", id=str(n)) for n in range(500)]
     groups = [group async for group in playing.groups(tasks, seed=1)]
     played = [t for group in groups for t in group.trajectories]
-    assert len(played) == 3000
+    assert len(played) == 2000
     failures = Counter(t.failure.boundary for t in played if t.failure is not None)
     assert set(failures) <= {Boundary.ENV, Boundary.TOOL} and failures.total() < 20
     assert all(t.rewards == {"success": 1.0} for t in played if t.failure is None)
@@ -126,6 +127,8 @@ async def test_processes_that_are_killed_take_no_episode_along() -> None:
     assert all(t.rewards["success"] == 1.0 for t in played if t.failure is None)
     await pool.close()
     assert pool.stats.created == pool.stats.closed
-    assert open_files() <= files + 2
-    await asyncio.sleep(0.2)
-    assert threading.active_count() <= threads + 10
+    # those that were being made when the pool was closed are closed as soon as they are there
+    end = time.monotonic() + 30
+    while open_files() > files + 2 or threading.active_count() > threads + 10:
+        assert time.monotonic() < end, "files or threads are left behind"
+        await asyncio.sleep(0.05)
