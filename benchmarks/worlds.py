@@ -40,7 +40,8 @@ _UNLIMITED = 10_000_000
 
 
 def rollout_of(world: World, agent: Any, size: int) -> Rollout:
-    """Plays `agent` through the environment's tools, with the turns of the papers."""
+    """Plays `agent` through the environment's tools, with the turns of the papers; experts have any number."""
+    turns = _UNLIMITED if isinstance(agent, Demonstrator) else world.max_turns
     return Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format("hermes")),
@@ -48,9 +49,7 @@ def rollout_of(world: World, agent: Any, size: int) -> Rollout:
         tools=LocalTools([]),
         pools={world.name: EnvPool(world.factory, name=world.name, size=size)},
         agent=agent,
-        budgets=Budgets(
-            max_turns=world.max_turns, max_tokens=_UNLIMITED, max_observation_tokens=_UNLIMITED
-        ),
+        budgets=Budgets(max_turns=turns, max_tokens=_UNLIMITED, max_observation_tokens=_UNLIMITED),
         max_in_flight=size,
     )
 
@@ -87,8 +86,11 @@ class RandomAgent:
 
 async def random_call(env: Env, specs: Any, draw: random.Random) -> ToolCall:
     offered = await call_env(env.available_actions)
-    if offered and any(spec.name == "step" for spec in specs):
-        return ToolCall("step", {"action": draw.choice(offered)})
+    for spec in specs if offered else ():
+        if list(spec.parameters.get("properties", {})) == [
+            "action"
+        ]:  # `step`, or a tool of its own for texts
+            return ToolCall(spec.name, {"action": draw.choice(offered)})
     spec = draw.choice(specs)
     return ToolCall(spec.name, example_of(spec.parameters, draw.randrange(1000)))
 

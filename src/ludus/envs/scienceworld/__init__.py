@@ -12,6 +12,7 @@ from ludus.core.task import Task
 from ludus.envs.env import Env
 from ludus.envs.scienceworld.simulator import Simulator, SimulatorFault
 from ludus.envs.scienceworld.tasks import (
+    FIRST_ACTION,
     VARIATIONS,
     agentgym_held_out_tasks,
     agentgym_training_tasks,
@@ -65,7 +66,7 @@ class ScienceWorld(Env):
         self._episodes += 1
         self._is_over = False
         description = self._simulator.load(name, variation, simplifications=simplifications)
-        first = self._simulator.step("look around")
+        first = self._simulator.step(FIRST_ACTION)
         self.score = self.best = first.score
         return f"{description}\n{first.text}"
 

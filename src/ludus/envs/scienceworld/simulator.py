@@ -22,9 +22,17 @@ from functools import cache
 from typing import Any
 
 from ludus.core.failures import Boundary, InfraError, MissingExtraError
+from ludus.core.random import key
 
-JAVA_OPTIONS = ("-Xms64m", "-Xmx300m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-Xss4m")
-"""Without a limit the heap grows to gigabytes, and the parallel collector takes a thread for each core."""
+JAVA_OPTIONS = (
+    # Without a limit the heap grows to gigabytes, and the parallel collector takes a thread for each core.
+    *("-Xms64m", "-Xmx300m", "-Xss4m", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"),
+    # What is in a room is a hash set of objects without a hash of their own: their order, and so which of them
+    # draws which random number, would be another one each time. With equal hashes it is that of insertion.
+    *("-XX:+UnlockExperimentalVMOptions", "-XX:+IgnoreUnrecognizedVMOptions", "-XX:hashCode=2"),
+)
+SEED = 1
+"""Of the simulator's random numbers: bees, breeding, which of its names an object has in a list of actions."""
 _GREETING = re.compile(r"\d+"), re.compile(r"[\w+/=-]{20,}")
 START_SECONDS = 60.0
 CALL_SECONDS = 60.0
@@ -53,6 +61,7 @@ class Simulator:
         try:
             self._gateway = self._java.connect(call_seconds)
             self._server = self._call(self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface)
+            self._random = getattr(getattr(self._gateway.jvm.scala.util, "Random$"), "MODULE$")
         except BaseException:
             self._java.kill()
             raise
@@ -67,13 +76,25 @@ class Simulator:
         """Whether the Java process runs."""
         return self._java.process.poll() is None
 
-    def load(self, task: str, variation: int, *, simplifications: str = "", gold: bool = False) -> str:
+    def load(
+        self,
+        task: str,
+        variation: int,
+        *,
+        simplifications: str = "",
+        gold: bool = False,
+        seed: int = SEED,
+    ) -> str:
         """Begin a task; its description. `gold` also works out a gold path, which takes longer."""
+        self._moves = 0
+        self._seed(seed, "load")
         self._call(self._server.load, task, variation, simplifications, gold)
         return str(self._call(self._server.getTaskDescription))
 
     def step(self, action: str) -> ActionOutcome:
         """Do what the text says."""
+        self._moves += 1
+        self._seed(SEED, self._moves)
         text = str(self._call(self._server.step, action))
         score = round(100 * float(self._call(self._server.getScore)))
         return ActionOutcome(text, score, bool(self._call(self._server.getCompleted)) or score < 0)
@@ -84,6 +105,7 @@ class Simulator:
 
     def valid_actions(self) -> list[str]:
         """Every action that can be done now; hundreds, and listing them takes as long as ten steps."""
+        self._seed(SEED, "valid actions")
         found = json.loads(self._call(self._server.getValidActionObjectCombinationsJSON))
         return sorted({str(one["action"]) for one in found["validActions"]})
 
@@ -107,6 +129,10 @@ class Simulator:
             self._gateway.close()
         self._java.kill()
 
+    def _seed(self, *parts: int | str) -> None:
+        """Each action has random numbers of its own, so that asking for valid actions changes nothing."""
+        self._call(self._random.setSeed, seed_of(*parts))
+
     def _call(self, function: Any, *args: Any) -> Any:
         from py4j.protocol import Py4JError, Py4JJavaError
 
@@ -123,6 +149,11 @@ class Simulator:
                 replay=True,
                 kind="SimulatorLost",
             ) from error
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed for Java, which uses 48 bits."""
+    return key("scienceworld", *parts) >> 16
 
 
 class _JavaProcess:
