@@ -10,17 +10,21 @@ from ludus.envs import WORLDS, EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
+from ludus.training import load_recipe
 
 
 async def play_expert(
     name: str, tasks: Sequence[Task], *, size: int = 4, max_turns: int | None = None
 ) -> list[Trajectory]:
-    """One episode for each task, by the environment's own expert, through the tools the model has."""
-    world = WORLDS[name]
+    """One episode for each task, by the environment's own expert, through the tools the model has.
+
+    In the action format of its recipe, so that this is known to fit its tools.
+    """
+    world, agent = WORLDS[name], load_recipe(name).agent
     pool = EnvPool(world.factory, name=name, size=size)
     playing = Rollout(
         engine=FakeEngine([]),
-        renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+        renderer=Renderer(ByteTokenizer(), load_format(agent.format, **agent.format_options)),
         scorer=Scorer(world.scored_by()),
         tools=as_toolset([]),
         pools={name: pool},
