@@ -126,7 +126,7 @@ def test_a_process_that_is_killed_or_hangs_is_an_infrastructure_failure() -> Non
         (signal.SIGKILL, "was killed by signal 9"),
         (signal.SIGSTOP, "did not answer in time"),
     ):
-        simulator = Simulator(call_seconds=5.0)
+        simulator = Simulator(call_seconds=15.0)
         simulator.load("boil", 0)
         os.kill(simulator.pid, sign)
         with pytest.raises(InfraError, match=told) as caught:
@@ -134,6 +134,15 @@ def test_a_process_that_is_killed_or_hangs_is_an_infrastructure_failure() -> Non
         assert caught.value.boundary is Boundary.ENV and caught.value.replay
         assert not simulator.is_alive
         simulator.close()
+
+
+@java
+def test_a_working_directory_that_is_gone_is_not_the_models_fault() -> None:
+    simulator = Simulator()
+    shutil.rmtree(Path(f"/proc/{simulator.pid}/cwd").resolve())
+    with pytest.raises(InfraError, match="FileNotFoundException"):
+        simulator.load("boil", 0)
+    assert not simulator.is_alive
 
 
 @java

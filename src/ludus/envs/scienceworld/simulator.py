@@ -139,16 +139,18 @@ class Simulator:
         try:
             return function(*args)
         except Py4JJavaError as error:
-            raise SimulatorFault(str(error.java_exception)) from error
+            told = str(error.java_exception)
+            if told.startswith("java.io."):  # a full disk, a working directory that is gone
+                raise self._lost(f"failed: {told}") from error
+            raise SimulatorFault(told) from error
         except (Py4JError, OSError) as error:
-            how = self._java.ending()
-            raise InfraError(
-                Boundary.ENV,
-                f"ScienceWorld's simulator {how}",
-                retriable=False,
-                replay=True,
-                kind="SimulatorLost",
-            ) from error
+            raise self._lost(self._java.ending()) from error
+
+    def _lost(self, how: str) -> InfraError:
+        """The instance is of no more use, but the episode can be played in another one."""
+        self._java.kill()
+        message = f"ScienceWorld's simulator {how}"
+        return InfraError(Boundary.ENV, message, retriable=False, replay=True, kind="SimulatorLost")
 
 
 def seed_of(*parts: int | str) -> int:
