@@ -49,7 +49,7 @@ class SandboxConfig(Config):
     max_sessions: int = Field(default=4096, ge=1)
     """Sessions and executions alive at one time; further ones wait."""
     max_starting: int = Field(default=4, ge=1)
-    """Executions in their first tenth of a second, for each worker; further ones wait."""
+    """Executions in their first 30 milliseconds, for each worker; further ones wait."""
 
     @property
     def worker_count(self) -> int:

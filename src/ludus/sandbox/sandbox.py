@@ -4,7 +4,7 @@ A one-shot Python program runs in a slot, which is reused when the program has p
 everything else gets a fork of its own.
 
 Who waits for whom. An execution waits for capacity (`max_sessions`), then for a worker with fewer than
-`max_starting` starting executions: those in their first tenth of a second, which is when they cost CPU time;
+`max_starting` starting executions: those in their first 30 milliseconds, which is when they cost CPU time;
 older ones mostly sleep and do not delay others. A worker that dies is replaced; executions that were in it are
 run again elsewhere, and its sessions are lost (`SessionLost`).
 """
@@ -28,7 +28,8 @@ from ludus.sandbox.result import Execution
 from ludus.sandbox.session import ClosedAtExit, Session
 from ludus.sandbox.worker import SandboxWorker
 
-_STARTING_SECONDS = 0.1
+_STARTING_SECONDS = 0.03
+"""Longer than a program takes to start in a slot; 0.1 halves the rate of programs that sleep or wait."""
 _IDLE_SECONDS = 2.0
 _ATTEMPTS = 5
 Files = Mapping[str, bytes | str]
@@ -347,7 +348,7 @@ class _IdleSlot:
 
 
 class _StartPermit:
-    """Counts one execution as starting at a worker; released once, after a tenth of a second at the latest."""
+    """Counts one execution as starting at a worker; released once, after 30 milliseconds at the latest."""
 
     def __init__(self, sandbox: Sandbox, worker: SandboxWorker) -> None:
         self._sandbox, self._worker, self._held = sandbox, worker, True

@@ -129,7 +129,7 @@ class SandboxWorker:
         self._ready: asyncio.Future[dict[str, Any]] | None = None
         self.is_alive = False
         self.starting = 0
-        """Its executions in their first tenth of a second."""
+        """Its executions in their first 30 milliseconds."""
 
     @property
     def pid(self) -> int:
