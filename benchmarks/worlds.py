@@ -2,7 +2,7 @@
 
     python benchmarks/worlds.py [NAME ...] [--tasks 200] [--episodes 200] [--json FILE]
 
-For each environment that is installed:
+For each environment that is installed (where it is tools alone, an instance is what an episode has of them):
 
     expert      success of its demonstrator on held-out tasks, by `Rollout` and the tools that the model has
     random      success of a policy that draws from `available_actions()`, or else calls any tool with arguments
@@ -27,13 +27,13 @@ from typing import Any
 
 import psutil
 
-from ludus.core import ByteTokenizer, Task, ToolCall, ToolContext, ToolResult, Trajectory
+from ludus.core import ByteTokenizer, Task, Trajectory
 from ludus.engine import FakeEngine
-from ludus.envs import WORLDS, Env, EnvPool, World, call_env, reset_env, step_env
+from ludus.envs import WORLDS, EnvPool, World, call_env
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
-from ludus.rollouts.rollout import tools_of
-from ludus.tools import LocalTools, example_of
+from ludus.rollouts.env_contract import CheckedInstance, RandomAgent, random_call
+from ludus.sandbox import close_shared_sandboxes
 
 INSTANCES = 16
 _UNLIMITED = 10_000_000
@@ -46,8 +46,8 @@ def rollout_of(world: World, agent: Any, size: int) -> Rollout:
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format("hermes")),
         scorer=Scorer(world.scored_by()),
-        tools=LocalTools([]),
-        pools={world.name: EnvPool(world.factory, name=world.name, size=size)},
+        tools=world.toolset(),
+        pools={world.name: EnvPool(world.factory, name=world.name, size=size)} if world.env else {},
         agent=agent,
         budgets=Budgets(max_turns=turns, max_tokens=_UNLIMITED, max_observation_tokens=_UNLIMITED),
         max_in_flight=size,
@@ -71,65 +71,35 @@ def success_of(played: list[Trajectory]) -> float:
     return sum(t.rewards.get("success", t.reward or 0.0) >= 1.0 for t in played) / len(played)
 
 
-class RandomAgent:
-    """Draws an action that the environment offers, or any call that the tools' schemas allow."""
-
-    async def run(self, episode: Any) -> None:
-        draw = random.Random(episode.task.id)
-        (env,) = episode.context.envs.values()
-        specs = await LocalTools(await tools_of(env, "env")).list(episode.context)
-        while not episode.over:
-            call = await random_call(env, specs, draw)
-            turn = episode.demonstrate(calls=[call])
-            episode.observe(await episode.call(turn.calls))
-
-
-async def random_call(env: Env, specs: Any, draw: random.Random) -> ToolCall:
-    offered = await call_env(env.available_actions)
-    for spec in specs if offered else ():
-        if list(spec.parameters.get("properties", {})) == [
-            "action"
-        ]:  # `step`, or a tool of its own for texts
-            return ToolCall(spec.name, {"action": draw.choice(offered)})
-    spec = draw.choice(specs)
-    return ToolCall(spec.name, example_of(spec.parameters, draw.randrange(1000)))
-
-
 class Walk:
     """Random episodes of one instance, timed; episode after episode."""
 
     def __init__(self, world: World, tasks: list[Task], number: int) -> None:
         self.world, self.tasks, self.number = world, tasks, number
-        self.env: Any = None
+        self.instance: CheckedInstance | None = None
         self.resets: list[float] = []
         self.steps: list[float] = []
         self._draw = random.Random(number)
 
     async def episode(self, index: int) -> None:
-        if self.env is None:
-            self.env = await call_env(self.world.factory)
+        if self.instance is None:
+            env = await call_env(self.world.factory) if self.world.env else None
+            self.instance = CheckedInstance(self.world.name, env, None if env else self.world.toolset())
         task = self.tasks[(self.number + index) % len(self.tasks)]
         started = time.perf_counter()
-        await reset_env(self.env, task, self.world.name)
+        _, tools, context, specs = await self.instance.start(task)
         self.resets.append(time.perf_counter() - started)
-        tools = LocalTools(await tools_of(self.env, self.world.name))
-        context = ToolContext(f"walk {self.number}", task, {self.world.name: self.env})
-        specs = await tools.list(context)
         for _ in range(self.world.max_turns):
-            call = await random_call(self.env, specs, self._draw)
+            call = await random_call(self.instance.env, specs, self._draw)
             started = time.perf_counter()
-            if call.name == "step":
-                step = await step_env(self.env, str(call.arguments["action"]))
-                result = step.as_result()
-            else:
-                result = await tools.call(call, context)
+            result = await tools.call(call, context)
             self.steps.append(time.perf_counter() - started)
-            if isinstance(result, ToolResult) and result.terminated:
+            if result.terminated:
                 break
 
     async def close(self) -> None:
-        if self.env is not None:
-            await call_env(self.env.close)
+        if self.instance is not None:
+            await self.instance.close()
 
 
 def resident() -> float:
@@ -143,7 +113,9 @@ async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, 
     tasks = world.tasks("held_out")[:tasks_at_most]
     found: dict[str, float] = {
         "expert": success_of(await play(world, Demonstrator(world.expert), tasks)),
-        "random": success_of(await play(world, RandomAgent(), tasks)),
+        "random": success_of(
+            await play(world, RandomAgent(None if world.env else world.toolset()), tasks)
+        ),
     }
     alone = Walk(world, tasks, 0)
     for index in range(max(3, 40 // INSTANCES)):
@@ -165,6 +137,7 @@ async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, 
         await alone.episode(index)
     found["leak"] = resident() - settled
     await alone.close()
+    await close_shared_sandboxes()
     return found
 
 

@@ -56,7 +56,15 @@ def test_training_and_held_out_tasks_are_disjoint() -> None:
         assert not {task.id for task in train} & {task.id for task in held_out}
 
 
-@pytest.mark.parametrize("name", ["babyai", "babyai_cpu", "textcraft"])
+def test_tools_without_an_environment_are_held_to_the_contract() -> None:
+    shown = CliRunner().invoke(app, ["check", "env", "maths", "--episodes", "4"])
+    assert shown.exit_code == 0, shown.output
+    clauses = ("determinism", "bad actions", "concurrent instances", "leaks", "gold solution")
+    assert all(f"ok: {clause}: " in shown.output for clause in clauses)
+    assert "the expert succeeds on 5 of 5 tasks" in shown.output
+
+
+@pytest.mark.parametrize("name", ["babyai", "babyai_cpu", "maths", "textcraft"])
 def test_recipes_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS[name.partition("_")[0]]
     if world.missing():

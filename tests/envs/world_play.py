@@ -9,7 +9,6 @@ from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
-from ludus.tools import as_toolset
 from ludus.training import load_recipe
 
 
@@ -21,13 +20,13 @@ async def play_expert(
     In the action format of its recipe, so that this is known to fit its tools.
     """
     world, agent = WORLDS[name], load_recipe(name).agent
-    pool = EnvPool(world.factory, name=name, size=size)
+    pools = {name: EnvPool(world.factory, name=name, size=size)} if world.env else {}
     playing = Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format(agent.format, **agent.format_options)),
         scorer=Scorer(world.scored_by()),
-        tools=as_toolset([]),
-        pools={name: pool},
+        tools=world.toolset(),
+        pools=pools,
         agent=Demonstrator(world.expert),
         budgets=Budgets(
             max_turns=max_turns or world.max_turns, max_tokens=2_000_000, max_observation_tokens=20_000
@@ -37,4 +36,5 @@ async def play_expert(
     try:
         return [group.trajectories[0] async for group in playing.groups(tasks, seed=1)]
     finally:
-        await pool.close()
+        for pool in pools.values():
+            await pool.close()

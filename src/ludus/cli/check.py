@@ -264,13 +264,15 @@ def env_findings(
     episodes: int | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Whether an environment keeps its contract, clause by clause; `name` is what tasks call it."""
-    factory, world = load_env(reference), WORLDS.get(reference)
+    world = WORLDS.get(reference)
+    factory = load_env(reference) if world is None or world.env is not None else None
     given = load_tasks(tasks) if tasks else world.tasks("held_out") if world is not None else []
     called = name or _name_in(given, reference)
-    found = asyncio.run(_env(factory, given[:1], called))
-    yield from found
-    if any(severity == "error" for severity, _ in found):
-        return  # every clause would fail by the same
+    if factory is not None:
+        found = asyncio.run(_env(factory, given[:1], called))
+        yield from found
+        if any(severity == "error" for severity, _ in found):
+            return  # every clause would fail by the same
     settings: dict[str, Any] = dict(THOROUGH if thorough else QUICK)
     if episodes is not None:
         settings["episodes"] = episodes
@@ -278,12 +280,15 @@ def env_findings(
         settings["expert"] = load_reference(expert)
     elif world is not None:
         settings |= {"expert": world.expert, "rewards": world.scored_by(), "max_turns": world.max_turns}
+    if world is not None and world.tools:
+        settings["tools"] = world.toolset()
     contract = EnvContract(factory, given or [Task.of("check", id="check")], called, **settings)
     severities = {True: "ok", False: "failed", None: "info"}
     with asyncio.Runner() as runner:
         clauses = contract.clauses()
         while (one := runner.run(anext_or_none(clauses))) is not None:
             yield severities[one.ok], f"{one.name}: {one.text}"
+        runner.run(close_shared_sandboxes())
 
 
 async def anext_or_none(clauses: AsyncIterator[Clause]) -> Clause | None:

@@ -1,4 +1,4 @@
-"""A world: an environment with its tasks, rewards and demonstrator, and what has to be installed for it.
+"""A world: an environment or tools, with tasks, rewards and demonstrator, and what has to be installed for it.
 
 Nothing of a world is imported until it is used, so that listing them is quick and needs no extra.
 """
@@ -9,16 +9,17 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolSet
 from ludus.core.registry import Registry, load_reference
 from ludus.core.task import Task
 from ludus.envs.env import Env
+from ludus.tools.library import build_toolset
 
 Split = Literal["train", "held_out"]
 Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
@@ -27,13 +28,16 @@ Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
 
 @dataclass(frozen=True)
 class World:
-    """One prebuilt environment. The module has `training_tasks`, `held_out_tasks` and `expert`."""
+    """One prebuilt environment. The module has `training_tasks`, `held_out_tasks` and `expert`.
+
+    Where tools of the library are all that an agent needs, there is no class, and `tools` names them.
+    """
 
     name: str
     summary: str
     module: str
-    env: str
-    """The name of the environment's class in `module`."""
+    env: str | None = None
+    """The name of the environment's class in `module`; None for tasks with tools alone."""
     rewards: tuple[str, ...] = ()
     """Names of rewards in `module`; with none, the environment pays."""
     extra: str | None = None
@@ -46,6 +50,8 @@ class World:
     """An environment variable with the path of data that cannot be distributed; or alternatives, `A|B`."""
     max_turns: int = 20
     """Turns of an episode in the papers."""
+    tools: tuple[str | Mapping[str, Any], ...] = ()
+    """Tools beside those of the environment, as a recipe names them (`agent.tools`)."""
 
     def missing(self) -> list[str]:
         """What is not installed, each with how to get it."""
@@ -63,9 +69,19 @@ class World:
 
     @property
     def factory(self) -> Callable[[], Env]:
-        """Makes an environment; `ConfigError` says what is not installed."""
+        """Makes an environment; `ConfigError` says what is not installed, or that there is no class."""
+        if self.env is None:
+            named = ", ".join(str(one) for one in self.tools)
+            raise ConfigError(
+                f"{self.name!r} has no environment of its own, only tasks with tools: leave out agent.envs, "
+                f"and set agent.tools ({named}); recipes/{self.name}.toml shows it"
+            )
         factory: Callable[[], Env] = self._load(self.env)
         return factory
+
+    def toolset(self) -> ToolSet:
+        """A tool set of its tools; none where the environment has all of them."""
+        return build_toolset(list(self.tools))
 
     def tasks(self, split: Split) -> list[Task]:
         """Its tasks; `metadata["subtask"]` names the subset of the papers."""
@@ -107,6 +123,14 @@ _ALL = (
         ("success",),
         extra="babyai",
         packages=("minigrid",),
+    ),
+    World(
+        "maths",
+        "Arithmetic and word problems with Python; GSM8K and MATH by path.",
+        "ludus.envs.maths",
+        rewards=("success",),
+        tools=("python",),
+        max_turns=4,
     ),
     World(
         "safe",
@@ -159,7 +183,9 @@ _ALL = (
 )
 WORLDS = {world.name: world for world in _ALL}
 """The prebuilt environments, by name."""
-ENVS = Registry("environment", {world.name: f"{world.module}:{world.env}" for world in _ALL})
+ENVS = Registry(
+    "environment", {world.name: f"{world.module}:{world.env}" for world in _ALL if world.env}
+)
 
 
 def env_name(factory: Callable[[], Any]) -> str:

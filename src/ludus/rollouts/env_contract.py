@@ -1,7 +1,8 @@
 """Does an environment keep its contract? Each clause is tried on real instances, through the agent's own tools.
 
 Instances are made as a run makes them (`EnvPool`: own thread or process included). A clause that raises, hangs
-or finds a difference has failed; the others are tried all the same.
+or finds a difference has failed; the others are tried all the same. Tools without an environment are held to
+the same contract: there, an instance is what an episode has of them, such as a sandbox session.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import random
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import Fault, LudusError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.failures import ConfigError, Fault, LudusError
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
@@ -71,10 +74,17 @@ class _Broken(Exception):
 class RandomAgent(Agent):
     """Draws an action that the environment offers, or any call that the tools' schemas allow."""
 
+    def __init__(self, tools: ToolSet | None = None) -> None:
+        self.tools = tools
+        """Where there is no environment."""
+
     async def run(self, episode: Episode) -> None:
         draw = random.Random(episode.task.id)
-        name, env = next(iter(episode.context.envs.items()))
-        specs = await EnvTools(env, await tools_of(env, name)).list(episode.context)
+        env, tools = None, self.tools
+        if tools is None:
+            name, env = next(iter(episode.context.envs.items()))
+            tools = EnvTools(env, await tools_of(env, name))
+        specs = await tools.list(episode.context)
         while specs and not episode.over:
             turn = episode.demonstrate(calls=[await random_call(env, specs, draw)])
             episode.observe(await episode.call(turn.calls))
@@ -82,7 +92,7 @@ class RandomAgent(Agent):
 
 async def random_call(env: Any, specs: Sequence[ToolSpec], draw: random.Random) -> ToolCall:
     """One of `available_actions()`, where the environment says them and a tool takes a text; else any call."""
-    offered = await call_env(env.available_actions)
+    offered = None if env is None else await call_env(env.available_actions)
     texts = [(spec.name, argument) for spec in specs if (argument := _only_text(spec)) is not None]
     if offered and texts:
         tool, argument = next((one for one in texts if one[0] == "step"), texts[0])
@@ -99,11 +109,44 @@ def _only_text(spec: ToolSpec) -> str | None:
     return name if is_text and "enum" not in properties[name] else None
 
 
+_count = count()
+
+
+class CheckedInstance:
+    """An environment, or what an episode has of tools without one, from episode to episode."""
+
+    def __init__(self, name: str, env: Any, tools: ToolSet | None) -> None:
+        self.name, self.env = name, env
+        self._own_tools = tools
+        self._open: ToolContext | None = None
+
+    async def start(self, task: Task) -> tuple[Any, ToolSet, ToolContext, Sequence[ToolSpec]]:
+        """What a reset shows, and what the agent has from then on."""
+        tools = self._own_tools
+        if tools is not None:
+            await self.close()
+            seen, context = None, ToolContext(f"check {next(_count)}", task)
+            await tools.open(context)
+            self._open = context
+        else:
+            seen = await reset_env(self.env, task, self.name)
+            tools = EnvTools(self.env, await tools_of(self.env, self.name))
+            context = ToolContext("check", task, {self.name: self.env})
+        return seen, tools, context, await tools.list(context)
+
+    async def close(self) -> None:
+        """Closing twice does no harm."""
+        if self._own_tools is None:
+            await call_env(self.env.close)
+        elif self._open is not None:
+            await self._own_tools.close(self._open)
+
+
 @dataclass(slots=True)
 class EnvContract:
     """What is tried, on which tasks and how long."""
 
-    factory: Callable[[], Any]
+    factory: Callable[[], Any] | None
     tasks: Sequence[Task]
     name: str = "env"
     expert: Expert | None = None
@@ -120,10 +163,15 @@ class EnvContract:
     """Tasks that the expert and the random policy play."""
     seconds: float = 120.0
     """For each clause."""
-    pool: EnvPool = field(init=False)
+    tools: ToolSet | None = None
+    """What the agent has where there is no environment."""
+    pool: EnvPool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
+        if self.factory is not None:
+            self.pool = EnvPool(self.factory, name=self.name, size=max(self.instances, 4))
+        elif self.tools is None:
+            raise ConfigError(f"{self.name!r} has neither an environment nor tools")
         # tasks may have other environments too, which are not checked here
         self.tasks = [
             replace(task, envs={self.name: task.envs.get(self.name) or {}}) if task.envs else task
@@ -148,7 +196,20 @@ class EnvContract:
                 yield await self._tried(name, clause)
             yield await self._tried("random policy", self._random, is_number=True)
         finally:
-            await self.pool.close()
+            if self.pool is not None:
+                await self.pool.close()
+
+    @asynccontextmanager
+    async def _instance(self) -> AsyncIterator[CheckedInstance]:
+        if self.pool is not None:
+            async with self.pool.new_instance() as env:
+                yield CheckedInstance(self.name, env, None)
+            return
+        one = CheckedInstance(self.name, None, self.tools)
+        try:
+            yield one
+        finally:
+            await one.close()
 
     async def _tried(
         self, name: str, clause: Callable[[], Awaitable[str]], is_number: bool = False
@@ -170,14 +231,14 @@ class EnvContract:
     async def _determinism(self) -> str:
         actions = 0
         for task in self.tasks[: self.sample]:
-            async with self.pool.new_instance() as one, self.pool.new_instance() as other:
+            async with self._instance() as one, self._instance() as other:
                 first = await self._walk(one, task)
                 _compare(first, await self._walk(other, task), task, "in a second instance")
             actions += len(first) - 1
         return f"{self._counted} and {actions} actions, the same in two instances"
 
     async def _reset_after_done(self) -> str:
-        async with self.pool.new_instance() as env:
+        async with self._instance() as env:
             for task in self.tasks[: self.sample]:
                 first = await self._walk(env, task)
                 await self._solve(env, task)  # leave as much behind as can be
@@ -185,26 +246,28 @@ class EnvContract:
         return f"{self._counted}, the same again after an episode and a reset"
 
     async def _bad_actions(self) -> str:
-        async with self.pool.new_instance() as env:
-            tools, context, specs = await self._began(env, self.tasks[0])
-            count = 0
+        deadline = self.seconds if self.pool is None else self.pool.step_timeout
+        async with self._instance() as env:
+            _, tools, context, specs = await env.start(self.tasks[0])
+            tried = 0
             for what, call in _bad_calls(specs):
                 try:
-                    async with asyncio.timeout(self.pool.step_timeout):
+                    async with asyncio.timeout(deadline):
                         result = await tools.call(call, context)
                 except Exception as error:
                     found = error_with_location(error)
                     raise _Broken(f"{call.name!r} with {what}: {found}; {_FIX}") from error
-                if result.fault is Fault.TOOL_RAISED and _EXCEPTION.match(result.content):
+                is_accident = result.fault is Fault.TOOL_RAISED and self.pool is not None
+                if is_accident and _EXCEPTION.match(result.content):
                     raise _Broken(f"{call.name!r} with {what} raised {result.content:.200}; {_FIX}")
-                count += 1
+                tried += 1
                 if result.terminated:
-                    tools, context, specs = await self._began(env, self.tasks[0])
+                    _, tools, context, specs = await env.start(self.tasks[0])
             await self._walk(env, self.tasks[0])
-        return f"{count} calls ({', '.join(BAD_TEXTS)}; no, wrong and unknown arguments), each answered"
+        return f"{tried} calls ({', '.join(BAD_TEXTS)}; no, wrong and unknown arguments), each answered"
 
     async def _action_after_done(self) -> str:
-        async with self.pool.new_instance() as env:
+        async with self._instance() as env:
             for task in self.tasks[: self.sample]:
                 last = await self._solve(env, task)
                 if last is None:
@@ -222,21 +285,21 @@ class EnvContract:
         return "no episode ended by itself within its turns, so that it was not tried"
 
     async def _close_twice(self) -> str:
-        async with self.pool.new_instance() as env:
+        async with self._instance() as env:
             await self._walk(env, self.tasks[0])
-            await call_env(env.close)
-            await call_env(env.close)
+            await env.close()
+            await env.close()
         return "nothing raised"
 
     async def _concurrent(self) -> str:
         tasks = [self.tasks[number % len(self.tasks)] for number in range(self.instances)]
         alone = {}
-        async with self.pool.new_instance() as env:
+        async with self._instance() as env:
             for task in tasks[: len(self.tasks)]:
                 alone[task.id] = await self._walk(env, task)
 
         async def one(task: Task) -> tuple[Task, Story]:
-            async with self.pool.new_instance() as env:
+            async with self._instance() as env:
                 return task, await self._walk(env, task)
 
         for task, story in await asyncio.gather(*map(one, tasks)):
@@ -244,13 +307,13 @@ class EnvContract:
         return f"{self.instances} at once, each as one alone"
 
     async def _leaks(self) -> str:
-        async with self.pool.new_instance() as env:
-            before = after = _Usage.of(env)
+        async with self._instance() as env:
+            before = after = _Usage.of(env.env)
             for number in range(self.episodes):
                 if number == self.episodes // 2:
-                    before = _Usage.of(env)
+                    before = _Usage.of(env.env)
                 await self._walk(env, self.tasks[number % len(self.tasks)])
-            after = _Usage.of(env)
+            after = _Usage.of(env.env)
         grown = f"in {self.episodes - self.episodes // 2} of {self.episodes} episodes: {after - before}"
         if after.leaks_since(before, self.episodes):
             raise _Broken(grown)
@@ -274,7 +337,7 @@ class EnvContract:
         return text
 
     async def _random(self) -> str:
-        played = await self._play(RandomAgent(), max_turns=self.max_turns)
+        played = await self._play(RandomAgent(self.tools), max_turns=self.max_turns)
         scored = [t for t in played if t.reward is not None]
         mean = sum(t.reward or 0.0 for t in scored) / max(1, len(scored))
         solved = sum(map(is_success, scored))
@@ -286,29 +349,22 @@ class EnvContract:
             engine=FakeEngine([]),
             renderer=Renderer(ByteTokenizer(), load_format("hermes")),
             scorer=Scorer(self.rewards, default_total=None if self.rewards else 0.0),
-            tools=as_toolset([]),
-            pools={self.name: self.pool},
+            tools=self.tools or as_toolset([]),
+            pools={self.name: self.pool} if self.pool is not None else {},
             agent=agent,
             budgets=budgets,
-            max_in_flight=self.pool.size,
+            max_in_flight=max(self.instances, 4),
         )
         tasks = list(self.tasks[: self.gold])
         return [group.trajectories[0] async for group in playing.groups(tasks, seed=0)]
 
-    async def _began(self, env: Any, task: Task) -> tuple[EnvTools, ToolContext, Sequence[ToolSpec]]:
-        await reset_env(env, task, self.name)
-        tools = EnvTools(env, await tools_of(env, self.name))
-        context = ToolContext("check", task, {self.name: env})
-        return tools, context, await tools.list(context)
-
-    async def _walk(self, env: Any, task: Task) -> Story:
+    async def _walk(self, env: CheckedInstance, task: Task) -> Story:
         """A random episode, the same each time; what was seen."""
-        story: Story = [(await reset_env(env, task, self.name),)]
-        tools = EnvTools(env, await tools_of(env, self.name))
-        context = ToolContext("check", task, {self.name: env})
-        specs, draw = await tools.list(context), random.Random(task.id)
+        seen, tools, context, specs = await env.start(task)
+        story: Story = [(seen,)]
+        draw = random.Random(task.id)
         for _ in range(self.max_turns if specs else 0):
-            call = await random_call(env, specs, draw)
+            call = await random_call(env.env, specs, draw)
             result = await tools.call(call, context)
             story.append(
                 (
@@ -324,9 +380,11 @@ class EnvContract:
                 break
         return story
 
-    async def _solve(self, env: Any, task: Task) -> tuple[ToolCall, EnvTools, ToolContext] | None:
+    async def _solve(
+        self, env: CheckedInstance, task: Task
+    ) -> tuple[ToolCall, ToolSet, ToolContext] | None:
         """Play to the end, as the expert does where there is one; the last call, if it ended the episode."""
-        tools, context, specs = await self._began(env, task)
+        _, tools, context, specs = await env.start(task)
         script = self.expert(task) if self.expert is not None else None
         draw, result = random.Random(task.id), ToolResult("")
         for turn in range(self.max_turns * (4 if script is not None else 1)):
@@ -334,7 +392,7 @@ class EnvContract:
                 if script is not None:
                     move = next(script) if turn == 0 else script.send(result.content)
                 else:
-                    move = await random_call(env, specs, draw) if specs else ""
+                    move = await random_call(env.env, specs, draw) if specs else ""
             except StopIteration:
                 return None
             if isinstance(move, str):

@@ -8,10 +8,8 @@ are loaded by `question_tasks`, and the known sets of the folder LUDUS_QA_DATA b
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
+from ludus.envs.data import ENDINGS, data_path, read_rows
 from ludus.envs.env import Env
 from ludus.envs.search import fiction
 from ludus.rewards import reward
@@ -133,7 +132,7 @@ def question_tasks(
     the environment gets: `corpus`, `method`, `k`, `model`.
     """
     label = name or Path(path).name.split(".")[0]
-    rows = list(_rows(Path(path)))
+    rows = read_rows(Path(path))
     chosen = (
         range(len(rows)) if count is None else sorted(shuffled(len(rows), key(_SEED, label))[:count])
     )
@@ -152,24 +151,6 @@ def question_tasks(
             )
         )
     return tasks
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            yield from pyarrow.parquet.read_table(path).to_pylist()
-            return
-        text = path.read_text(encoding="utf-8-sig")
-        rows = (
-            [json.loads(line) for line in text.split("\n") if line.strip()]
-            if path.suffix == ".jsonl"
-            else json.loads(text)
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the questions {path} cannot be read: {error}") from None
-    yield from rows["data"] if isinstance(rows, dict) and "data" in rows else rows
 
 
 def _question(row: Any, where: str) -> tuple[str, str | list[str]]:
@@ -207,14 +188,8 @@ def evaluation_tasks(count: int = 400) -> list[Task]:
     A set whose corpus is beside it (`2wiki_corpus.json.gz`) is searched there; for the others, give the agent
     the tool `search` or `web_search`, and no environment.
     """
-    folder = Path(os.environ.get(QA_DATA, ""))
-    if not folder.is_absolute() or not folder.is_dir():
-        raise ConfigError(
-            f"set {QA_DATA} to the folder with the files of questions (docs/envs/search.md)"
-        )
-    files = sorted(
-        file for file in folder.iterdir() if file.name.endswith((".json", ".jsonl", ".parquet"))
-    )
+    folder = data_path(QA_DATA, "the folder with the files of questions (docs/envs/search.md)")
+    files = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
     tasks: list[Task] = []
     for name in _SETS:
         for file in files:

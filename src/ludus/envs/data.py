@@ -1,0 +1,53 @@
+"""Files of questions that users have and that cannot be distributed, named by environment variables."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError
+
+ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
+"""The files that hold rows."""
+
+
+def data_path(variable: str, what: str) -> Path:
+    """The file or folder that an environment variable names."""
+    path = Path(os.environ.get(variable, ""))
+    if not path.is_absolute() or not path.exists():
+        raise ConfigError(f"set {variable} to {what}, by its absolute path")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file: JSON lines, a JSON list (or a table with the key `data`), Parquet; .gz too."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            found: Any = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            packed = path.read_bytes()
+            text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8-sig")
+            # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028)
+            is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
+            lines = [line for line in text.split("\n") if line.strip()] if is_lines else []
+            found = [json.loads(line) for line in lines] if is_lines else json.loads(text)
+    except (OSError, EOFError, ValueError, ImportError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    rows = found.get("data", [found]) if isinstance(found, Mapping) else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path} holds no rows: it needs a list of tables")
+    return rows
+
+
+def files_of(folder: Path, *words: str) -> list[Path]:
+    """The files with rows below a folder with one of these words in their path there, sorted; or the file."""
+    if not folder.is_dir():
+        return [folder]
+    found = sorted(path for path in folder.rglob("*") if path.name.endswith(ENDINGS))
+    return [one for one in found if any(word in str(one.relative_to(folder)).lower() for word in words)]
