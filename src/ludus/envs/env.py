@@ -65,6 +65,8 @@ class Env:
     """Where an instance lives: "none" shares this process's threads, "thread" has one thread for all of its
     sync methods (what is not thread-safe), "process" a process of its own (what crashes, hangs or leaks). A
     recipe decides first (`agent.pools.NAME.isolation`)."""
+    step_timeout: ClassVar[float] = 60.0
+    """Seconds that a call may take before the instance is replaced; a recipe decides first (`agent.pools`)."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.

@@ -17,6 +17,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class IsolatedEnv:
     ) -> None:
         """`call_timeout` bounds attributes and methods by name; a pool bounds all other calls."""
         own: dict[str, Any] = {"_name": name, "_call_timeout": call_timeout, "_memory_mb": memory_mb}
-        own |= {"_kind": factory if isinstance(factory, type) else IsolatedEnv}
+        maker = factory.func if isinstance(factory, partial) else factory  # a class with options
+        own |= {"_kind": maker if isinstance(maker, type) else IsolatedEnv}
         own |= {"_lock": threading.Lock(), "_worker": None, "_ending": "", "_methods": {}}
         vars(self).update(own)
         try:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,8 +51,8 @@ class PoolConfig(Config):
     """Seconds that making or resetting an instance may take."""
     reset_retries: int = Field(default=2, ge=0)
     """How often another instance is tried when one cannot be made or reset."""
-    step_timeout: float = Field(default=60.0, gt=0)
-    """Seconds that a call of an instance may take; then it is replaced, and the episode is played again."""
+    step_timeout: float | None = Field(default=None, gt=0)
+    """Seconds that a call may take before its instance is replaced; as the class says (60) when left out."""
     close_timeout: float = Field(default=10.0, gt=0)
     """Seconds that closing an instance, or asking whether it is healthy, may take."""
     time_to_live: float | None = Field(default=None, gt=0)
@@ -67,6 +67,8 @@ class PoolConfig(Config):
     """MiB above which an instance's process is replaced, between episodes (isolation = "process")."""
     show_actions: ShowActions | None = None
     """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that instances are made with, by name: those of the environment's class."""
 
 
 @dataclass(slots=True, eq=False)
@@ -234,6 +236,20 @@ class PoolStats:
     """Creations, resets, health checks and closes that went wrong."""
 
 
+def checked_options(
+    factory: Callable[..., Any], name: str, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`factory`, if it takes these arguments."""
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise ConfigError(
+            f"agent.pools.{name}.options: {error}; the arguments that {name!r} takes: {takes}"
+        ) from None
+    return factory
+
+
 class EnvPool:
     """Hands out instances that `factory` (a class or a function, sync or async) makes."""
 
@@ -249,11 +265,12 @@ class EnvPool:
         reset_timeout: float | None = 60.0,
         close_timeout: float = 10.0,
         reset_retries: int = 2,
-        step_timeout: float | None = 60.0,
+        step_timeout: float | None = None,
         spares: int = 0,
         isolation: Isolation | None = None,
         memory_mb: int | None = None,
         show_actions: ShowActions | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """The settings are those of `PoolConfig`."""
         if size < 1:
@@ -261,8 +278,11 @@ class EnvPool:
         self.name, self.size, self.max_wait = name, size, max_wait
         self._time_to_live, self._max_uses = time_to_live, max_uses
         self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
-        self.step_timeout, self.spares = step_timeout, spares
+        own: float = getattr(factory, "step_timeout", Env.step_timeout)
+        self.step_timeout, self.spares = step_timeout or own, spares
         self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
+        if options:
+            factory = partial(checked_options(factory, name, options), **options)
         if memory_mb is not None and self.isolation != "process":
             raise ConfigError(
                 f"the environment {name!r}: memory_mb bounds the process of an instance, and with isolation = "
@@ -274,7 +294,7 @@ class EnvPool:
                 factory,
                 name,
                 start_timeout=reset_timeout,
-                call_timeout=step_timeout,
+                call_timeout=self.step_timeout,
                 memory_mb=memory_mb,
             )
         self._show_actions = show_actions

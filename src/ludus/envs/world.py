@@ -161,6 +161,15 @@ _ALL = (
         max_turns=8,
     ),
     World(
+        "swe",
+        "Mend a bug in a small repository, from the text of an issue; hidden tests decide.",
+        "ludus.envs.swe",
+        "SWE",
+        ("success",),
+        programs=("bash", "tar"),
+        max_turns=30,
+    ),
+    World(
         "textcraft",
         "Craft an item of Minecraft from crafting commands, at depth 1 to 4.",
         "ludus.envs.textcraft",
