@@ -47,7 +47,7 @@ _SESSION = "repository"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RepositoryTask:
     """What the agent starts with, and the tests it does not see."""
 
     files: Tree
@@ -75,7 +75,7 @@ class SWE(Env):
             )
         self.config = sandbox or SandboxConfig(limits=LIMITS)
         self.reward_seconds = reward_seconds
-        self.problem: Problem | None = None
+        self.problem: RepositoryTask | None = None
         self.submitted = False
         self._tree: Tree | None = None
         self._workspace = _Workspace(self)
@@ -90,7 +90,7 @@ class SWE(Env):
         found, its = find_bug(repository, bug)
         files = {name: text.encode() for name, text in found.with_bug(its).items()}
         others = tuple(name for name in found.tests if name not in its.fails)
-        self.problem = Problem(files, ExampleTests(found.tests, found.setup), its.fails, others)
+        self.problem = RepositoryTask(files, ExampleTests(found.tests, found.setup), its.fails, others)
         self.submitted, self._tree = False, None
 
     def tools(self) -> list[Any]:
@@ -134,7 +134,7 @@ class SWE(Env):
     def render(self) -> str:
         return f"{'submitted' if self.submitted else 'at work'}: {sorted(self._now().files)}"
 
-    def _now(self) -> Problem:
+    def _now(self) -> RepositoryTask:
         if self.problem is None:
             raise RuntimeError("reset it first")
         return self.problem
@@ -175,7 +175,7 @@ class _Workspace(EpisodeSessions):
         return session
 
 
-def _shares(problem: Problem, passed: Mapping[str, bool]) -> dict[str, float]:
+def _shares(problem: RepositoryTask, passed: Mapping[str, bool]) -> dict[str, float]:
     shares = {}
     for kind, names in (("fail_to_pass", problem.fail_to_pass), ("pass_to_pass", problem.pass_to_pass)):
         shares[kind] = sum(passed.get(name, False) for name in names) / len(names) if names else 1.0
