@@ -177,6 +177,10 @@ def test_packaged_recipes_are_found_by_name_and_can_be_begun_with(
     from ludus.training import load_parts, load_recipe
 
     monkeypatch.chdir(tmp_path)
+    problem = {"question": "What is 6 times 7?", "answer": "6*7=<<6*7=42>>42\n#### 42"}
+    for split in ("train", "test"):  # of GSM8K, whose files are the user's
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(problem) + "\n")
+    monkeypatch.setenv("LUDUS_GSM8K", str(tmp_path))
     packaged = load_recipe(name, ["seed=7"])
     if name in WORLDS and (missing := WORLDS[name].missing()):
         pytest.skip(f"needs {'; '.join(missing)}")
