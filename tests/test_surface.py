@@ -64,6 +64,13 @@ def test_the_surface_is_frozen() -> None:
     assert surface() == FROZEN.read_text(), f"see the top of {Path(__file__).name}"
 
 
+def test_the_package_runs_as_the_command() -> None:
+    said = subprocess.run([sys.executable, "-m", "ludus", "--version"], capture_output=True, text=True)
+    assert said.returncode == 0 and said.stdout.startswith("ludus 0."), said.stderr
+    said = subprocess.run([sys.executable, "-m", "ludus", "fly"], capture_output=True, text=True)
+    assert said.returncode == 2 and "Traceback" not in said.stderr
+
+
 def test_every_public_name_can_be_imported() -> None:
     import ludus
 
