@@ -161,6 +161,14 @@ _ALL = (
         max_turns=8,
     ),
     World(
+        "sql",
+        "Answer questions about a database with a query; Spider and dbbench by path.",
+        "ludus.envs.sql",
+        "Sql",
+        ("success",),
+        max_turns=5,
+    ),
+    World(
         "swe",
         "Mend a bug in a small repository, from the text of an issue; hidden tests decide.",
         "ludus.envs.swe",

@@ -102,7 +102,7 @@ class SqlTool(_DatabaseTool):
             )
         note = f"{lease.note}\n" if lease.note and self.scratch else ""
         if not result.ok:
-            return ToolResult(note + _problem(result), fault=_fault(result))
+            return ToolResult(note + problem_of(result), fault=fault_of(result))
         return ToolResult(note + rendered(result))
 
 
@@ -128,7 +128,7 @@ class SchemaTool(_DatabaseTool):
                 control=self.sessions.config,
             )
         if isinstance(tables, QueryResult):
-            return ToolResult(_problem(tables), fault=_fault(tables))
+            return ToolResult(problem_of(tables), fault=fault_of(tables))
         text = described(tables, table)
         if text:
             return ToolResult(text)
@@ -140,11 +140,13 @@ class SchemaTool(_DatabaseTool):
         raise ToolFault(f"there is no table {table[:100]!r}. {hint}")
 
 
-def _problem(result: QueryResult) -> str:
+def problem_of(result: QueryResult) -> str:
+    """What the model reads of a query without a result."""
     return f"Error: {result.message}"
 
 
-def _fault(result: QueryResult) -> Fault:
+def fault_of(result: QueryResult) -> Fault:
+    """Whose and what kind of fault that is."""
     return _FAULTS.get(result.problem or SqlProblem.SQL, Fault.TOOL_RAISED)
 
 
