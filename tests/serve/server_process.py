@@ -26,16 +26,20 @@ _PROGRAM = (
 
 
 class ServerProcess:
-    """`ludus serve tools` with tools of `served_tools.py`, on a free port."""
+    """`ludus serve tools` with tools of `served_tools.py`, or `ludus serve env`, on a free port."""
 
     def __init__(
-        self, *tools: str, options: tuple[str, ...] = (), env: dict[str, str | None] | None = None
+        self,
+        *tools: str,
+        options: tuple[str, ...] = (),
+        env: dict[str, str | None] | None = None,
+        what: str = "tools",
     ) -> None:
         """`env` adds to the environment; None takes a variable out of it."""
-        references = [name if ":" in name else f"{TOOLS}:{name}" for name in tools]
+        references = [name if ":" in name or what == "env" else f"{TOOLS}:{name}" for name in tools]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, "tools", *references, *options],
+            [sys.executable, "-c", _PROGRAM, what, *references, *options],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={
@@ -83,10 +87,13 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(
-    *tools: str, options: tuple[str, ...] = (), env: dict[str, str | None] | None = None
+    *tools: str,
+    options: tuple[str, ...] = (),
+    env: dict[str, str | None] | None = None,
+    what: str = "tools",
 ) -> Iterator[ServerProcess]:
     """A server for the length of a test."""
-    server = ServerProcess(*tools, options=options, env=env)
+    server = ServerProcess(*tools, options=options, env=env, what=what)
     try:
         yield server
     finally:

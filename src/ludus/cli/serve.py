@@ -1,4 +1,4 @@
-"""`ludus serve`: tools behind HTTP, until told to stop."""
+"""`ludus serve`: tools and environments behind HTTP, until told to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -21,15 +21,43 @@ if TYPE_CHECKING:
 
 
 serve_app = typer.Typer(
-    help="Serve tools over HTTP.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Serve tools and environments over HTTP.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 Backend = Literal["local", "processes", "ray"]
+Isolated = Literal["none", "thread", "process"]
+Settings = dict[str, Any]
+
+# The options that both servers have.
+Host = Annotated[str, typer.Option(help="Others can reach it only with a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Calls that run at once.")]
+Queue = Annotated[int, typer.Option(min=0, help="Calls that wait; more are refused.")]
+MaxSessions = Annotated[int, typer.Option(min=1, help="Sessions open at once.")]
+IdleSeconds = Annotated[float, typer.Option(help="When an unused session is closed.")]
+DrainSeconds = Annotated[float, typer.Option(help="Grace for running calls at the end.")]
+OrphanSeconds = Annotated[float, typer.Option(help="How long a call outlives its caller's connection.")]
+ClientSeconds = Annotated[float, typer.Option(help="Patience with slow clients.")]
+KeepaliveSeconds = Annotated[float, typer.Option(help="Patience with silent ones.")]
+MaxBodyBytes = Annotated[int, typer.Option(min=1024, help="The largest request.")]
+HeldBytes = Annotated[
+    int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with the token; LUDUS_TOKEN when left out, on loopback a token of your own."
+    ),
+]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Let every user of this machine call the server.")
+]
+Quiet = Annotated[bool, typer.Option(help="Log warnings only.")]
 
 
 @serve_app.callback()
 def _serve() -> None:
-    """Serve tools over HTTP."""
+    """Serve tools and environments over HTTP."""
 
 
 @serve_app.command("tools")
@@ -45,66 +73,132 @@ def serve_tools(
     settings: Annotated[
         Path | None,
         typer.Option(
-            "--config", help="A TOML file with tools = [...] and a table sandbox, as in a recipe."
+            "--config",
+            help="A TOML file with tools = [...] and tables sandbox and envs, as in a recipe.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Others can reach it only with a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
     backend: Annotated[
         Backend, typer.Option(help="Where tools run: this process, worker processes, Ray actors.")
     ] = "local",
     workers: Annotated[int, typer.Option(min=1, help="Processes or actors.")] = 2,
-    concurrency: Annotated[int, typer.Option(min=1, help="Calls that run at once.")] = 256,
-    queue: Annotated[int, typer.Option(min=0, help="Calls that wait; more are refused.")] = 4096,
+    concurrency: Concurrency = 256,
+    queue: Queue = 4096,
     limit: Annotated[
         list[str] | None, typer.Option(help="Calls of one tool that run at once: NAME=NUMBER.")
     ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions open at once.")] = 16_384,
-    idle_seconds: Annotated[float, typer.Option(help="When an unused session is closed.")] = 1800.0,
-    drain_seconds: Annotated[float, typer.Option(help="Grace for running calls at the end.")] = 30.0,
-    orphan_seconds: Annotated[
-        float, typer.Option(help="How long a call outlives its caller's connection.")
-    ] = 5.0,
-    client_seconds: Annotated[float, typer.Option(help="Patience with slow clients.")] = 30.0,
-    keepalive_seconds: Annotated[float, typer.Option(help="Patience with silent ones.")] = 75.0,
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="The largest request.")] = 8_000_000,
-    held_bytes: Annotated[
-        int, typer.Option(min=1024, help="Large requests held at once, in bytes; more are read later.")
-    ] = 32_000_000,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file with the token; LUDUS_TOKEN when left out, on loopback a token of your own."
-        ),
-    ] = None,
-    no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every user of this machine call the tools.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option(help="Log warnings only.")] = False,
+    max_sessions: MaxSessions = 16_384,
+    idle_seconds: IdleSeconds = 1800.0,
+    drain_seconds: DrainSeconds = 30.0,
+    orphan_seconds: OrphanSeconds = 5.0,
+    client_seconds: ClientSeconds = 30.0,
+    keepalive_seconds: KeepaliveSeconds = 75.0,
+    max_body_bytes: MaxBodyBytes = 8_000_000,
+    held_bytes: HeldBytes = 32_000_000,
+    token_file: TokenFile = None,
+    no_token: NoToken = False,
+    quiet: Quiet = False,
 ) -> None:
     """Serve tools to runs elsewhere. Prints {"address": ...} when it is ready; SIGTERM drains it."""
-    from ludus.serve import ServerConfig
-
-    config = ServerConfig.parse(
-        {
-            "host": host,
-            "port": port,
-            "concurrency": concurrency,
-            "queue": queue,
-            "tool_concurrency": _limits(limit or []),
-            "max_sessions": max_sessions,
-            "idle_seconds": idle_seconds,
-            "drain_seconds": drain_seconds,
-            "orphan_seconds": orphan_seconds,
-            "client_seconds": client_seconds,
-            "keepalive_seconds": keepalive_seconds,
-            "max_body_bytes": max_body_bytes,
-            "held_bytes": held_bytes,
-        },
-        "the command line",
+    config = _config(
+        host=host,
+        port=port,
+        concurrency=concurrency,
+        queue=queue,
+        tool_concurrency=_limits(limit or []),
+        max_sessions=max_sessions,
+        idle_seconds=idle_seconds,
+        drain_seconds=drain_seconds,
+        orphan_seconds=orphan_seconds,
+        client_seconds=client_seconds,
+        keepalive_seconds=keepalive_seconds,
+        max_body_bytes=max_body_bytes,
+        held_bytes=held_bytes,
     )
     token, kept = _token(token_file, no_token, host)
     _run(_tools(references or [], settings), backend, workers, config, token, kept, quiet)
+
+
+@serve_app.command("env")
+def serve_env(
+    references: Annotated[
+        list[str],
+        typer.Argument(
+            help="A prebuilt one's name (ludus envs), module:Class, file.py:Class, gymnasium:ID; with a "
+            "name of its own as NAME=...",
+            metavar="ENV...",
+            show_default=False,
+        ),
+    ],
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Processes behind the address; a session stays in one of them.")
+    ] = 1,
+    size: Annotated[int, typer.Option(min=1, help="Instances of each in each replica at most.")] = 64,
+    spares: Annotated[int, typer.Option(min=0, help="Instances kept ready beside those in use.")] = 0,
+    isolation: Annotated[
+        Isolated | None, typer.Option(help="Where an instance lives; as its class says when left out.")
+    ] = None,
+    step_timeout: Annotated[float, typer.Option(help="Seconds that a call may take.")] = 60.0,
+    reset_timeout: Annotated[float, typer.Option(help="Seconds that a start or reset may take.")] = 60.0,
+    max_wait: Annotated[
+        float, typer.Option(help="Seconds that a session waits for an instance.")
+    ] = 300.0,
+    max_idle: Annotated[
+        float, typer.Option(help="When an instance that no session holds is closed.")
+    ] = 600.0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    concurrency: Concurrency = 1024,
+    queue: Queue = 4096,
+    max_sessions: MaxSessions = 16_384,
+    idle_seconds: IdleSeconds = 900.0,
+    drain_seconds: DrainSeconds = 30.0,
+    orphan_seconds: OrphanSeconds = 5.0,
+    client_seconds: ClientSeconds = 30.0,
+    keepalive_seconds: KeepaliveSeconds = 75.0,
+    max_body_bytes: MaxBodyBytes = 8_000_000,
+    held_bytes: HeldBytes = 32_000_000,
+    token_file: TokenFile = None,
+    no_token: NoToken = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve environments to runs elsewhere, which name the address: envs = { craft = "http://host:port" }.
+
+    Prints {"address": ...} when it is ready; SIGTERM drains it.
+    """
+    config = _config(
+        host=host,
+        port=port,
+        concurrency=concurrency,
+        queue=queue,
+        max_sessions=max_sessions,
+        idle_seconds=idle_seconds,
+        drain_seconds=drain_seconds,
+        orphan_seconds=orphan_seconds,
+        client_seconds=client_seconds,
+        keepalive_seconds=keepalive_seconds,
+        max_body_bytes=max_body_bytes,
+        held_bytes=held_bytes,
+    )
+    token, kept = _token(token_file, no_token, host)
+    pool: Settings = {"size": size, "spares": spares, "isolation": isolation, "max_idle": max_idle}
+    pool |= {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "max_wait": max_wait}
+    served: list[ToolReference] = [_env(reference, pool) for reference in references]
+    _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, quiet)
+
+
+def _env(text: str, pool: Settings) -> ToolReference:
+    name, equals, reference = text.partition("=")
+    if not equals or not name.isidentifier():  # an address may have a = of its own
+        return {"env": text, "pool": pool}
+    return {"env": reference, "name": name, "pool": pool}
+
+
+def _config(**settings: object) -> ServerConfig:
+    from ludus.serve import ServerConfig
+
+    return ServerConfig.parse(settings, "the command line")
 
 
 def _tools(references: list[str], settings: Path | None) -> list[ToolReference]:
@@ -126,21 +220,22 @@ def _run(
     token_file: Path | None,
     quiet: bool,
 ) -> None:
+    from ludus.envs.served import LOADER, load_served
     from ludus.serve import ToolServer, serve_until_told
     from ludus.serve.telemetry import log_as_json
-    from ludus.tools.hosting import LocalHost, ProcessHost, ToolHost, load_tools
+    from ludus.tools.hosting import LocalHost, ProcessHost, ToolHost
 
     log_as_json(level=logging.WARNING if quiet else logging.INFO)
     announce = _private_stdout()
 
     def make_host() -> ToolHost:
         if backend == "processes":
-            return ProcessHost(references, workers)
+            return ProcessHost(references, workers, loader=LOADER)
         if backend == "ray":
             from ludus.dist import RayHost
 
-            return RayHost(references, workers)
-        return LocalHost(lambda: load_tools(references))
+            return RayHost(references, workers, loader=LOADER)
+        return LocalHost(lambda: load_served(references))
 
     def ready(address: str) -> None:
         with suppress(BrokenPipeError):  # the parent may have closed its end

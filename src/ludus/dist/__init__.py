@@ -19,7 +19,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.messages import Json
 from ludus.tools.hosting import PooledHost, ToolFacts, ToolReference, WorkerDied
-from ludus.tools.hosting.host import reply_of
+from ludus.tools.hosting.host import LOADER, reply_of
 from ludus.tools.hosting.worker import HostedTools
 
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024
@@ -37,10 +37,11 @@ class RayHost(PooledHost):
         *,
         address: str | None = None,
         cpus: float = 1.0,
+        loader: str = LOADER,
     ) -> None:
         """`cpus` is what each actor claims of its node. Files named in references must exist on every node."""
         absolute = [_absolute(reference) for reference in references]
-        super().__init__(lambda: RayWorker(absolute, cpus), workers)
+        super().__init__(lambda: RayWorker(absolute, cpus, loader), workers)
         self._address, self._claimed = address, workers * cpus
         self._started_ray = False
 
@@ -68,8 +69,10 @@ class RayHost(PooledHost):
 class RayWorker:
     """One actor."""
 
-    def __init__(self, references: Sequence[ToolReference], cpus: float) -> None:
-        self._references, self._cpus = list(references), cpus
+    def __init__(
+        self, references: Sequence[ToolReference], cpus: float, loader: str = LOADER
+    ) -> None:
+        self._references, self._cpus, self._loader = list(references), cpus, loader
         self._actor: Any = None
         self._end: Any = None
 
@@ -80,7 +83,9 @@ class RayWorker:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         try:
             async with asyncio.timeout(_START_SECONDS):
-                answer: Json = await self._actor.build.remote(path, self._references)
+                answer: Json = await self._actor.build.remote(
+                    path, self._references, self._loader
+                )
         except TimeoutError:
             message = f"no actor came up within {_START_SECONDS:g} seconds; has the cluster free cores?"
             raise ConfigError(message) from None
@@ -117,9 +122,9 @@ class RayWorker:
 class _ToolActor:
     """What runs in the cluster."""
 
-    async def build(self, path: list[str], references: list[ToolReference]) -> Json:
+    async def build(self, path: list[str], references: list[ToolReference], loader: str) -> Json:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
-        self._tools = HostedTools(references)
+        self._tools = HostedTools(references, loader)
         return await self._tools.load()
 
     async def perform(self, operation: str, body: Json) -> Json:

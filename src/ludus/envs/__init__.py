@@ -14,6 +14,7 @@ from ludus.envs.env import (
     takes_text,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
+from ludus.envs.remote import RemoteEnv, RemoteEnvs
 from ludus.envs.tools import EnvAccess, EnvTools, tools_of
 from ludus.envs.world import WORLDS, World, env_name, load_env
 
@@ -28,6 +29,8 @@ __all__ = [
     "Observation",
     "PoolConfig",
     "PoolStats",
+    "RemoteEnv",
+    "RemoteEnvs",
     "Severity",
     "Step",
     "World",

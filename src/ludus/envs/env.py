@@ -7,12 +7,18 @@ without blocking the event loop, and normalise what they return.
 from __future__ import annotations
 
 import inspect
+import json
 from asyncio import timeout as deadline
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
+from ludus.core.codec import decode
 from ludus.core.concurrency import threads_for
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, Media, ToolResult
@@ -285,6 +291,51 @@ def takes_text(env: Any) -> bool:
     """Whether it takes plain-text actions: it has a `step` of its own."""
     own: bool = getattr(env, "takes_text", getattr(type(env), "step", Env.step) is not Env.step)
     return own
+
+
+_MOST_STATE = 65_536
+"""Characters of JSON up to which an attribute travels with an environment's state."""
+
+
+async def public_state(env: Any) -> Json:
+    """An environment's public attributes and properties as JSON, for rewards in another process.
+
+    Left out are methods, what JSON has no word for, and what takes more than 64 kB.
+    """
+    own = getattr(type(env), "public_state", None)
+    state: Json = await call_env(partial(read_state, env) if own is None else env.public_state)
+    return state
+
+
+def read_state(env: Any) -> Json:
+    """The same, where the environment lives."""
+    names = [name for name in getattr(env, "__dict__", {}) if not name.startswith("_")]
+    for kind in type(env).__mro__:
+        found = [name for name, one in vars(kind).items() if isinstance(one, property | cached_property)]
+        names += [name for name in found if not name.startswith("_")]
+    state: Json = {}
+    for name in dict.fromkeys(names):
+        try:
+            value = to_jsonable_python(getattr(env, name), inf_nan_mode="null")
+            if len(json.dumps(value)) <= _MOST_STATE:
+                state[name] = value
+        except Exception:  # noqa: BLE001, S112 - user code, and objects that are no data
+            continue
+    return state
+
+
+_OBSERVATION = TypeAdapter(Observation)
+
+
+def observation_to_json(seen: Observation) -> Json:
+    """An observation with its media, for another process."""
+    fields: Json = _OBSERVATION.dump_python(seen, mode="json")
+    return fields
+
+
+def observation_from_json(raw: Any) -> Observation:
+    """The observation; a `ValueError` says what does not fit."""
+    return decode(_OBSERVATION, raw)
 
 
 def as_observation(value: Any) -> Observation:

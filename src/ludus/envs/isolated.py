@@ -29,11 +29,11 @@ from ludus.core.concurrency import (
     set_own_thread,
 )
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, LudusError, ToolFault
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.processes import CallWorker, NotPicklable
 from ludus.core.task import Task
 from ludus.core.user_code import UserError
-from ludus.envs.env import Observation, Step, call_env, reset_env, step_env, takes_text
+from ludus.envs.env import Observation, Step, call_env, read_state, reset_env, step_env, takes_text
 from ludus.envs.tools import tools_of
 from ludus.tools import LocalTools, Tool
 from ludus.tools.calling import Encode
@@ -104,6 +104,11 @@ class IsolatedEnv:
 
     def render(self) -> Any:
         return self._ask("method", "render", (), {})
+
+    def public_state(self) -> Json:
+        """Its attributes as JSON, read over there."""
+        found: Json = self._ask("state")
+        return found
 
     def is_healthy(self) -> bool:
         """Whether its process lives, has not grown above `memory_mb`, and the environment itself agrees."""
@@ -296,6 +301,8 @@ class _Host:
             if self.toolset is None:
                 self.toolset = LocalTools(await tools_of(self.env, self.name))
             return await self.toolset.call(call, ToolContext(episode, task, {self.name: self.env}))
+        if what == "state":
+            return await call_env(read_state, self.env)
         if what == "method":
             name, given, named = args
             return await call_env(getattr(self.env, name), *given, **named)

@@ -57,6 +57,8 @@ class PoolConfig(Config):
     """Seconds that closing an instance, or asking whether it is healthy, may take."""
     time_to_live: float | None = Field(default=None, gt=0)
     """Seconds after which an instance is replaced, between episodes; for ever when left out."""
+    max_idle: float | None = Field(default=None, gt=0)
+    """Seconds after which an instance that no episode uses is closed; spares stay."""
     max_uses: int | None = Field(default=None, ge=1)
     """Episodes after which an instance is replaced; any number when left out."""
     spares: int = Field(default=0, ge=0)
@@ -261,6 +263,7 @@ class EnvPool:
         size: int = 16,
         max_wait: float = 300.0,
         time_to_live: float | None = None,
+        max_idle: float | None = None,
         max_uses: int | None = None,
         reset_timeout: float | None = 60.0,
         close_timeout: float = 10.0,
@@ -276,8 +279,8 @@ class EnvPool:
         if size < 1:
             raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
         self.name, self.size, self.max_wait = name, size, max_wait
-        self._time_to_live, self._max_uses = time_to_live, max_uses
-        self._reset_timeout, self._reset_retries = reset_timeout, reset_retries
+        self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses
+        self.reset_timeout, self._reset_retries = reset_timeout, reset_retries
         own: float = getattr(factory, "step_timeout", Env.step_timeout)
         self.step_timeout, self.spares = step_timeout or own, spares
         self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
@@ -404,7 +407,7 @@ class EnvPool:
             instance = await self._next_instance(first=attempt > 0)
             attempt += 1
             try:
-                seen = await reset_env(instance.env, task, self.name, timeout=self._reset_timeout)
+                seen = await reset_env(instance.env, task, self.name, timeout=self.reset_timeout)
             except BaseException as error:
                 self._retire(instance)  # its state is unknown
                 if not isinstance(error, Exception) or isinstance(error, ConfigError):
@@ -508,10 +511,7 @@ class EnvPool:
         else:
             instance.has_rested = True
             self._idle.append(instance)
-            if self._time_to_live is not None:
-                left = max(0.0, instance.born + self._time_to_live - time.monotonic())
-                loop = asyncio.get_running_loop()
-                instance.expiry = loop.call_later(left, self._expire, instance)
+            self._expire_later(instance)
 
     def _take_idle(self, instance: Instance) -> Instance:
         self._idle.remove(instance)
@@ -521,9 +521,23 @@ class EnvPool:
             instance.expiry = None
         return instance
 
+    def _expire_later(self, instance: Instance) -> None:
+        limits = []
+        if self._time_to_live is not None:
+            limits.append(max(0.0, instance.born + self._time_to_live - time.monotonic()))
+        if self._max_idle is not None:
+            limits.append(self._max_idle)
+        if limits:
+            loop = asyncio.get_running_loop()
+            instance.expiry = loop.call_later(min(limits), self._expire, instance)
+
     def _expire(self, instance: Instance) -> None:
-        if instance in self._idle:
+        if instance not in self._idle:
+            return
+        if self._is_worn_out(instance) or len(self._idle) > self.spares:
             self._retire(self._take_idle(instance))
+        else:
+            self._expire_later(instance)
 
     def _is_worn_out(self, instance: Instance) -> bool:
         age = time.monotonic() - instance.born

@@ -6,11 +6,13 @@ Nothing of a world is imported until it is used, so that listing them is quick a
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,9 +217,44 @@ def env_name(factory: Callable[[], Any]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own).lower()
 
 
-def load_env(reference: str) -> Callable[[], Env]:
-    """What makes a prebuilt environment (by its name), or one of a user's (`module:Class`, `file.py:Class`)."""
-    if reference in WORLDS:
-        return WORLDS[reference].factory
-    factory: Callable[[], Env] = ENVS.load(reference)
-    return factory
+ADAPTERS = {
+    "http": "ludus.envs.remote:remote_envs",
+    "https": "ludus.envs.remote:remote_envs",
+}
+"""What makes environments of others, by what stands before the colon of a reference."""
+
+
+def load_env(reference: str | Mapping[str, Any]) -> Callable[[], Env]:
+    """What makes the environment that a recipe names.
+
+    A prebuilt one by its name, a user's as `module:Class` or `file.py:Class`, one on a server by its address
+    (`http://host:port/NAME`), one of others by an adapter (`ADAPTERS`). A table has the reference under `env`;
+    its other keys are options.
+    """
+    options = dict(reference) if isinstance(reference, Mapping) else {}
+    name = options.pop("env", None) if isinstance(reference, Mapping) else reference
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"an environment is a name, or a table whose key 'env' names it: {reference!r:.200}"
+        )
+    scheme, _, rest = name.partition(":")
+    if scheme in ADAPTERS:
+        make = load_reference(ADAPTERS[scheme])
+        return _made(make, name if rest.startswith("//") else rest, options)
+    factory: Callable[[], Env] = WORLDS[name].factory if name in WORLDS else ENVS.load(name)
+    if not options:
+        return factory
+    found = partial(factory, **options)
+    # what the pool reads of a class
+    vars(found).update(isolation=getattr(factory, "isolation", None), __name__=env_name(factory))
+    return found
+
+
+def _made(
+    make: Callable[..., Callable[[], Env]], what: str, options: dict[str, Any]
+) -> Callable[[], Env]:
+    try:
+        inspect.signature(make).bind(what, **options)
+        return make(what, **options)
+    except TypeError as error:
+        raise ConfigError(f"{what!r} does not take these options: {error}") from error

@@ -33,7 +33,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.core.user_code import log_once
-from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, tools_of
+from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, RemoteEnv, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
@@ -175,6 +175,10 @@ class Rollout:
                 log.debug("task %s ended by its budget or its environment", task.id)
             episode.finish()
             started = time.perf_counter()
+            for env in envs.values():
+                if isinstance(env, RemoteEnv):
+                    async with access(env):
+                        await env.fetch_state()
             await self.scorer.score(trajectory, envs)
             trajectory.seconds["rewards"] = time.perf_counter() - started
 

@@ -11,6 +11,7 @@ import functools
 import hmac
 import math
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -39,9 +40,12 @@ from ludus.tools.wire import (
     CallBody,
     ErrorKind,
     OpenBody,
+    ResetBody,
+    StepBody,
     dump,
     result_to_json,
     spec_to_json,
+    task_to_json,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -52,7 +56,7 @@ _PIECE_CHARS = 16_384
 _share: ContextVar[ByteShare | None] = ContextVar("share", default=None)
 """The request's share of the byte budget, once its body is read."""
 _OPEN_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
-_CALLS = frozenset({"call_in_session", "call_alone", "call_batch"})
+_CALLS = frozenset({"call_in_session", "call_alone", "call_batch", "step"})
 
 
 def _json_response(body: Json, status: int = 200) -> web.Response:
@@ -142,6 +146,42 @@ class ToolApi:
         outcome = await self._service.call(session, call, _deadline(request), _held())
         return await self._outcome(request, outcome)
 
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        id = _key(request, "session")
+        body = await self._body(request, StepBody)
+        call = CallBody(
+            key=body.key or secrets.token_hex(12), name="step", arguments={"action": body.action}
+        )
+        session = await self._service.sessions.get(id)
+        outcome = await self._service.call(session, call, _deadline(request), _held())
+        return await self._outcome(request, outcome)
+
+    async def reset(self, request: web.Request) -> web.StreamResponse:
+        id = _key(request, "session")
+        body = await self._body(request, ResetBody)
+        self._service.refuse_when_draining()
+        session = await self._service.sessions.get(id)
+        task = {"task": task_to_json(body.task)}
+        await self._service.ask("reset", session, task, _deadline(request))
+        return _json_response(await self._described(session))
+
+    async def observation(self, request: web.Request) -> web.StreamResponse:
+        return await self._asked(request, "observation")
+
+    async def actions(self, request: web.Request) -> web.StreamResponse:
+        return await self._asked(request, "actions")
+
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        return await self._asked(request, "state")
+
+    async def envs(self, request: web.Request) -> web.StreamResponse:
+        return _json_response(await self._service.ask("envs", None, {}, _deadline(request)))
+
+    async def _asked(self, request: web.Request, what: str) -> web.StreamResponse:
+        session = await self._service.sessions.get(_key(request, "session"))
+        body = {"env": request.query["env"]} if "env" in request.query else {}
+        return _json_response(await self._service.ask(what, session, body, _deadline(request)))
+
     async def cancel_call(self, request: web.Request) -> web.StreamResponse:
         ended = self._service.cancel(_key(request, "session"), _key(request, "key"))
         return _json_response({"ended": ended})
@@ -178,6 +218,7 @@ class ToolApi:
         return _json_response(health, 200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
+        self._service.metrics.set_pools(await self._service.host.ask("stats", None, {}))
         return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
@@ -212,7 +253,8 @@ class ToolApi:
             about = {"repeatable": facts.repeatable, "stateful": facts.stateful}
             tools.append({**spec_to_json(spec), **about})
         named: Json = {"session": session.id, "episode": session.episode}
-        return {**named, "instance": self._service.instance, "tools": tools}
+        envs = await self._service.sessions.observations(session)
+        return {**named, "instance": self._service.instance, "tools": tools, "envs": envs}
 
     def _health(self) -> Json:
         service, health = self._service, self._service.host.health()

@@ -16,16 +16,22 @@ from ludus.tools.wire import (
     INSTANCE_HEADER,
     JSON_TYPE,
     STREAM_TYPE,
+    ActionsBody,
     BatchAnswer,
     BatchBody,
     CallBody,
     ClosedBody,
+    EnvsBody,
     ErrorAnswer,
     ErrorKind,
     HealthBody,
     Key,
+    ObservationBody,
     OpenBody,
+    ResetBody,
     SessionBody,
+    StateBody,
+    StepBody,
 )
 
 MOST_MILLISECONDS = 10**9
@@ -65,12 +71,16 @@ _RUN = (
     *_GATE,
 )
 _SESSION = (ErrorKind.SESSION_UNKNOWN, ErrorKind.SESSION_LOST)
+_ASK = (ErrorKind.BAD_REQUEST, ErrorKind.BAD_TASK, ErrorKind.FAILED, *_SESSION, *_GATE)
 
 ENDPOINTS = (
     Endpoint(
         "open_session", "POST", "/v1/sessions", "Open a session for an episode.", SessionBody,
         body=OpenBody, status=201, has_deadline=True,
-        errors=(ErrorKind.BAD_REQUEST, ErrorKind.KEY_REUSED, ErrorKind.FAILED, *_SESSION, *_GATE),
+        errors=(
+            ErrorKind.BAD_REQUEST, ErrorKind.BAD_TASK, ErrorKind.KEY_REUSED, ErrorKind.FAILED,
+            *_SESSION, *_GATE,
+        ),
     ),
     Endpoint(
         "get_session", "GET", "/v1/sessions/{session}", "The session and its tools as they are now.",
@@ -83,6 +93,35 @@ ENDPOINTS = (
     Endpoint(
         "call_in_session", "POST", "/v1/sessions/{session}/calls", "Call a tool in a session.",
         ToolResult, body=CallBody, streams=True, has_deadline=True, errors=(*_SESSION, *_RUN),
+    ),
+    Endpoint(
+        "step", "POST", "/v1/sessions/{session}/step",
+        "Act in words in the session's environment: a call of its tool `step`.",
+        ToolResult, body=StepBody, streams=True, has_deadline=True, errors=(*_SESSION, *_RUN),
+    ),
+    Endpoint(
+        "reset", "POST", "/v1/sessions/{session}/reset",
+        "Reset the session's environments for another task.", SessionBody,
+        body=ResetBody, has_deadline=True, errors=_ASK,
+    ),
+    Endpoint(
+        "observation", "GET", "/v1/sessions/{session}/observation",
+        "What the session's environment showed last; `?env=NAME` where it has several.",
+        ObservationBody, has_deadline=True, errors=_ASK,
+    ),
+    Endpoint(
+        "actions", "GET", "/v1/sessions/{session}/actions",
+        "The actions that the session's environment offers now; `?env=NAME` where it has several.",
+        ActionsBody, has_deadline=True, errors=_ASK,
+    ),
+    Endpoint(
+        "state", "GET", "/v1/sessions/{session}/state",
+        "Public attributes of the session's environment, for rewards; `?env=NAME` where it has several.",
+        StateBody, has_deadline=True, errors=_ASK,
+    ),
+    Endpoint(
+        "envs", "GET", "/v1/envs", "The environments that are served.", EnvsBody,
+        has_deadline=True, errors=(ErrorKind.BAD_REQUEST, ErrorKind.FAILED, *_GATE),
     ),
     Endpoint(
         "cancel_call", "DELETE", "/v1/sessions/{session}/calls/{key}", "Cancel a running call.",
@@ -124,7 +163,8 @@ def openapi_document(version: str) -> Json:
         "info": {
             "title": "Ludus tool server",
             "version": version,
-            "description": "Tools for agents, per episode, with admission control and exactly-once calls.",
+            "description": "Tools and environments for agents, a session for each episode, with admission "
+            "control and exactly-once calls.",
         },
         "paths": paths,
         "components": {

@@ -21,9 +21,10 @@ from typing import Any
 from pydantic import Field
 
 from ludus.core.config import Config
-from ludus.core.failures import InfraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, slot_release
+from ludus.core.failures import ConfigError, InfraError
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, slot_release
 from ludus.core.task import Task
+from ludus.core.user_code import error_with_location
 from ludus.serve.admission import Admission, ByteShare, RequestError, Ticket
 from ludus.serve.sessions import OPENING, ServerSession, ServerSessions
 from ludus.serve.telemetry import CallOutcome, Metrics, log_call, outcome_name
@@ -77,6 +78,8 @@ class ServerConfig(Config):
 _log = logging.getLogger(__name__)
 
 _DRAIN_PAUSE = 1.0
+ASKING = "(ask)"
+"""The admission queue for questions to environments, beside those of the tools."""
 _TRANSIT_SECONDS = 30.0
 """How long a retry may be in transit, during which its age is not counted."""
 
@@ -213,9 +216,9 @@ class ToolService:
         limits = {
             name: config.tool_concurrency.get(name, one.concurrency) for name, one in facts.items()
         }
-        self.admission = Admission(
-            config.concurrency, config.queue, {**limits, OPENING: None}, config.tool_queue
-        )
+        # sessions may wait for environments that others hold, whose calls need slots to finish
+        limits[OPENING] = max(1, config.concurrency // 2)
+        self.admission = Admission(config.concurrency, config.queue, limits, config.tool_queue)
         self.idempotency = IdempotencyCache(config.keep_seconds, config.keep_calls, config.keep_bytes)
         self.metrics = Metrics()
         self.sessions = ServerSessions(
@@ -249,6 +252,51 @@ class ToolService:
         assert entry.outcome is not None
         log_call(scope, call.name, entry.outcome, entry.queue_seconds, entry.seconds)
         return entry.outcome
+
+    async def ask(
+        self, what: str, session: ServerSession | None, body: Json, deadline: float | None
+    ) -> Json:
+        """Ask the session's environments (see `ToolHost.ask`); a `RequestError` says why there is no answer."""
+        ticket = self.admission.enter(ASKING, deadline)
+        task = asyncio.create_task(self._answer(what, session, body, ticket, deadline))
+        task.add_done_callback(lambda _: ticket.leave())
+        if session is not None:
+            session.calls.add(task)
+            task.add_done_callback(session.calls.discard)
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()  # matters only if the client disconnected
+            if session is not None:
+                session.used = _now()
+        if task.cancelled():
+            raise RequestError(ErrorKind.CANCELLED, f"{what!r} was cancelled", started=True)
+        return task.result()
+
+    async def _answer(
+        self,
+        what: str,
+        session: ServerSession | None,
+        body: Json,
+        ticket: Ticket,
+        deadline: float | None,
+    ) -> Json:
+        await ticket.granted()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self.host.ask(what, None if session is None else session.context, body)
+        except TimeoutError:
+            message = f"the deadline passed before {what!r} was answered"
+            raise RequestError(ErrorKind.EXPIRED, message, started=True) from None
+        except ConfigError as error:
+            raise RequestError(ErrorKind.BAD_TASK, str(error)) from error
+        except InfraError as error:
+            raise RequestError.of(error) from error
+        except (RequestError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            message = f"{what!r} failed: {error_with_location(error)}"
+            raise RequestError(ErrorKind.FAILED, message, started=True) from error
 
     def cancel(self, session: str, key: str) -> bool:
         """Cancel a running call; returns whether there was one."""

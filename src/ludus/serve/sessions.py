@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludus.core.failures import InfraError
-from ludus.core.messages import ToolContext, ToolSpec
+from ludus.core.failures import ConfigError, InfraError
+from ludus.core.messages import Json, ToolContext, ToolSpec
 from ludus.serve.admission import Admission, RequestError, Ticket
 from ludus.serve.telemetry import Metrics
 from ludus.tools.hosting import ToolHost
@@ -126,6 +126,8 @@ class ServerSessions:
             await self._host.open(context)
         except (RequestError, InfraError):
             raise
+        except ConfigError as error:
+            raise RequestError(ErrorKind.BAD_TASK, str(error)) from error
         except Exception as error:
             message = f"the tools could not be opened: {type(error).__name__}: {error}"
             raise RequestError(ErrorKind.FAILED, message, started=True) from error
@@ -145,6 +147,13 @@ class ServerSessions:
         except InfraError as error:
             raise RequestError.of(error) from error
         return [spec for spec in specs if session.wants(spec.name)]
+
+    async def observations(self, session: ServerSession) -> Json:
+        """What each of the session's environments showed last."""
+        try:
+            return await self._host.ask("opened", session.context, {})
+        except InfraError as error:
+            raise RequestError.of(error) from error
 
     async def close(self, id: str, why: str) -> bool:
         """Close a session and cancel its running calls; returns whether there was one."""

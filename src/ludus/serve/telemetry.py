@@ -52,6 +52,20 @@ class Metrics:
         self.seconds = histogram("call_seconds", "How long calls ran.")
         self.queue_seconds = histogram("queue_seconds", "How long calls waited for a slot.")
 
+        self._pools = Gauge(
+            "ludus_envs_instances",
+            "Instances of an environment, over all replicas: in use, idle, waited for, the most there may be; "
+            "and since the start: created, closed, gone wrong.",
+            ("env", "state"),
+            registry=registry,
+        )
+
+    def set_pools(self, stats: Json) -> None:
+        """How the pools of environments are doing."""
+        for env, numbers in stats.items():
+            for state, value in numbers.items():
+                self._pools.labels(env, state).set(value)
+
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is asked for."""
         gauge: Any = Gauge(f"ludus_tools_{name}", help, registry=self.registry)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
@@ -85,6 +85,8 @@ class _RemoteSession:
     address: str
     instance: str
     tools: dict[str, ToolFacts] = field(default_factory=dict)
+    envs: Json = field(default_factory=dict)
+    """The environments that it holds, and what each showed."""
     has_state: bool = False
     """Whether a stateful tool may have run in it."""
     is_fresh: bool = True
@@ -105,7 +107,8 @@ class _RemoteSession:
                 raw["name"]: ToolFacts(spec_from_json(raw), raw["repeatable"], raw["stateful"])
                 for raw in body["tools"]
             }
-        except (KeyError, TypeError) as error:
+            self.envs = dict(body.get("envs") or {})
+        except (KeyError, TypeError, ValueError) as error:
             raise nonsense(f"{self.address}: {error!r}") from error
 
 
@@ -170,20 +173,44 @@ class RemoteTools:
 
     async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
         episode, budget = self._episode(context), self._budget()
+        session = await self._session(episode, budget)
+        if not session.is_fresh:
+            session, body = await self._get(episode, "", budget)
+            session.learn(body)
+        return session.specs
+
+    async def observation(self, context: ToolContext, env: str) -> Any:
+        """What an environment of the episode showed when its session was opened or last listed."""
+        session = await self._session(self._episode(context), self._budget())
+        return session.envs.get(env)
+
+    async def ask(self, what: str, context: ToolContext, env: str) -> Json:
+        """What an environment of the episode says: its "actions", its "state"."""
+        path = f"/{what}?env={quote(env, safe='')}"
+        return (await self._get(self._episode(context), path, self._budget()))[1]
+
+    async def envs(self) -> Sequence[Json]:
+        """The environments that the servers have."""
+        budget, problem = self._budget(), ""
         while True:
-            session = await self._session(episode, budget)
-            if session.is_fresh:
-                return session.specs
-            try:
-                response = await self._send("GET", session.url, None, budget)
-            except (NotConnected, ResponseLost) as error:
-                budget.unreachable()
-                await budget.pause(str(error))
-                continue
-            if response.status == 200:
-                session.learn(response.body)
-                return session.specs
-            await self._refused(episode, session, response, budget)
+            for address in self._addresses:
+                try:
+                    response = await self._send("GET", f"{address}/v1/envs", None, budget)
+                except (NotConnected, ResponseLost) as error:
+                    problem = str(error)
+                    continue
+                if response.status != 200:
+                    refusal = error_of(response)
+                    if refusal.kind not in _NOT_TAKEN:
+                        raise failure_of(refusal, budget.attempts)
+                    problem = refusal.message
+                    continue
+                listed = response.body.get("envs")
+                if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+                    raise nonsense(f"{address}/v1/envs: {listed!r:.200}")
+                return listed
+            budget.unreachable()
+            await budget.pause(problem)
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         if call.fault is not None:
@@ -235,6 +262,22 @@ class RemoteTools:
             raise budget.too_late() from error
         budget.reached()
         return response
+
+    async def _get(
+        self, episode: _RemoteEpisode, path: str, budget: RetryBudget
+    ) -> tuple[_RemoteSession, Json]:
+        """What the episode's server says of its session at `path`."""
+        while True:
+            session = await self._session(episode, budget)
+            try:
+                response = await self._send("GET", f"{session.url}{path}", None, budget)
+            except (NotConnected, ResponseLost) as error:
+                budget.unreachable()
+                await budget.pause(str(error))
+                continue
+            if response.status == 200:
+                return session, response.body
+            await self._refused(episode, session, response, budget)
 
     # Sessions
 

@@ -49,6 +49,7 @@ class ErrorKind(StrEnum):
     CANCELLED = "cancelled", 409
     SESSION_LOST = "session_lost", 410
     TOO_LARGE = "too_large", 413
+    BAD_TASK = "bad_task", 422
     UNSUPPORTED_TYPE = "unsupported_type", 415
     KEY_REUSED = "key_reused", 409
     FAILED = "failed", 424
@@ -93,6 +94,62 @@ class ToolBody(_Body):
     """Whether a call may leave something behind in the session that later calls need."""
 
 
+class ObservationBody(_Body):
+    """What an environment shows."""
+
+    text: str
+    media: list[Media] = []
+
+
+class ServedEnvBody(_Body):
+    """An environment as a client must know it before it opens a session."""
+
+    name: str
+    size: int
+    """The most instances at once, in each replica."""
+    tools: list[dict[str, Any]]
+    """Its tools: name, description and parameters (a JSON Schema)."""
+    step_rewards: str
+    """How rewards of calls make up the episode's: sum, max, last."""
+    show_actions: str
+    """Whether the agent is told of possible actions: no, tool, observation."""
+    takes_text: bool
+    """Whether it has the tool `step`, which takes an action in words."""
+
+
+class EnvsBody(_Body):
+    """The environments that are served."""
+
+    envs: list[ServedEnvBody]
+
+
+class ResetBody(_Request):
+    """Begin another episode in the environments that the session holds."""
+
+    task: Task = Task()
+
+
+class StepBody(_Request):
+    """An action in words: a call of the tool `step`."""
+
+    action: str
+    key: Key | None = None
+    """As in a call; a random one when left out, so that repeating the request is another step."""
+
+
+class ActionsBody(_Body):
+    """What makes sense now."""
+
+    actions: list[str] | None
+    """None where the environment does not say."""
+
+
+class StateBody(_Body):
+    """An environment's public attributes, for rewards."""
+
+    state: dict[str, Any]
+
+
 class SessionBody(_Body):
     """An open session."""
 
@@ -102,6 +159,8 @@ class SessionBody(_Body):
     """The server process that holds it."""
     tools: list[ToolBody]
     """The tools that can be called now."""
+    envs: dict[str, ObservationBody] = {}
+    """The environments that it holds, and what each showed last."""
 
 
 class RetryBody(_Request):

@@ -33,6 +33,11 @@ class AlfWorld(Env):
         assert self._played is not None, "reset comes first"
         return self._played
 
+    @property
+    def won(self) -> bool:
+        """Whether the goal's conditions hold."""
+        return self._played is not None and self._played.won
+
     @tool
     def alfworld_step(self, action: str) -> ToolResult:
         """Do a command in the house.
@@ -67,4 +72,4 @@ class AlfWorld(Env):
 @reward(name="success", weight=0.0)
 async def success(env: AlfWorld) -> float:
     """1 when the goal's conditions hold. Only logged: the environment pays the same."""
-    return float(env.game.won)
+    return float(env.won)

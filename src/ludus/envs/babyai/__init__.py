@@ -59,6 +59,11 @@ class BabyAI(Env):
     def __init__(self) -> None:
         self.game: MazeGame | None = None
 
+    @property
+    def won(self) -> bool:
+        """Whether the mission is done."""
+        return self.game is not None and self.game.won
+
     def reset(self, task: Task, level: str, seed: int) -> str:
         from ludus.envs.babyai.game import MazeGame
 
@@ -93,7 +98,7 @@ class BabyAI(Env):
 @reward(name="success", weight=0.0)
 async def success(env: BabyAI) -> float:
     """1 when the mission is done. Only logged: the environment pays the same."""
-    return float(env.game is not None and env.game.won)
+    return float(env.won)
 
 
 def training_tasks() -> list[Task]:

@@ -26,6 +26,11 @@ class TextCraft(Env):
     def __init__(self) -> None:
         self.game: CraftingGame | None = None
 
+    @property
+    def won(self) -> bool:
+        """Whether the goal has been crafted."""
+        return self.game is not None and self.game.won
+
     async def reset(self, task: Task, goal: str, commands: Sequence[str]) -> None:
         self.game = CraftingGame(load_book(), goal, map(parse_command, commands))
 
@@ -56,4 +61,4 @@ class TextCraft(Env):
 @reward(name="success", weight=0.0)
 async def success(env: TextCraft) -> float:
     """1 when the goal has been crafted. Only logged: the environment pays the same."""
-    return float(env.game is not None and env.game.won)
+    return float(env.won)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError
@@ -88,19 +88,27 @@ class ToolHost(Protocol):
     async def stop(self) -> None:
         """Stop everything, at once."""
 
+    async def ask(self, what: str, context: ToolContext | None, body: Json) -> Json:
+        """Ask the environments of an episode, or with no episode those of all (see `ServedTools.ask`)."""
+
     def health(self) -> HostHealth:
         """Numbers for health checks and metrics."""
 
 
-async def facts_of(tools: ToolSet) -> list[ToolFacts]:
+async def facts_of(tools: ToolSet, *, has_envs: bool = False) -> list[ToolFacts]:
     """The facts of a set's tools; `ConfigError` where one needs what a server does not have."""
+    own: Callable[[], Awaitable[list[ToolFacts]]] | None = getattr(tools, "facts", None)
+    if own is not None:
+        return await own()
     known = {tool.name: tool for tool in _members(tools)}
-    needy = [tool.name for tool in known.values() if tool.signature.env is not None]
-    if needy:
+    needy = [tool for tool in known.values() if tool.signature.env is not None]
+    if needy and not has_envs:
         raise ConfigError(
-            f"the tool {needy[0]!r} needs an environment (its parameter 'env'), which lives where the "
-            "episode is played; a server cannot host it, so give it to the run directly"
+            f"the tool {needy[0].name!r} needs an environment (its parameter 'env'), and the server has none: "
+            "name its class, @tool(env=...), or list it under [envs] in the file of --config"
         )
+    if has_envs:  # each episode's own; without one, no tool that needs it can be opened
+        return [_facts(tool.spec, tool) for tool in known.values()]
     context = ToolContext("probe", Task("", ()))
     await tools.open(context)
     try:
@@ -113,7 +121,8 @@ async def facts_of(tools: ToolSet) -> list[ToolFacts]:
 def _facts(spec: ToolSpec, tool: Tool | None) -> ToolFacts:
     if tool is None:  # a set of its own kind: nothing is known, so nothing is assumed
         return ToolFacts(spec)
-    stateful = getattr(tool, "stateful", tool.signature.context is not None)
+    has_state = tool.signature.context is not None or tool.signature.env is not None
+    stateful = getattr(tool, "stateful", has_state)
     return ToolFacts(spec, tool.retries > 0, bool(stateful), tool.max_concurrency)
 
 
@@ -123,6 +132,17 @@ def _members(tools: ToolSet | Any) -> Iterable[Tool]:
     elif isinstance(tools, CombinedTools):
         for one in tools._sets:
             yield from _members(one)
+
+
+async def ask_tools(tools: ToolSet, what: str, context: ToolContext | None, body: Json) -> Json:
+    """Ask a tool set that has environments; one without has nothing to say."""
+    asked = getattr(tools, "ask", None)
+    if asked is not None:
+        answer: Json = await asked(what, context, body)
+        return answer
+    if context is None or what == "opened":
+        return {"envs": []} if what == "envs" else {}
+    raise ConfigError("this server has tools only, and no environments")
 
 
 def error_kind(error: InfraError) -> ErrorKind:
@@ -200,6 +220,9 @@ class LocalHost:
         if tools is not None:
             await shut(tools)
 
+    async def ask(self, what: str, context: ToolContext | None, body: Json) -> Json:
+        return await ask_tools(self._set, what, context, body)
+
     def health(self) -> HostHealth:
         return HostHealth(self._running, alive=int(self._tools is not None))
 
@@ -213,8 +236,11 @@ class LocalHost:
 ToolReference = str | dict[str, Any]
 """'module:function', 'file.py:function', a short name of the library, or a table with options.
 
-A table `{"sandbox": {...}}` is no tool: it says where those run that run the model's code.
+A table `{"sandbox": {...}}` is no tool: it says where those run that run the model's code. Nor is a table with
+`env`, which names an environment.
 """
+LOADER = "ludus.tools.hosting.host:load_tools"
+"""What builds a host's tools from references, in whichever process they live."""
 
 
 class ToolsFile(Config):
@@ -224,10 +250,13 @@ class ToolsFile(Config):
     """Tools, as in a recipe."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where tools that run the model's code run it."""
+    envs: dict[str, str | dict[str, Any]] = Field(default_factory=dict)
+    """Environments for the tools that need one, as in a recipe's agent.envs."""
 
     @property
     def references(self) -> list[ToolReference]:
-        return [*self.tools, {"sandbox": self.sandbox.model_dump(mode="json")}]
+        envs = [{"env": env, "name": name} for name, env in self.envs.items()]
+        return [*self.tools, *envs, {"sandbox": self.sandbox.model_dump(mode="json")}]
 
 
 def load_tools(references: Sequence[ToolReference]) -> ToolSet:

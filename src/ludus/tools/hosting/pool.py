@@ -30,6 +30,7 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpe
 from ludus.core.processes import WorkerProcess
 from ludus.tools.hosting.host import (
     FACTS,
+    LOADER,
     UNKNOWN,
     EpisodeLost,
     HostHealth,
@@ -160,6 +161,35 @@ class PooledHost:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._alive))
         self._alive.clear()
+
+    async def ask(self, what: str, context: ToolContext | None, body: Json) -> Json:
+        if context is None:
+            return await self._ask_all(what)
+        placement = self._placement(context)
+        for _ in range(_MAX_REPEATS + 1):
+            worker = await self._assigned_worker(placement)
+            if what == "reset":  # another episode than the one that would be opened again
+                placement.has_state = True
+            try:
+                return await worker.request(
+                    "ask", {"what": what, "episode": context.episode, "body": body}
+                )
+            except WorkerDied as death:
+                self._mark_dead(worker, str(death))
+        raise self._exhausted(f"{what!r} of the episode {context.episode!r}", _MAX_REPEATS + 1)
+
+    async def _ask_all(self, what: str) -> Json:
+        """What any worker says; numbers are those of all together."""
+        body: Json = {"what": what, "episode": None, "body": {}}
+        if what != "stats":
+            return await (await self._least_loaded()).request("ask", body)
+        total: Json = {}
+        asked = [worker.request("ask", body) for worker in self._alive]
+        for reply in await asyncio.gather(*asked, return_exceptions=True):
+            for name, stats in reply.items() if isinstance(reply, dict) else ():
+                sums = total.setdefault(name, dict.fromkeys(stats, 0))
+                sums.update({key: sums[key] + value for key, value in stats.items()})
+        return total
 
     def health(self) -> HostHealth:
         return HostHealth(self._running, self._wanted, len(self._alive), self._restarted)
@@ -311,9 +341,15 @@ class ProcessHost(PooledHost):
     """A host of `workers` processes. Tools are given by reference, because each process builds its own."""
 
     def __init__(
-        self, references: Sequence[ToolReference], workers: int = 2, *, hang_seconds: float = 60.0
+        self,
+        references: Sequence[ToolReference],
+        workers: int = 2,
+        *,
+        hang_seconds: float = 60.0,
+        loader: str = LOADER,
     ) -> None:
-        super().__init__(lambda: ProcessWorker(references, hang_seconds), workers)
+        """`loader` names the function that builds a tool set from the references."""
+        super().__init__(lambda: ProcessWorker(references, hang_seconds, loader), workers)
 
 
 class ProcessWorker:
@@ -324,8 +360,10 @@ class ProcessWorker:
     event loop) is killed, and its host replaces it.
     """
 
-    def __init__(self, references: Sequence[ToolReference], hang_seconds: float) -> None:
-        self._references, self._hang_seconds = list(references), hang_seconds
+    def __init__(
+        self, references: Sequence[ToolReference], hang_seconds: float, loader: str = LOADER
+    ) -> None:
+        self._references, self._hang_seconds, self._loader = list(references), hang_seconds, loader
         self._process: WorkerProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Json]] = {}
@@ -346,7 +384,7 @@ class ProcessWorker:
             self._process.connection.close()
             raise
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        self._send({"path": path, "references": self._references})
+        self._send({"path": path, "references": self._references, "loader": self._loader})
         try:
             async with asyncio.timeout(_START_SECONDS):
                 head, _ = await read_frame(self._reader)

@@ -14,7 +14,8 @@ import sys
 from ludus.core import process_worker
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext
-from ludus.tools.hosting.host import FACTS, ToolReference, error_to_json, facts_of, load_tools
+from ludus.core.registry import load_reference
+from ludus.tools.hosting.host import FACTS, LOADER, ToolReference, ask_tools, error_to_json, facts_of
 from ludus.tools.hosting.pool import pack_frame, read_frame
 from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 
@@ -22,14 +23,14 @@ from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 class HostedTools:
     """A tool set that is asked in JSON. Worker processes and Ray actors both hold one."""
 
-    def __init__(self, references: list[ToolReference]) -> None:
-        self._references = references
+    def __init__(self, references: list[ToolReference], loader: str = LOADER) -> None:
+        self._references, self._loader = references, loader
         self._contexts: dict[str, ToolContext] = {}
 
     async def load(self) -> Json:
         """Build the tools; the answer holds their facts, or an error for people to read."""
         try:
-            self._tools = load_tools(self._references)
+            self._tools = load_reference(self._loader)(self._references)
             return {"reply": {"tools": FACTS.dump_python(await facts_of(self._tools))}}
         except ConfigError as error:
             return {"error": error_to_json(error)}
@@ -56,7 +57,11 @@ class HostedTools:
             if closing is not None:
                 await self._tools.close(closing)
             return {}, None
+        if operation == "ask" and body["episode"] is None:
+            return await ask_tools(self._tools, body["what"], None, body["body"]), None
         context = self._contexts[body["episode"]]
+        if operation == "ask":
+            return await ask_tools(self._tools, body["what"], context, body["body"]), None
         if operation == "list":
             return {"tools": [spec_to_json(spec) for spec in await self._tools.list(context)]}, None
         call = body["call"]
@@ -72,7 +77,7 @@ class _Program:
     async def run(self) -> None:
         setup, _ = await read_frame(self._reader)
         sys.path[:] = setup["path"]
-        tools = HostedTools(setup["references"])
+        tools = HostedTools(setup["references"], setup["loader"])
         loaded = await tools.load()
         self._send(loaded)
         if "error" in loaded:

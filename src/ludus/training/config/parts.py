@@ -208,7 +208,8 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
 
 
 def _environment(name: str, given: Any) -> Callable[[], Env]:
-    made: Callable[[], Env] = load_env(given) if isinstance(given, str) else given
+    is_named = isinstance(given, str | Mapping)
+    made: Callable[[], Env] = load_env(given) if is_named else given
     if not callable(made):
         raise ConfigError(
             f"the environment {name!r} is {made!r:.80}: give a class, or a function that makes one"

@@ -1,0 +1,201 @@
+"""An environment on a server (`ludus serve env`), used like any other: a recipe names its address.
+
+An instance here stands for a session there; a reset opens one for its task. Tools are checked and run over
+there; schemas, arguments, results, rewards and pictures travel as JSON. A server that is gone, restarted or
+hangs is an infrastructure failure (`InfraError`), and the episode is played again; calls that may be sent again
+are, and run once (see `RemoteTools`).
+
+Rewards read the environment's public attributes (`env.opened`) from a copy that is fetched when the episode is
+over: what JSON can carry, up to 64 kB each.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.task import Task
+from ludus.envs.env import Env, Observation, Step, observation_from_json
+from ludus.tools import Tool
+from ludus.tools.calling import Encode
+from ludus.tools.remote import RemoteTools
+from ludus.tools.remote_http import nonsense
+from ludus.tools.tool import Limiter
+from ludus.tools.wire import spec_from_json
+
+
+class RemoteEnvs:
+    """Makes environments of one address; all of them share its connections."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        token_file: str | None = None,
+        deadline: float = 300.0,
+        unreachable_seconds: float = 60.0,
+    ) -> None:
+        """`address` is `http://host:port`, or `http://host:port/NAME` where the server has several. The token
+        is `LUDUS_TOKEN` when left out, on loopback our user's own. `deadline` bounds a call with all its
+        attempts; a server that cannot be reached is tried for `unreachable_seconds`."""
+        base, self._name = _split(address)
+        if token_file is not None:
+            try:
+                token = Path(token_file).read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"token_file = {token_file!r}: {error}") from error
+        self.address = address
+        self._described: Json | None = None
+        self.tools = RemoteTools(
+            base, token=token, deadline=deadline, unreachable_seconds=unreachable_seconds
+        )
+
+    async def __call__(self) -> RemoteEnv:
+        if self._described is None:
+            self._described = await self._describe()
+        return RemoteEnv(self.tools, self._described)
+
+    async def _describe(self) -> Json:
+        listed = await self.tools.envs()
+        names = [str(one.get("name")) for one in listed]
+        wanted = self._name or (names[0] if len(names) == 1 else None)
+        if wanted not in names:
+            served = ", ".join(names) or "no environments (ludus serve env NAME)"
+            raise ConfigError(
+                f"{self.address} names {'no environment' if wanted is None else repr(wanted)}, and the server "
+                f"has {served}: write http://host:port/NAME"
+            )
+        return listed[names.index(wanted)]
+
+
+class RemoteEnv(Env):
+    """One instance: a session on the server, once it is reset."""
+
+    def __init__(self, tools: RemoteTools, described: Json) -> None:
+        """`described` is what the server says of the environment (`GET /v1/envs`)."""
+        try:
+            self._name = str(described["name"])
+            self._specs = [spec_from_json(raw) for raw in described["tools"]]
+            self.takes_text = bool(described["takes_text"])
+            # the class variables of the environment over there
+            vars(self)["step_rewards"] = described["step_rewards"]
+            vars(self)["show_actions"] = described["show_actions"]
+        except (KeyError, TypeError) as error:
+            raise nonsense(f"/v1/envs: {error!r}") from error
+        self._remote = tools
+        self._context: ToolContext | None = None
+        self._state: Json | None = None
+
+    async def reset(self, task: Task, **arguments: Any) -> Observation:
+        """Open a session for the task. The server's name of the environment need not be the recipe's."""
+        await self.close()
+        self._state = None
+        theirs = replace(task, envs={self._name: arguments})
+        self._context = ToolContext(f"{task.id}~{secrets.token_hex(6)}", theirs)
+        await self._remote.open(self._context)
+        self._specs = list(await self._remote.list(self._context))
+        try:
+            return observation_from_json(await self._remote.observation(self._context, self._name))
+        except ValueError as error:
+            raise nonsense(f"an observation: {error}") from error
+
+    def tools(self) -> list[Tool]:
+        return [_RemoteEnvTool(self, spec) for spec in self._specs]
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Run one of its tools, over there."""
+        self._state = None
+        return await self._remote.call(call, self._session)
+
+    async def step(self, action: str) -> Step:
+        result = await self.call_tool(ToolCall("step", {"action": action}))
+        return Step(Observation(result.content, result.media), result.reward, result.terminated)
+
+    async def available_actions(self) -> list[str] | None:
+        found = (await self._remote.ask("actions", self._session, self._name)).get("actions")
+        if found is not None and not isinstance(found, list):
+            raise nonsense(f"actions: {found!r:.200}")
+        return found
+
+    async def fetch_state(self) -> None:
+        """Fetch the attributes that rewards may read; the rollout does it when the episode is over."""
+        found = (await self._remote.ask("state", self._session, self._name)).get("state")
+        if not isinstance(found, dict):
+            raise nonsense(f"state: {found!r:.200}")
+        self._state = found
+
+    async def close(self) -> None:
+        """Close the session, if there is one; the server's instance goes back to its pool."""
+        context, self._context = self._context, None
+        if context is not None:
+            await self._remote.close(context)
+
+    def render(self) -> str:
+        return f"{self._name} on a server"
+
+    def __getattr__(self, name: str) -> Any:
+        state = vars(self).get("_state")
+        if state is not None and name in state:
+            return state[name]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        when = "" if state is not None else " before the episode is over"
+        known = ", ".join(sorted(state or {})) or "nothing"
+        raise AttributeError(
+            f"the environment is on a server: its {name!r} cannot be read from here{when}, only {known}: "
+            "public attributes and properties that JSON can carry, up to 64 kB each"
+        )
+
+    @property
+    def _session(self) -> ToolContext:
+        if self._context is None:
+            raise InfraError(Boundary.ENV, f"the environment {self._name!r} was not reset")
+        return self._context
+
+
+class _RemoteEnvTool(Tool):
+    """A tool of an environment on a server."""
+
+    def __init__(self, env: RemoteEnv, spec: ToolSpec) -> None:
+        self._env, self._spec = env, spec
+        self.name, self.description = spec.name, spec.description
+        self._limiter, self.is_loose = Limiter(None), False
+
+    @property
+    def owner(self) -> Any:
+        return self._env
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def check(self, context: ToolContext) -> None:
+        """Its object is over there."""
+
+    async def call(
+        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
+    ) -> ToolResult:
+        async with context.exclusive(self._env):
+            return await self._env.call_tool(ToolCall(self.name, arguments))
+
+
+def _split(address: str) -> tuple[str, str | None]:
+    """The server, and the environment's name: the last part of the path."""
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(f"{address!r} is no address: {error}") from error
+    head, _, name = parts.path.rpartition("/")
+    return parts._replace(path=head).geturl(), name or None
+
+
+def remote_envs(address: str, **options: Any) -> Callable[[], Any]:
+    """What makes environments of this address."""
+    return RemoteEnvs(address, **options)
