@@ -43,8 +43,8 @@ def server() -> Iterator[ServerProcess]:
 
 @contextlib.asynccontextmanager
 async def remote(address: str, **options: Any) -> AsyncIterator[Env]:
-    factory: Any = load_env({"env": address, **options})
-    env = await factory()
+    factory: Any = load_env(address)
+    env = await factory(**options)
     try:
         yield env
     finally:
@@ -162,8 +162,8 @@ async def test_an_address_without_a_name_or_with_a_wrong_one(server: ServerProce
     with pytest.raises(ConfigError, match="names 'chess'"):
         async with remote(f"{server.address}/chess"):
             pass
-    with pytest.raises(ConfigError, match="does not take these options"):
-        load_env({"env": f"{server.address}/counter", "colour": "red"})
+    with pytest.raises(ConfigError, match=r"agent\.pools\.mine\.options: .*token_file"):
+        EnvPool(load_env(f"{server.address}/counter"), name="mine", options={"colour": "red"})
     with pytest.raises(ConfigError, match=r"the tool server refused us: .*does not take them"):
         async with remote(f"{server.address}/counter") as env:
             await reset_env(env, Task.of("x", envs={"mine": {"no": 1}}), "mine")

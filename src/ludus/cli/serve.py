@@ -17,7 +17,7 @@ from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:
     from ludus.serve import ServerConfig
-    from ludus.tools.hosting import ToolReference
+    from ludus.tools.hosting import ToolReference, ToolsFile
 
 
 serve_app = typer.Typer(
@@ -123,14 +123,18 @@ def serve_tools(
 @serve_app.command("env")
 def serve_env(
     references: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            help="A prebuilt one's name (ludus envs), module:Class, file.py:Class, gymnasium:ID; with a "
-            "name of its own as NAME=...",
+            help="A prebuilt one's name (ludus envs), module:Class, file.py:Class; with a name of its own as "
+            "NAME=...",
             metavar="ENV...",
             show_default=False,
         ),
-    ],
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--config", help="A TOML file with tables envs and pools, as in a recipe's agent."),
+    ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, help="Processes behind the address; a session stays in one of them.")
     ] = 1,
@@ -184,7 +188,13 @@ def serve_env(
     token, kept = _token(token_file, no_token, host)
     pool: Settings = {"size": size, "spares": spares, "isolation": isolation, "max_idle": max_idle}
     pool |= {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "max_wait": max_wait}
-    served: list[ToolReference] = [_env(reference, pool) for reference in references]
+    served: list[ToolReference] = [_env(reference, pool) for reference in references or ()]
+    for one in _file(settings).references:
+        if isinstance(one, dict) and "env" in one:
+            one = {**one, "pool": {**pool, **one["pool"]}}
+        served.append(one)
+    if len(served) == 1:
+        raise ConfigError("name at least one environment, or give --config with a table [envs]")
     _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, quiet)
 
 
@@ -203,12 +213,16 @@ def _config(**settings: object) -> ServerConfig:
 
 def _tools(references: list[str], settings: Path | None) -> list[ToolReference]:
     """The tools of the command line and of the file, and where they run."""
-    from ludus.tools.hosting import ToolsFile
-
-    file = ToolsFile.load(settings) if settings is not None else ToolsFile()
+    file = _file(settings)
     if not references and not file.tools:
         raise ConfigError("name at least one tool, or give --config with a list tools = [...]")
     return [*references, *file.references]
+
+
+def _file(settings: Path | None) -> ToolsFile:
+    from ludus.tools.hosting import ToolsFile
+
+    return ToolsFile.load(settings) if settings is not None else ToolsFile()
 
 
 def _run(

@@ -12,7 +12,6 @@ over: what JSON can carry, up to 64 kB each.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,37 +32,35 @@ from ludus.tools.wire import spec_from_json
 class RemoteEnvs:
     """Makes environments of one address; all of them share its connections."""
 
-    def __init__(
+    def __init__(self, address: str) -> None:
+        """`address` is `http://host:port`, or `http://host:port/NAME` where the server has several."""
+        self._base, self._name = _split(address)
+        self.address = address
+        self._tools: dict[Any, RemoteTools] = {}
+        self._described: Json | None = None
+
+    async def __call__(
         self,
-        address: str,
-        *,
         token: str | None = None,
         token_file: str | None = None,
         deadline: float = 300.0,
         unreachable_seconds: float = 60.0,
-    ) -> None:
-        """`address` is `http://host:port`, or `http://host:port/NAME` where the server has several. The token
-        is `LUDUS_TOKEN` when left out, on loopback our user's own. `deadline` bounds a call with all its
-        attempts; a server that cannot be reached is tried for `unreachable_seconds`."""
-        base, self._name = _split(address)
-        if token_file is not None:
-            try:
-                token = Path(token_file).read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"token_file = {token_file!r}: {error}") from error
-        self.address = address
-        self._described: Json | None = None
-        self.tools = RemoteTools(
-            base, token=token, deadline=deadline, unreachable_seconds=unreachable_seconds
-        )
-
-    async def __call__(self) -> RemoteEnv:
+    ) -> RemoteEnv:
+        """The token is `LUDUS_TOKEN` when left out, on loopback our user's own. `deadline` bounds a call with
+        all its attempts; a server that cannot be reached is tried for `unreachable_seconds`."""
+        settings = (token, token_file, deadline, unreachable_seconds)
+        if settings not in self._tools:
+            given = token if token_file is None else _read_token(token_file)
+            self._tools[settings] = RemoteTools(
+                self._base, token=given, deadline=deadline, unreachable_seconds=unreachable_seconds
+            )
+        tools = self._tools[settings]
         if self._described is None:
-            self._described = await self._describe()
-        return RemoteEnv(self.tools, self._described)
+            self._described = await self._describe(tools)
+        return RemoteEnv(tools, self._described)
 
-    async def _describe(self) -> Json:
-        listed = await self.tools.envs()
+    async def _describe(self, tools: RemoteTools) -> Json:
+        listed = await tools.envs()
         names = [str(one.get("name")) for one in listed]
         wanted = self._name or (names[0] if len(names) == 1 else None)
         if wanted not in names:
@@ -186,6 +183,13 @@ class _RemoteEnvTool(Tool):
             return await self._env.call_tool(ToolCall(self.name, arguments))
 
 
+def _read_token(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file = {file!r}: {error}") from error
+
+
 def _split(address: str) -> tuple[str, str | None]:
     """The server, and the environment's name: the last part of the path."""
     try:
@@ -194,8 +198,3 @@ def _split(address: str) -> tuple[str, str | None]:
         raise ConfigError(f"{address!r} is no address: {error}") from error
     head, _, name = parts.path.rpartition("/")
     return parts._replace(path=head).geturl(), name or None
-
-
-def remote_envs(address: str, **options: Any) -> Callable[[], Any]:
-    """What makes environments of this address."""
-    return RemoteEnvs(address, **options)

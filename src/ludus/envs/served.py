@@ -258,8 +258,8 @@ def load_served(references: Sequence[ToolReference]) -> ToolSet:
     return ServedTools(tools, pools) if pools else tools
 
 
-def served_name(reference: Any, factory: Callable[[], Any]) -> str:
+def served_name(reference: str, factory: Callable[[], Any]) -> str:
     """What an environment is called that only a reference names."""
-    if isinstance(reference, str) and reference.isidentifier():
+    if reference.isidentifier():
         return reference
     return env_name(factory)

@@ -6,7 +6,6 @@ Nothing of a world is imported until it is used, so that listing them is quick a
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolCall, ToolSet
@@ -217,44 +216,30 @@ def env_name(factory: Callable[[], Any]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own).lower()
 
 
-ADAPTERS = {
-    "http": "ludus.envs.remote:remote_envs",
-    "https": "ludus.envs.remote:remote_envs",
-}
-"""What makes environments of others, by what stands before the colon of a reference."""
+ADAPTERS: dict[str, str] = {}
+"""Environments of others: their classes, by what stands before the colon of a reference."""
 
 
-def load_env(reference: str | Mapping[str, Any]) -> Callable[[], Env]:
+def load_env(reference: str) -> Callable[[], Env]:
     """What makes the environment that a recipe names.
 
     A prebuilt one by its name, a user's as `module:Class` or `file.py:Class`, one on a server by its address
-    (`http://host:port/NAME`), one of others by an adapter (`ADAPTERS`). A table has the reference under `env`;
-    its other keys are options.
+    (`http://host:port/NAME`), one of others by an adapter (`ADAPTERS`), such as `gymnasium:FrozenLake-v1`.
     """
-    options = dict(reference) if isinstance(reference, Mapping) else {}
-    name = options.pop("env", None) if isinstance(reference, Mapping) else reference
-    if not isinstance(name, str):
-        raise ConfigError(
-            f"an environment is a name, or a table whose key 'env' names it: {reference!r:.200}"
-        )
-    scheme, _, rest = name.partition(":")
-    if scheme in ADAPTERS:
-        make = load_reference(ADAPTERS[scheme])
-        return _made(make, name if rest.startswith("//") else rest, options)
-    factory: Callable[[], Env] = WORLDS[name].factory if name in WORLDS else ENVS.load(name)
-    if not options:
+    if reference in WORLDS:
+        return WORLDS[reference].factory
+    if reference.startswith(("http://", "https://")):
+        from ludus.envs.remote import RemoteEnvs
+
+        made: Any = RemoteEnvs(reference)  # a coroutine function, as factories may be
+        return cast(Callable[[], Env], made)
+    scheme, _, what = reference.partition(":")
+    if scheme not in ADAPTERS:
+        factory: Callable[[], Env] = ENVS.load(reference)
         return factory
-    found = partial(factory, **options)
-    # what the pool reads of a class
-    vars(found).update(isolation=getattr(factory, "isolation", None), __name__=env_name(factory))
+    adapter = load_reference(ADAPTERS[scheme])
+    found: Callable[[], Env] = partial(adapter, what)
+    # what a pool reads of a class
+    own = {name: getattr(adapter, name) for name in ("isolation", "step_timeout")}
+    vars(found).update(own, __name__=env_name(adapter))
     return found
-
-
-def _made(
-    make: Callable[..., Callable[[], Env]], what: str, options: dict[str, Any]
-) -> Callable[[], Env]:
-    try:
-        inspect.signature(make).bind(what, **options)
-        return make(what, **options)
-    except TypeError as error:
-        raise ConfigError(f"{what!r} does not take these options: {error}") from error

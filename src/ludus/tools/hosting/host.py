@@ -250,12 +250,15 @@ class ToolsFile(Config):
     """Tools, as in a recipe."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where tools that run the model's code run it."""
-    envs: dict[str, str | dict[str, Any]] = Field(default_factory=dict)
-    """Environments for the tools that need one, as in a recipe's agent.envs."""
+    envs: dict[str, str] = Field(default_factory=dict)
+    """Environments to serve, or for the tools that need one, as in a recipe's agent.envs."""
+    pools: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """How their instances are kept, as in a recipe's agent.pools."""
 
     @property
     def references(self) -> list[ToolReference]:
-        envs = [{"env": env, "name": name} for name, env in self.envs.items()]
+        envs = [{"env": env, "name": name, "pool": self.pools.get(name, {})}
+                for name, env in self.envs.items()]  # fmt: skip
         return [*self.tools, *envs, {"sandbox": self.sandbox.model_dump(mode="json")}]
 
 

@@ -208,8 +208,7 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
 
 
 def _environment(name: str, given: Any) -> Callable[[], Env]:
-    is_named = isinstance(given, str | Mapping)
-    made: Callable[[], Env] = load_env(given) if is_named else given
+    made: Callable[[], Env] = load_env(given) if isinstance(given, str) else given
     if not callable(made):
         raise ConfigError(
             f"the environment {name!r} is {made!r:.80}: give a class, or a function that makes one"

@@ -139,7 +139,7 @@ class AgentConfig(Config):
     """Where tools that run the model's code run it."""
     record: RecordingConfig | None = None
     """A memory of tool results, to replay them (docs/recording.md)."""
-    envs: dict[str, str | dict[str, Any]] = Field(default_factory=dict)
+    envs: dict[str, str] = Field(default_factory=dict)
     """Environments by name: a prebuilt one's name, 'module:Class', a server's address (docs/services.md)."""
     env_pool: int = Field(default=256, ge=1)
     """Most instances of each environment alive at once."""
@@ -252,7 +252,7 @@ class TaskSetConfig(Config):
     """Its share of the tasks, relative to the other sets' weights."""
     tools: tuple[str | dict[str, Any], ...] | None = None
     """Tools, as in agent.tools."""
-    envs: dict[str, str | dict[str, Any]] | None = None
+    envs: dict[str, str] | None = None
     """Environments, as in agent.envs."""
     rewards: tuple[str | dict[str, Any], ...] | None = None
     """Rewards, as in the recipe."""
