@@ -23,7 +23,14 @@ from ludus.core import (
     Trajectory,
 )
 from ludus.training import BrokenConfig, RolloutWorker
-from ludus.training.rollout_worker import KINDS, Kind, broken_kinds, has_penalties, is_masked, penalty
+from ludus.training.data.reward_shaping import (
+    KINDS,
+    Kind,
+    broken_kinds,
+    has_penalties,
+    is_masked,
+    penalty,
+)
 
 
 @ludus.tool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Never
 
-from ludus.algos.advantages import (
+from ludus.algos.advantage_inputs import (
     AdvantageInputs,
     Advantages,
     Attempt,
@@ -22,7 +22,7 @@ from ludus.algos.advantages import (
     token_rewards,
     turn_returns,
 )
-from ludus.algos.estimators import (
+from ludus.algos.advantages import (
     dr_grpo,
     gigpo,
     grpo,

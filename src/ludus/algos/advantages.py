@@ -1,391 +1,225 @@
-"""What an advantage estimator reads, and what it gives back.
+"""Critic-free advantage estimators: pure functions from a packed batch to one advantage per token.
 
-Shapes in names: N trajectories, T tokens packed end to end, U turns of all trajectories, A action tokens.
-
-A worked example: one episode of two turns. The first turn was paid 0.25 by a tool; the total is 1::
-
-    token        p    p    a    a    o    o    a    a    a    o
-    action_T     0    0    1    1    0    0    1    1    1    0
-    turn_T      -1   -1    0    0   -1   -1    1    1    1   -1
-    rewards_U              .25                 0
-    token reward           0   .25             0    0   .75
-
-What a turn was paid lands on its last token. The rest of the total lands on the last action token, so the
-token rewards of an episode always add up to its total. An observation carries neither reward nor credit.
-
-The tokens of a trajectory are read in the order in which they lie in the batch. Where a trajectory has
-several rows (a rewritten history, a sub-agent), they are therefore read as one life, row after row.
+Each has its formula and its paper in its docstring. PPO's estimator, which needs a critic, is in `gae`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated, TypeVar
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
-# Ranges of options: a recipe's value outside of its range is refused by name.
-Share = Annotated[float, Field(ge=0, le=1)]
-"""From 0 to 1."""
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""Above 0."""
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""0 or above."""
-Count = Annotated[int, Field(ge=1)]
-"""A whole number from 1."""
+from ludus.algos.advantage_inputs import (
+    AdvantageInputs,
+    Advantages,
+    Need,
+    NotNegative,
+    Share,
+    centered,
+    discounted_sums,
+    needs,
+    required,
+    size_within,
+    standardized,
+    token_rewards,
+    turn_returns,
+    whitened,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class AdvantageInputs:
-    """A batch as estimators see it. Failed episodes are not in it, so no baseline can include them.
+@needs(Need.SIBLINGS)
+def grpo(inputs: AdvantageInputs) -> Advantages:
+    """GRPO: an attempt is worth how much better it was than its siblings.
 
-    Everything after `action_T` may be left out; an estimator that cannot do without says so (`Need`).
+        A_i = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-6)
+
+    The standard deviation is the unbiased one (divided by G - 1), as in the paper's code. A group of one, or
+    one whose rewards are all equal, carries no signal: its advantages are 0. The algorithm of this name
+    averages the loss by token, as DAPO does (and TRL and verl by default); the paper averages within each
+    episode first: `aggregation = "sequence"`.
+
+    Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
+    arXiv:2402.03300.
     """
-
-    rewards_N: Tensor
-    """The total reward of each trajectory, what its turns were paid included."""
-    group_N: Tensor
-    """The group each trajectory belongs to: whole numbers from 0."""
-    trajectory_T: Tensor
-    """The trajectory each token belongs to."""
-    action_T: Tensor
-    """True where the model said the token."""
-    trained_T: Tensor | None = None
-    """True where the loss applies. None: the actions, which is right; anything else is for ablations."""
-    turn_T: Tensor | None = None
-    """The turn an action token belongs to, numbered over the whole batch; -1 where nobody acted."""
-    trajectory_U: Tensor | None = None
-    """The trajectory of each turn; those of one trajectory are in order, and each has a token at least."""
-    rewards_U: Tensor | None = None
-    """What each turn was paid, as part of its trajectory's total. None: nothing."""
-    anchor_U: Tensor | None = None
-    """A number for the state in which each turn was taken, equal for equal states; negative: unknown."""
-    truncated_N: Tensor | None = None
-    """True where a budget cut the episode, as against an ending of its own. None: nowhere."""
-    values_T: Tensor | None = None
-    """A critic's value of the state in which each token was chosen, that is, before it was said."""
-    set_N: Tensor | None = None
-    """The task set of each trajectory: statistics over the batch are taken within it. None: one set."""
-    penalty_T: Tensor | None = None
-    """A reward for each action token beside the total, such as -beta times a divergence. None: 0."""
-
-    def __post_init__(self) -> None:
-        sizes = {"N": len(self.rewards_N), "T": len(self.trajectory_T)}
-        if self.trajectory_U is not None:
-            sizes["U"] = len(self.trajectory_U)
-        for name in self.__slots__:
-            value, letter = getattr(self, name), name[-1]
-            if value is None:
-                continue
-            if letter not in sizes:
-                raise ValueError(f"{name} counts turns, so trajectory_U must be given with it")
-            if value.shape != (sizes[letter],):
-                raise ValueError(f"{name} has the shape {tuple(value.shape)}, not ({sizes[letter]},)")
-
-    @property
-    def loss_mask(self) -> Tensor:
-        """True where the loss applies, and hence where an advantage may differ from 0."""
-        return self.action_T if self.trained_T is None else self.trained_T
-
-    @property
-    def totals(self) -> Tensor:
-        """The total reward of each trajectory and the penalties of its action tokens."""
-        if self.penalty_T is None:
-            return self.rewards_N
-        return self.rewards_N.index_add(0, self.trajectory_T, self.penalty_T * self.action_T)
-
-    @property
-    def sets(self) -> Tensor:
-        """The task set of each trajectory, all 0 where there is one."""
-        return torch.zeros_like(self.group_N) if self.set_N is None else self.set_N
-
-    def broadcast(self, advantages_N: Tensor) -> Advantages:
-        """One number per trajectory, given to each of its tokens that the loss applies to."""
-        return Advantages(advantages_N[self.trajectory_T] * self.loss_mask)
-
-    def broadcast_turns(self, advantages_U: Tensor) -> Advantages:
-        """One number per turn, given to each of its tokens that the loss applies to."""
-        turn_T = required(self.turn_T, "turn_T")
-        padded = torch.cat([advantages_U, advantages_U.new_zeros(1)])  # -1 reads the 0 at the end
-        return Advantages(padded[turn_T] * self.loss_mask)
+    return inputs.broadcast(standardized(inputs.totals, inputs.group_N))
 
 
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """What an estimator found out."""
+@needs(Need.SIBLINGS)
+def dr_grpo(inputs: AdvantageInputs) -> Advantages:
+    """Dr. GRPO: GRPO without the two divisions that bias it.
 
-    advantages_T: Tensor
-    """How much better than expected each token was; 0 where the loss does not apply."""
-    returns_T: Tensor | None = None
-    """What a critic should have said at each token (0 where it is not asked). None: there is no critic."""
+        A_i = r_i - mean(r_1..r_G)
 
+    Dividing by the group's deviation gives tasks that are almost always or almost never solved more weight than
+    the others; dividing by an episode's length makes long failures cheap. The first division is left out here.
+    For the second, take the aggregation "length", which divides by a constant.
 
-Estimator = Callable[[AdvantageInputs], Advantages]
-"""An algorithm's first half. Its options are keyword arguments with defaults: see `load_estimator`."""
-
-
-class Need(StrEnum):
-    """What an estimator needs beyond rewards and groups; a recipe without it is refused before it runs."""
-
-    SIBLINGS = "siblings"
-    """At least two attempts at each task: in a group of one it has nothing to compare."""
-    TURNS = "turns"
-    """turn_T and trajectory_U."""
-    ANCHORS = "anchors"
-    """anchor_U."""
-    CRITIC = "critic"
-    """values_T, and something that learns from `Advantages.returns_T`."""
-
-
-F = TypeVar("F", bound=Callable[..., Advantages])
-
-
-def needs(*what: Need) -> Callable[[F], F]:
-    """Write down what an estimator needs; `needs_of` reads it."""
-
-    def mark(estimator: F) -> F:
-        vars(estimator)["needs"] = frozenset(what)
-        return estimator
-
-    return mark
-
-
-def needs_of(estimator: Callable[..., Advantages]) -> frozenset[Need]:
-    """What an estimator needs; one that says nothing needs nothing."""
-    found: frozenset[Need] = vars(estimator).get("needs", frozenset())
-    return found
-
-
-def required(tensor: Tensor | None, name: str) -> Tensor:
-    """The field, or an error that names it."""
-    if tensor is None:
-        raise ValueError(f"this estimator needs AdvantageInputs.{name}, which was not given")
-    return tensor
-
-
-# Group statistics: means and standard deviations within groups, and discounted sums backwards along episodes.
-# An owner is whatever a number belongs to: a group, a task set, a trajectory. Owners are whole numbers from 0,
-# in any order; the standard deviation of a single number is 0.
-
-EPSILON = 1e-6
-"""Added to a deviation that divides."""
-
-
-def owners(owner_S: Tensor) -> int:
-    """How many there are."""
-    return int(owner_S.max()) + 1 if owner_S.numel() else 0
-
-
-def sum_within(values_S: Tensor, owner_S: Tensor, count: int | None = None) -> Tensor:
-    """One sum for each owner."""
-    size = owners(owner_S) if count is None else count
-    return values_S.new_zeros(size).index_add(0, owner_S, values_S)
-
-
-def size_within(owner_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each number, how many its owner has."""
-    return torch.bincount(owner_S, minlength=owners(owner_S)).to(dtype)[owner_S]
-
-
-def centered(values_S: Tensor, owner_S: Tensor) -> Tensor:
-    """Each number less its owner's mean; exactly 0 where an owner's numbers are all equal.
-
-    Exactly, because rounding in the mean would otherwise leave a trace, which a division by a deviation
-    of the same order would blow up into a signal.
+    Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025, arXiv:2503.20783.
     """
-    size_S = size_within(owner_S, values_S.dtype)
-    mean_S = sum_within(values_S, owner_S)[owner_S] / size_S
-    return torch.where(_all_equal(values_S, owner_S), 0, values_S - mean_S)
+    return inputs.broadcast(centered(inputs.totals, inputs.group_N))
 
 
-def standardized(values_S: Tensor, owner_S: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """(x - mean) / (deviation + epsilon) within each owner, the deviation being the unbiased one."""
-    from_mean_S = centered(values_S, owner_S)
-    size_S = size_within(owner_S, values_S.dtype)
-    variance_S = sum_within(from_mean_S**2, owner_S)[owner_S] / (size_S - 1).clamp(min=1)
-    return from_mean_S / (variance_S.sqrt() + epsilon)
+@needs(Need.SIBLINGS)
+def rloo(inputs: AdvantageInputs) -> Advantages:
+    """RLOO: REINFORCE, the baseline being the mean of the other attempts at the same task.
 
+        A_i = r_i - mean(r_j, j != i) = G / (G - 1) * (r_i - mean(r_1..r_G))
 
-def discounted_sums(values_S: Tensor, decay_S: Tensor, owner_S: Tensor) -> Tensor:
-    """y_s = x_s + decay_s * y_(next s of the same owner), and x_s for an owner's last.
+    The whole episode is one action: the loss is -A_i log p(episode i), the sum over its tokens, averaged over
+    episodes (the aggregation "sequence_sum"). Divided by the length, long and short episodes would get another
+    gradient than the paper's. The importance ratio is clipped token by token; TRL clips the whole sequence's.
+    The two differ only after the first update of a step.
 
-    By doubling: after round k each number holds the next 2^k of its owner, so there are log2(longest) rounds
-    of whole-tensor operations and no padding.
+    The baseline does not contain the attempt's own reward, so the gradient is unbiased. A group of one has no
+    baseline, and its advantage is 0.
+
+    Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", ICLR workshop 2019; Ahmadian et al., "Back
+    to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024,
+    arXiv:2402.14740.
     """
-    order_S = owner_S.argsort(stable=True)
-    owner_S, sums_S, factor_S = owner_S[order_S], values_S[order_S], decay_S[order_S]
-    step = 1
-    while step < len(owner_S):
-        together = owner_S[:-step] == owner_S[step:]
-        if not bool(together.any()):
-            break
-        reach = torch.where(together, factor_S[:-step], 0)
-        ends = sums_S.new_zeros(step)
-        sums_S = sums_S + torch.cat([reach * sums_S[step:], ends])
-        factor_S = torch.cat([reach * factor_S[step:], ends])
-        step *= 2
-    return torch.empty_like(sums_S).index_copy(0, order_S, sums_S)
+    size_N = size_within(inputs.group_N, inputs.totals.dtype)
+    own_share_N = size_N / (size_N - 1).clamp(min=1)
+    return inputs.broadcast(centered(inputs.totals, inputs.group_N) * own_share_N)
 
 
-def _all_equal(values_S: Tensor, owner_S: Tensor) -> Tensor:
-    empty = values_S.new_zeros(owners(owner_S))
-    most = empty.scatter_reduce(0, owner_S, values_S, "amax", include_self=False)
-    least = empty.scatter_reduce(0, owner_S, values_S, "amin", include_self=False)
-    return (most == least)[owner_S]
+def reinforce(inputs: AdvantageInputs) -> Advantages:
+    """REINFORCE with the batch's mean reward as its baseline.
 
+        A_i = r_i - mean(r_1..r_N)
 
-# Reward placement: from totals and turns to tokens, and back to turns.
+    The baseline does not depend on the group, so tasks that are easier than the average push up whatever was
+    done on them; that is what GRPO's group baseline removes. Task sets have a mean each.
 
-
-def token_rewards(inputs: AdvantageInputs) -> Tensor:
-    """The reward of each token.
-
-    A turn's pay lands on its last token, and what no turn was paid on the trajectory's last action token.
-    Penalties stay where they are.
+    Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning",
+    Machine Learning 8, 1992.
     """
-    count = len(inputs.rewards_N)
-    rest_N, rewards_T = inputs.rewards_N, inputs.rewards_N.new_zeros(len(inputs.trajectory_T))
-    if inputs.penalty_T is not None:
-        rewards_T = rewards_T + inputs.penalty_T * inputs.action_T
-    if inputs.rewards_U is not None:
-        turn_T, trajectory_U = _turns(inputs)
-        last_U = _last(turn_T, len(trajectory_U), inputs.action_T)
-        rewards_T = rewards_T.index_add(0, last_U, inputs.rewards_U)
-        rest_N = rest_N - sum_within(inputs.rewards_U, trajectory_U, count)
-    last_N = _last(inputs.trajectory_T, count, inputs.action_T)
-    spoke_N = last_N >= 0
-    return rewards_T.index_add(0, last_N[spoke_N], rest_N[spoke_N])
+    return inputs.broadcast(centered(inputs.totals, inputs.sets))
 
 
-def turn_returns(inputs: AdvantageInputs, discount: float) -> Tensor:
-    """For each turn, the sum of what landed on it and on the later ones, discounted once per turn."""
-    turn_T, trajectory_U = _turns(inputs)
-    said_T = inputs.action_T
-    rewards_U = sum_within(token_rewards(inputs)[said_T], turn_T[said_T], len(trajectory_U))
-    return discounted_sums(rewards_U, torch.full_like(rewards_U, discount), trajectory_U)
+def reinforce_pp(inputs: AdvantageInputs, *, discount: Share = 1.0) -> Advantages:
+    """REINFORCE++: no critic and no groups; token rewards, their discounted sum, and one normalisation.
 
+        r_t = penalty_t + [pay of the turn that ends at t] + [rest of the total, at the last action token]
+        G_t = r_t + discount * G_(next action token)
+        A_t = (G_t - mean(G)) / (std(G) + 1e-8)        over all action tokens of the batch
 
-def action_span(trajectory_T: Tensor, action_T: Tensor, count: int) -> Tensor:
-    """True from the first to the last action token of each trajectory, observations in between included."""
-    place_T = torch.arange(len(action_T), device=action_T.device)
-    last_N = _last(trajectory_T, count, action_T)
-    first_N = len(action_T) - 1 - _last(trajectory_T.flip(0), count, action_T.flip(0))
-    return (place_T >= first_N[trajectory_T]) & (place_T <= last_N[trajectory_T])
+    The penalty is -beta times the KL divergence from a reference (`kl_reward`): this method puts it there.
+    Observations are skipped: neither do they carry a reward nor do they discount one.
 
-
-def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    return required(inputs.turn_T, "turn_T"), required(inputs.trajectory_U, "trajectory_U")
-
-
-def _last(owner_T: Tensor, count: int, chosen_T: Tensor) -> Tensor:
-    """The place of each owner's last chosen token; -1 where it has none."""
-    place_T = torch.arange(len(owner_T), device=owner_T.device)
-    nowhere = torch.full((count,), -1, device=owner_T.device)
-    return nowhere.scatter_reduce(0, owner_T[chosen_T], place_T[chosen_T], "amax")
-
-
-# Whitening: normalisation over all trained tokens of a batch, task set by task set.
-
-TINY = 1e-8
-"""Added to the deviation of a batch, which is hardly ever small."""
-NOISE = 1e-6
-"""Differences up to this are rounding, such as the divergence of a policy from itself."""
-
-
-def whitened(values_T: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """(x - mean) / (deviation + 1e-8) over the tokens that the loss applies to; 0 elsewhere.
-
-    Every token counts once, so long episodes count more. Sets are kept apart, because one with larger or more
-    scattered rewards would otherwise decide the scale for all. A set whose values differ by rounding alone has
-    no signal, and gets 0: blown up to unit size, its noise would be an update like any other.
+    Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
+    2025, arXiv:2501.03262.
     """
-    chosen = inputs.loss_mask.nonzero().squeeze(1)
-    values_A, set_A = values_T[chosen], inputs.sets[inputs.trajectory_T[chosen]]
-    differs_A = (centered(values_A, set_A).abs() > NOISE).to(values_A.dtype)
-    has_signal_A = sum_within(differs_A, set_A)[set_A] > 0
-    whitened_A = standardized(values_A, set_A, TINY) * has_signal_A
-    return torch.zeros_like(values_T).index_copy(0, chosen, whitened_A)
-
-
-# Batches from plain lists: for tests, examples and experiments without a trainer.
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTokens:
-    """The token counts of one turn, and its reward, which is part of the episode's total."""
-
-    action: int
-    observation: int = 0
-    reward: float = 0.0
-    anchor: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One episode: its total reward, its group, and how its tokens lie."""
-
-    reward: float
-    turns: Sequence[TurnTokens]
-    group: int = 0
-    prompt: int = 1
-    """Tokens before the first turn."""
-    truncated: bool = False
-    set: int = 0
-    values: Sequence[float] = field(default=())
-    """One for each token; left out where there is no critic."""
-    penalties: Sequence[float] = field(default=())
-    """One for each token; left out where there are none."""
-
-    @property
-    def turn_of_token(self) -> list[int]:
-        """The turn of each action token, counted within the attempt; -1 for prompt and observation tokens."""
-        tokens, number = [-1] * self.prompt, 0
-        for turn in self.turns:
-            tokens += [number] * turn.action + [-1] * turn.observation
-            number += bool(turn.action)
-        return tokens
-
-    @property
-    def acted(self) -> list[TurnTokens]:
-        """The turns that have action tokens; the rewards of the others land on the last token."""
-        return [turn for turn in self.turns if turn.action]
-
-
-def inputs_from(attempts: Sequence[Attempt], dtype: torch.dtype = torch.float64) -> AdvantageInputs:
-    """These attempts as a batch, laid end to end in the order given."""
-    turns = [(number, turn) for number, attempt in enumerate(attempts) for turn in attempt.acted]
-    tokens: list[tuple[int, int]] = []
-    first = 0
-    for number, attempt in enumerate(attempts):
-        tokens += [(number, t if t < 0 else t + first) for t in attempt.turn_of_token]
-        first += len(attempt.acted)
-
-    def whole(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long)
-
-    def real(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
-
-    turn_T = whole([turn for _, turn in tokens])
-    has_values = not attempts or any(attempt.values for attempt in attempts)
-    has_penalties = any(attempt.penalties for attempt in attempts)
-    return AdvantageInputs(
-        rewards_N=real([attempt.reward for attempt in attempts]),
-        group_N=whole([attempt.group for attempt in attempts]),
-        trajectory_T=whole([number for number, _ in tokens]),
-        action_T=turn_T >= 0,
-        turn_T=turn_T,
-        trajectory_U=whole([number for number, _ in turns]),
-        rewards_U=real([turn.reward for _, turn in turns]),
-        anchor_U=whole([turn.anchor for _, turn in turns]),
-        truncated_N=torch.tensor([attempt.truncated for attempt in attempts], dtype=torch.bool),
-        values_T=real([v for attempt in attempts for v in attempt.values]) if has_values else None,
-        set_N=whole([attempt.set for attempt in attempts]),
-        penalty_T=real([p for attempt in attempts for p in attempt.penalties])
-        if has_penalties
-        else None,
+    index_A = inputs.action_T.nonzero().squeeze(1)
+    rewards_A = token_rewards(inputs)[index_A]
+    returns_A = discounted_sums(
+        rewards_A, torch.full_like(rewards_A, discount), inputs.trajectory_T[index_A]
     )
+    returns_T = rewards_A.new_zeros(len(inputs.action_T)).index_copy(0, index_A, returns_A)
+    return Advantages(whitened(returns_T, inputs))
+
+
+@needs(Need.SIBLINGS)
+def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
+    """REINFORCE++-baseline: the group's mean as the baseline, the batch's deviation as the scale.
+
+        A_i = r_i - mean(r_1..r_G)                     within the group
+        A_t = (A - mean(A)) / (std(A) + 1e-8)          over all action tokens of the batch
+
+    Against GRPO: one scale for the whole batch, so that a group whose rewards hardly differ is not blown up.
+
+    Hu et al., "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
+    2025, arXiv:2501.03262, section on the variant with a baseline.
+    """
+    centred_N = centered(inputs.totals, inputs.group_N)
+    return Advantages(whitened(centred_N[inputs.trajectory_T], inputs))
+
+
+@needs(Need.SIBLINGS, Need.TURNS)
+def turn_grpo(inputs: AdvantageInputs, *, discount: Share = 1.0, normalise: bool = True) -> Advantages:
+    """Turn-level group-relative credit: each turn against what the siblings went on to earn from that turn on.
+
+        R_(i,u) = r_(i,u) + discount * R_(i,u+1)
+        A_(i,u) = (R_(i,u) - mean_j R_(j, min(u, U_j))) / (std_j R_(j, min(u, U_j)) + 1e-6)
+
+    U_j is the last turn of sibling j. Episodes differ in how many turns they have, and that biases the obvious
+    baselines. The mean over all turns of the group counts long episodes, mostly the failing ones, many
+    times, and it is the same for early and late turns although discounted returns are not. The mean over those
+    that reached turn u leaves out whoever was done before, which are mostly the succeeding ones. Here each
+    sibling counts exactly once at every turn: at the same turn, or, if it was over by then, at its last. One
+    that never acted counts with its total.
+
+    With discount 1 and nothing paid to single turns this is GRPO, to the letter. Identical siblings teach
+    nothing. A group of one has advantage 0.
+
+    The idea of turn-level credit in groups: Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via
+    Turn-Level Credit Assignment", 2025, arXiv:2505.11821. The treatment of ragged turn counts is ours.
+
+    Args:
+        inputs: The batch, with turns.
+        discount: By which each later turn counts less.
+        normalise: Whether to divide by the standard deviation.
+    """
+    trajectory_U = required(inputs.trajectory_U, "trajectory_U")
+    returns_U = turn_returns(inputs, discount)
+    turns_N = torch.bincount(trajectory_U, minlength=len(inputs.rewards_N))
+    most = int(turns_N.max()) if turns_N.numel() else 0
+    if most == 0:
+        return Advantages(inputs.rewards_N.new_zeros(len(inputs.action_T)))
+    order_U = trajectory_U.argsort(stable=True)
+    first_N = turns_N.cumsum(0) - turns_N
+    rank_U = torch.empty_like(order_U)
+    rank_U[order_U] = torch.arange(len(order_U), device=order_U.device) - first_N[trajectory_U[order_U]]
+
+    returns_NK = _at_each_turn(inputs, returns_U[order_U], first_N, turns_N, most)
+    owner_NK = inputs.group_N[:, None] * most + torch.arange(most, device=order_U.device)
+    compare = standardized if normalise else centered
+    advantages_NK = compare(returns_NK.flatten(), owner_NK.flatten()).view_as(returns_NK)
+    return inputs.broadcast_turns(advantages_NK[trajectory_U, rank_U])
+
+
+def _at_each_turn(
+    inputs: AdvantageInputs, sorted_U: Tensor, first_N: Tensor, turns_N: Tensor, most: int
+) -> Tensor:
+    """What each trajectory stands for at turns 0 .. most - 1."""
+    turn_K = torch.arange(most, device=first_N.device)
+    place_NK = first_N[:, None] + torch.minimum(turn_K, (turns_N[:, None] - 1).clamp(min=0))
+    returns_NK = sorted_U[place_NK.clamp(max=len(sorted_U) - 1)]
+    return torch.where(turns_N[:, None] > 0, returns_NK, inputs.totals[:, None])
+
+
+@needs(Need.SIBLINGS, Need.TURNS, Need.ANCHORS)
+def gigpo(
+    inputs: AdvantageInputs,
+    *,
+    discount: Share = 0.95,
+    step_weight: NotNegative = 1.0,
+    normalise: bool = True,
+) -> Advantages:
+    """GiGPO: siblings are compared twice, as whole episodes and wherever they stood in the same state.
+
+        A^E_i     = (r_i - mean(r)) / (std(r) + 1e-6)                      over the group
+        A^S_(i,u) = (R_(i,u) - mean(R)) / (std(R) + 1e-6)                  over the turns of the group taken in
+                                                                           the same state
+        A         = A^E + step_weight * A^S,      R_(i,u) = r_(i,u) + discount * R_(i,u+1)
+
+    An episode that comes through a state twice is in the comparison twice. A state that only one turn of the
+    group was taken in, or an unknown one (a negative anchor), has nothing to compare: its A^S is 0. Without
+    `normalise` the deviations are left out, as in the paper's second form.
+
+    Feng et al., "Group-in-Group Policy Optimization for LLM Agent Training", 2025, arXiv:2505.10978.
+
+    Args:
+        inputs: The batch, with turns and anchors.
+        discount: By which each later turn counts less in a step's return.
+        step_weight: Weight of the step-level part (omega).
+        normalise: Whether to divide by the standard deviations.
+    """
+    compare = standardized if normalise else centered
+    trajectory_U = required(inputs.trajectory_U, "trajectory_U")
+    anchor_U = required(inputs.anchor_U, "anchor_U")
+    known = (anchor_U >= 0).nonzero().squeeze(1)
+    states = torch.stack([inputs.group_N[trajectory_U[known]], anchor_U[known]])
+    state_k = torch.unique(states, dim=1, return_inverse=True)[1]
+    returns_U = turn_returns(inputs, discount)
+    step_U = torch.zeros_like(returns_U).index_copy(0, known, compare(returns_U[known], state_k))
+    episode_N = compare(inputs.totals, inputs.group_N)
+    return inputs.broadcast_turns(episode_N[trajectory_U] + step_weight * step_U)

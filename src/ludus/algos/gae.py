@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algos.advantages import (
+from ludus.algos.advantage_inputs import (
     AdvantageInputs,
     Advantages,
     Need,

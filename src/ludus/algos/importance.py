@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algos.advantages import NotNegative, Positive, sum_within
+from ludus.algos.advantage_inputs import NotNegative, Positive, sum_within
 from ludus.algos.losses import LossInputs, Metrics, PolicyLoss, clamped_log_ratio
 
 Level = Literal["token", "sequence"]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ludus.algos.losses import MOST
+from ludus.algos.losses import MAX_LOG_RATIO
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(logprobs_A, reference_A) -> estimate_A."""
@@ -38,7 +38,7 @@ def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
 def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
     """exp(d) - d - 1."""
     # clamped from above only: far below, where the policy has moved away, the gradient must not vanish
-    difference_A = (reference_A - logprobs_A).clamp(max=MOST)
+    difference_A = (reference_A - logprobs_A).clamp(max=MAX_LOG_RATIO)
     return difference_A.exp() - difference_A - 1
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludus.algos.advantages import Count, NotNegative, Positive, Share, size_within, sum_within
+from ludus.algos.advantage_inputs import Count, NotNegative, Positive, Share, size_within, sum_within
 
-MOST = 20.0
+MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20: beyond, every clip range is exceeded anyway, and exp would overflow."""
 
 
@@ -26,7 +26,8 @@ class LossInputs:
     logprobs_A: Tensor
     """Under the weights being updated, with their gradient."""
     old_logprobs_A: Tensor
-    """Under the weights at the start of the step, by which ratios are measured."""
+    """Under the policy that importance ratios are measured by: the engine's own numbers when it sampled, or the
+    trainer's at the start of the step where `rl.correction` compares the two."""
     advantages_A: Tensor
     row_A: Tensor
     """The row each token lies in: whole numbers from 0 within these tokens."""
@@ -110,7 +111,7 @@ def cispo(
 
 def clamped_log_ratio(difference_A: Tensor) -> Tensor:
     """A log-ratio whose exponential cannot overflow."""
-    return difference_A.clamp(-MOST, MOST)
+    return difference_A.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _clipped(
@@ -160,8 +161,8 @@ def by_sequence(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
     """Every episode weighs the same; its tokens share its weight (GRPO as published). The sum is 1."""
     weight_T = trained_T.to(torch.float32)
     length_N = sum_within(weight_T, trajectory_T)
-    speaking = (length_N > 0).sum().clamp(min=1)
-    return weight_T / (length_N[trajectory_T].clamp(min=1) * speaking)
+    count = (length_N > 0).sum().clamp(min=1)
+    return weight_T / (length_N[trajectory_T].clamp(min=1) * count)
 
 
 def by_sequence_sum(trajectory_T: Tensor, trained_T: Tensor) -> Tensor:
@@ -179,8 +180,8 @@ def by_length(trajectory_T: Tensor, trained_T: Tensor, *, length: Count) -> Tens
     sum is the mean length divided by the constant.
     """
     weight_T = trained_T.to(torch.float32)
-    speaking = (sum_within(weight_T, trajectory_T) > 0).sum().clamp(min=1)
-    return weight_T / (speaking * length)
+    count = (sum_within(weight_T, trajectory_T) > 0).sum().clamp(min=1)
+    return weight_T / (count * length)
 
 
 def with_regularization(

@@ -21,7 +21,7 @@ import torch
 from pydantic import create_model
 from torch import Tensor
 
-from ludus.algos.advantages import AdvantageInputs, Advantages, Estimator, Need, needs_of
+from ludus.algos.advantage_inputs import AdvantageInputs, Advantages, Estimator, Need, needs_of
 from ludus.algos.importance import Correction, corrected
 from ludus.algos.kl import Divergence
 from ludus.algos.losses import Aggregation, LossInputs, Metrics, PolicyLoss
@@ -32,15 +32,15 @@ from ludus.core.registry import Registry
 ESTIMATORS = Registry(
     "estimator",
     {
-        "grpo": "ludus.algos.estimators:grpo",
-        "dr_grpo": "ludus.algos.estimators:dr_grpo",
-        "rloo": "ludus.algos.estimators:rloo",
-        "reinforce": "ludus.algos.estimators:reinforce",
-        "reinforce_pp": "ludus.algos.estimators:reinforce_pp",
-        "reinforce_pp_baseline": "ludus.algos.estimators:reinforce_pp_baseline",
+        "grpo": "ludus.algos.advantages:grpo",
+        "dr_grpo": "ludus.algos.advantages:dr_grpo",
+        "rloo": "ludus.algos.advantages:rloo",
+        "reinforce": "ludus.algos.advantages:reinforce",
+        "reinforce_pp": "ludus.algos.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "ludus.algos.advantages:reinforce_pp_baseline",
         "gae": "ludus.algos.gae:gae",
-        "turn_grpo": "ludus.algos.estimators:turn_grpo",
-        "gigpo": "ludus.algos.estimators:gigpo",
+        "turn_grpo": "ludus.algos.advantages:turn_grpo",
+        "gigpo": "ludus.algos.advantages:gigpo",
     },
 )
 LOSSES = Registry(

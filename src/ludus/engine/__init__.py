@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         unwrapped,
         vocabulary_size,
     )
-    from ludus.engine.loading import probe_head, use_ludus_attention
     from ludus.engine.model_runner import head_logits, hidden_states, plain_head
     from ludus.engine.packed_attention import PackedContext
     from ludus.engine.scheduler import Request, Scheduler, StopChecker
+    from ludus.engine.self_check import probe_head, use_ludus_attention
 
 __all__ = [
     "AdmissionQueue",

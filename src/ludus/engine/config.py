@@ -14,13 +14,13 @@ class EngineConfig(Config):
     """How much the engine does at once. Device and dtype are those of the model."""
 
     max_running: int = Field(default=256, ge=1, le=1 << 16)
-    """How many requests are computed together."""
+    """How many requests are computed together (vLLM's `max_num_seqs`)."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """The most tokens one step computes; long prompts are cut into chunks of what is left. By default 8192 on a
-    GPU, 2048 elsewhere."""
+    """The most tokens one step computes (vLLM's `max_num_batched_tokens`); long prompts are cut into chunks of
+    what is left. By default 8192 on a GPU, 2048 elsewhere."""
     memory: float | None = Field(default=None, gt=0, le=0.95)
-    """The share of memory that the KV cache may take: of what is free on a GPU (0.4 by default), of all that
-    a host has (0.125 by default)."""
+    """The share of memory that the KV cache may take: of what is free on a GPU (0.4 by default; vLLM's
+    `gpu_memory_utilization` is of all, weights included), of all that a host has (0.125 by default)."""
     cache_tokens: int | None = Field(default=None, ge=1, le=1 << 28)
     """How many tokens the KV cache holds, instead of a share of memory."""
     release_memory: Literal["auto", "always", "never"] = "auto"

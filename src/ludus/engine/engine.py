@@ -26,16 +26,10 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
 from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture
-from ludus.engine.hf_model import (
-    cache_blocks,
-    context_limit,
-    max_step_tokens,
-    releases_memory,
-    sampling_mode,
-    vocabulary_size,
-)
-from ludus.engine.loading import use_ludus_attention
+from ludus.engine.hf_model import context_limit, sampling_mode, vocabulary_size
+from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
 from ludus.engine.scheduler import Decode, Marks, Request, StopChecker
+from ludus.engine.self_check import use_ludus_attention
 
 
 class EmbeddedEngine:

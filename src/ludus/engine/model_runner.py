@@ -242,7 +242,7 @@ def make_runner(
     """
     # imported here because both import this module
     from ludus.engine.cuda.runner import CudaModelRunner
-    from ludus.engine.loading import usable_kv_shape
+    from ludus.engine.self_check import usable_kv_shape
 
     device = device_of(model)
     on_gpu = device.type == "cuda"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ludus.training.optim.critic import Critic
     from ludus.training.optim.learner import Learner, frozen
     from ludus.training.optim.logprobs import action_logprobs, logprobs_of
-    from ludus.training.optim.update import policy_update, sft_step
+    from ludus.training.optim.policy_update import policy_update, sft_step
     from ludus.training.preflight import check_parts
     from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
     from ludus.training.run_context import (

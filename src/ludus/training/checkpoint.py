@@ -132,7 +132,7 @@ SYNCED = "reference.pt"
 """A reference that follows the policy, in a checkpoint."""
 
 
-def load_reference(context: RunContext, folder: Path, is_resumed: bool) -> nn.Module:
+def load_reference_model(context: RunContext, folder: Path, is_resumed: bool) -> nn.Module:
     """The weights as they were when the stage began.
 
     They are written down then, because a resumed run has only later weights. Where there is an adapter, that is

@@ -112,7 +112,7 @@ class Trainer:
         stage = self._stage
         if self._saved == self.progress.step or stage is None:
             return
-        if stage.is_torn:
+        if stage.is_half_updated:
             log.warning("step %d was cut off in its midst and is not saved", self.progress.step + 1)
             return
         made = self.context
@@ -193,7 +193,7 @@ class Trainer:
         done = self.progress.done
         if done % self.recipe.run.checkpoint_every == 0 and done < stage.steps:
             self.save()
-        await stage.settle()
+        await stage.sync_engine()
         await asyncio.sleep(0)  # where Ctrl-C is heard
         await self._evaluate_between(stage)
 

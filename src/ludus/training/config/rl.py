@@ -130,17 +130,17 @@ class RLConfig(BaseStageConfig):
     aggregation_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the aggregation, such as { length = 512 }."""
     correction: str | None = None
-    """Importance correction for samples of another policy: truncated, masked."""
+    """Importance correction for samples of another policy: truncated (TIS), masked (MIS)."""
     correction_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the correction, such as { high = 2.0 }."""
     steps: int = Field(default=100, ge=0)
     """Training steps: play, score, update."""
     tasks: int = Field(default=16, ge=1)
-    """Tasks in a step."""
+    """Tasks (prompts) in a step."""
     attempts: int = Field(default=8, ge=1)
-    """Episodes for each task: the group."""
+    """Episodes for each task: the group (TRL's `num_generations`, verl's `rollout.n`)."""
     updates: int = Field(default=1, ge=1)
-    """Optimizer updates in an epoch; the step's groups are split among them."""
+    """Optimizer updates (mini-batches) in an epoch; the step's groups are split among them."""
     epochs: int = Field(default=1, ge=1, le=1000)
     """Passes over a step's episodes, of so many updates each (verl's `ppo_epochs`, TRL's `num_iterations`)."""
     target_kl: float | None = Field(default=None, gt=0)
@@ -164,7 +164,7 @@ class RLConfig(BaseStageConfig):
     advantage_mask: bool = True
     """Let credit skip observations. False lets it flow through them: for ablations."""
     refill: RefillConfig | None = None
-    """Replace groups without signal."""
+    """Replace groups without signal (DAPO's dynamic sampling)."""
     keep_attempts: int | None = Field(default=None, ge=2)
     """GRPO-RoC: of the attempts at a task, keep so many, the untidy among the correct ones less likely."""
     overlong: OverlongConfig | None = None

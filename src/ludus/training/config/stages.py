@@ -18,7 +18,7 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls after the warm-up: not at all, or to a tenth of the peak."""
+    """The learning-rate schedule after the warm-up: constant, or down to a tenth of the peak."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which it rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -34,7 +34,10 @@ class OptimizerConfig(Config):
 
 
 class BaseStageConfig(Config):
-    """What a run asks of a stage of any kind. A new kind: a subclass, a `Stage`, a line in `STAGES`."""
+    """What a run asks of a stage of any kind.
+
+    A new kind: a subclass, its place in `StageConfig` (recipe.py), a `Stage`, and a line in `STAGES`.
+    """
 
     label: ClassVar[str]
     """What stages of this kind are called in a sentence."""

@@ -59,12 +59,12 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                 continue
             before = _inherited(trajectory, index)
             prefix = [token for segment in before for token in segment.tokens]
-            heard = [s.kind is SegmentKind.OBSERVATION for s in sequence.segments for _ in s.tokens]
+            observed = [s.kind is SegmentKind.OBSERVATION for s in sequence.segments for _ in s.tokens]
             rows.append(
                 Row(
                     tokens=prefix + sequence.tokens,
                     action_mask=[False] * len(prefix) + mask,
-                    observation_mask=[False] * len(prefix) + heard,
+                    observation_mask=[False] * len(prefix) + observed,
                     logprobs=[0.0] * len(prefix) + sequence.logprobs,
                     trajectory=number,
                     turns=[action for action in sequence.actions if action.tokens],
@@ -170,8 +170,8 @@ def _turns(rows: Sequence[Row]) -> Tensor:
     first = 0
     for row in rows:
         own = [first + i for i, turn in enumerate(row.turns) for _ in turn.tokens]
-        said = iter(own)
-        numbers += [next(said) if is_action else -1 for is_action in row.action_mask]
+        turns = iter(own)
+        numbers += [next(turns) if is_action else -1 for is_action in row.action_mask]
         first += len(row.turns)
     return torch.tensor(numbers, dtype=torch.long)
 
@@ -285,7 +285,8 @@ class Pack:
     tokens_T: Tensor
     trained_index_A: Tensor
     old_logprobs_A: Tensor
-    """Under the weights at the start of the step: where ratios start from."""
+    """What importance ratios are measured by: the engine's, or the trainer's at the start of the step where
+    `rl.correction` compares the two."""
     rollout_logprobs_A: Tensor
     """As the engine reported them when it sampled."""
     advantages_A: Tensor

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ludus.core.failures import ConfigError, not_there
-from ludus.engine.hf_model import all_memory
+from ludus.engine.kv_cache_size import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.config.recipe import LoraConfig, ModelConfig, ScratchConfig
 from ludus.training.models.gguf import check_file, located, without_progress_bars

@@ -28,7 +28,7 @@ from ludus.training.config.stages import OptimizerConfig
 from ludus.training.data.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
 from ludus.training.optim.logprobs import action_logprobs
 from ludus.training.optim.memory import MemoryBudget
-from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW
+from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Updater:
 
     def _apply_gradients(self) -> Tensor:
         """Clip and step; the gradient's norm. The weights stay as they were if it is not finite."""
-        share = schedule(self.steps_done, self.total_steps, self.config)
+        share = lr_factor(self.steps_done, self.total_steps, self.config)
         self.optimizer.set_rate(self.config.learning_rate * share)
         try:
             return self.optimizer.update(self._gradients.in_order())
@@ -185,7 +185,7 @@ class Updater:
 
 
 class Learner(Updater):
-    """A policy's updates. It does not know whether it imitates, reinforces or prefers."""
+    """A policy's optimizer steps, whatever the objective: SFT, policy gradient, preference or distillation."""
 
     def __init__(
         self,
@@ -245,18 +245,6 @@ def _step_metrics(rows: Sequence[Mapping[str, Tensor]], **others: Tensor) -> dic
         else:
             metrics[name] = sum(column) if name in ("loss", TOKENS) else sum(column) / seen
     return metrics | dict(zip(others, values[len(rows) * len(names) :], strict=True))
-
-
-def schedule(step: int, total: int, config: OptimizerConfig) -> float:
-    """The share of the peak learning rate at a step: a linear rise, then constant or down to a tenth."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    if config.schedule == "linear":
-        return 1.0 - 0.9 * progress
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
 def frozen(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""AdamW on master weights: clip, step, round into the module. On a GPU, one kernel does it all.
+"""AdamW on master weights: learning-rate schedule, clip, step, round into the module (one kernel on a GPU).
 
 Nothing here waits for the device: whether the gradient is finite is found out there, and a step that it would
 spoil does nothing.
@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,22 @@ from ludus.kernels import (
 from ludus.training.config.stages import OptimizerConfig
 
 log = logging.getLogger(__name__)
+
+_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - 0.9 * progress,
+    "cosine": lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)),
+}
+"""Learning-rate schedules: the share of the peak, by the share of the steps after the warm-up that are done."""
+
+
+def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
+    """The share of the peak learning rate at a step: a linear warm-up, then the schedule."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    return _SCHEDULES[config.schedule](progress)
+
 
 Pairs = list[tuple[nn.Parameter, Tensor]]
 """Parameters and their gradients."""

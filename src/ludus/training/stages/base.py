@@ -57,7 +57,7 @@ class Stage(Generic[C]):
         """Decides this stage's draws; two stages must not draw alike."""
         self.is_resumed = False
         """Whether it goes on from a checkpoint of its own."""
-        self.is_torn = False
+        self.is_half_updated = False
         """Whether a step changed some weights and did not get to its end: nothing to go on from."""
 
     @classmethod
@@ -72,17 +72,21 @@ class Stage(Generic[C]):
         """Get ready for the first step, or for the one after a checkpoint."""
 
     async def advance(self, number: int) -> StepResult:
-        """Do step `number`, counted from 0. After the weights have changed, nothing is awaited any more."""
+        """Do step `number`, counted from 0.
+
+        Nothing may be awaited after the weights have changed, so that a cancelled run stops before or after an
+        update and never within it.
+        """
         raise NotImplementedError
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Around a step's updates. An error in their midst leaves the stage torn, and it is not saved."""
-        self.is_torn = True
+    def updating_weights(self) -> Iterator[None]:
+        """Around a step's updates. After an error within, the weights are half updated and are not saved."""
+        self.is_half_updated = True
         yield
-        self.is_torn = False
+        self.is_half_updated = False
 
-    async def settle(self) -> None:
+    async def sync_engine(self) -> None:
         """After a step has been written down: let the engine go on with the new weights."""
         if self.config.learns:
             await self.context.engine.update_weights()

@@ -90,7 +90,7 @@ class DistillationStage(Stage[DistillationConfig]):
         check_readable(said, self._teacher, "for the teacher, episode")
         await self.context.engine.pause()
         ready = time.perf_counter()
-        with self.change():
+        with self.updating_weights():
             metrics = distill(self._learner, said, self._teacher)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)

@@ -40,7 +40,7 @@ from ludus.core.random import key
 from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.engine import context_limit
 from ludus.observe import rollout_metrics
-from ludus.training.checkpoint import load_learner, load_reference, save_learner
+from ludus.training.checkpoint import load_learner, load_reference_model, save_learner
 from ludus.training.config.parts import Parts, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
@@ -274,6 +274,10 @@ def _standing(scores: Scores, reward_N: Tensor, config: PreferenceConfig) -> dic
 
 
 def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> dict[str, float]:
+    """A step along `push_T`, minus the gradient of the loss with respect to each log-probability.
+
+    It travels in the place of the advantages: -advantage * logprob has exactly that gradient.
+    """
     weights_T = torch.full_like(push_T, 1 / count)
     columns = Columns.of(rows, push_T, weights_T)
 
@@ -316,7 +320,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
 
     async def begin(self) -> None:
         if self.config.loss != "simpo":
-            self._reference = load_reference(self.context, self.folder, self.is_resumed)
+            self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
         if self.config.pairs is not None:
             self._given = await load_preferences(self.context, self.config)
             equal = sum(isinstance(one, Pair) and has_equal_sides(one) for one in self._given)
@@ -345,7 +349,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
             learned = labelled_of(pairs) if self.config.loss == "kto" else pairs
         await self.context.engine.pause()
         metrics["pairs"] = len(learned)
-        with self.change():
+        with self.updating_weights():
             metrics |= prefer(self._learner, learned, self._reference, self.config)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 

@@ -15,7 +15,7 @@ from ludus.rewards import Scorer
 from ludus.training.checkpoint import (
     check_sync,
     load_learner,
-    load_reference,
+    load_reference_model,
     load_synced,
     save_learner,
     save_synced,
@@ -28,7 +28,7 @@ from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
 from ludus.training.optim.critic import Critic
 from ludus.training.optim.learner import Learner
-from ludus.training.optim.update import algorithm_of, policy_update
+from ludus.training.optim.policy_update import algorithm_of, policy_update
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
@@ -63,7 +63,7 @@ class RLStage(Stage[RLConfig]):
     async def begin(self) -> None:
         config = self.config
         if config.kl > 0:
-            self._reference = load_reference(self.context, self.folder, self.is_resumed)
+            self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
@@ -78,7 +78,7 @@ class RLStage(Stage[RLConfig]):
         await self.context.engine.pause()
         ready = time.perf_counter()
         warming_up = self._critic is not None and self._critic.is_warming_up(number)
-        with self.change():
+        with self.updating_weights():
             # where nothing could be learned, the update has no metrics
             metrics = {"no_signal": float(not warming_up)} | policy_update(
                 self._learner,

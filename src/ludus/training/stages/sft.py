@@ -11,7 +11,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
-from ludus.training.checkpoint import load_learner, load_reference, save_learner
+from ludus.training.checkpoint import load_learner, load_reference_model, save_learner
 from ludus.training.config.parts import Parts, demonstrations_of, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
@@ -21,7 +21,7 @@ from ludus.training.data.packing import concat_masks, rows_of
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.optim.learner import Learner
 from ludus.training.optim.logprobs import logprobs_of
-from ludus.training.optim.update import sft_step
+from ludus.training.optim.policy_update import sft_step
 from ludus.training.rollout_worker import RolloutWorker
 from ludus.training.run_context import RunContext, tool_specs
 from ludus.training.stages.base import (
@@ -93,7 +93,7 @@ class SFTStage(Stage[SFTConfig]):
         started = time.perf_counter()
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
-        with self.change():
+        with self.updating_weights():
             metrics = sft_step(self._learner, batch)
         if self._held_out and self._is_due(number + 1):
             metrics["held_out_loss"] = loss_on(self._learner, self._held_out)
@@ -175,7 +175,7 @@ class RejectionStage(Stage[RejectionConfig]):
         if self._kept:
             seed = key(self.seed, "rejection", round_number)
             batch = items_of_step(self._kept, place, min(self.config.batch, len(self._kept)), seed)
-            with self.change():
+            with self.updating_weights():
                 if place == 0 and self.config.restart:
                     self._return_to_start()
                 metrics |= sft_step(self._learner, batch)
@@ -183,7 +183,9 @@ class RejectionStage(Stage[RejectionConfig]):
 
     async def begin(self) -> None:
         if self.config.restart:
-            load_reference(self.context, self.folder, self.is_resumed)  # written down, to return to
+            load_reference_model(
+                self.context, self.folder, self.is_resumed
+            )  # written down, to return to
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._worker.play(round_number, {})
@@ -211,7 +213,7 @@ class RejectionStage(Stage[RejectionConfig]):
         )
 
     def _return_to_start(self) -> None:
-        start = load_reference(self.context, self.folder, is_resumed=True)
+        start = load_reference_model(self.context, self.folder, is_resumed=True)
         self.context.model.load_state_dict(start.state_dict())
         self._learner = self._new_learner()
 

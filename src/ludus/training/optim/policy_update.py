@@ -39,7 +39,7 @@ from ludus.algos import (
     load_divergence,
     with_regularization,
 )
-from ludus.algos.advantages import size_within, sum_within
+from ludus.algos.advantage_inputs import size_within, sum_within
 from ludus.algos.losses import clamped_log_ratio
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Trajectory
