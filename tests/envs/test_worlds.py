@@ -64,7 +64,7 @@ def test_tools_without_an_environment_are_held_to_the_contract() -> None:
     assert "the expert succeeds on 5 of 5 tasks" in shown.output
 
 
-@pytest.mark.parametrize("name", ["babyai", "babyai_cpu", "maths", "sql", "textcraft"])
+@pytest.mark.parametrize("name", ["babyai", "babyai_cpu", "code", "maths", "sql", "textcraft"])
 def test_recipes_fit_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = WORLDS[name.partition("_")[0]]
     if world.missing():

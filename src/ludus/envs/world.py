@@ -126,6 +126,14 @@ _ALL = (
         packages=("minigrid",),
     ),
     World(
+        "code",
+        "Write a function from its docstring; hidden tests decide. HumanEval by path.",
+        "ludus.envs.code",
+        rewards=("success",),
+        tools=("python",),
+        max_turns=5,
+    ),
+    World(
         "maths",
         "Arithmetic and word problems with Python; GSM8K and MATH by path.",
         "ludus.envs.maths",

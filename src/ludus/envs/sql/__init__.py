@@ -21,6 +21,7 @@ from ludus.core.trajectory import Trajectory
 from ludus.envs.env import Env
 from ludus.envs.sql.databases import HELD_OUT, NAMES, VARIANTS
 from ludus.envs.sql.files import (
+    SANDBOX,
     TableTask,
     dbbench_rows,
     find_database,
@@ -33,7 +34,7 @@ from ludus.envs.sql.files import (
 from ludus.envs.sql.questions import questions
 from ludus.rewards.code_tests.sql_match import ResultTable, SqlMatch, TableRules, equal_tables
 from ludus.rewards.reward import Parts
-from ludus.sandbox import Sandbox, SandboxConfig, Session, shared_sandbox
+from ludus.sandbox import Sandbox, Session, shared_sandbox
 from ludus.sandbox.sql import Database, QueryResult, SqlLimits, read_schema, run_query
 from ludus.tools import tool
 from ludus.tools.library.sql import described, fault_of, problem_of, rendered
@@ -61,14 +62,14 @@ class Sql(Env):
 
     def __init__(self) -> None:
         self.database: Database | None = None
-        self._config = SandboxConfig()
+        self._config = SANDBOX
         self._writable = False
         self._session: Session | None = None
 
     async def reset(self, task: Task, database: str, writable: bool = False) -> None:
         await self.close()
         self.database, self._writable = find_database(database), writable
-        self._config = SandboxConfig(readable=readable_of(self.database))
+        self._config = SANDBOX.model_copy(update={"readable": readable_of(self.database)})
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -137,7 +138,7 @@ class ExecutionMatch(SqlMatch):
     uses_envs = True
 
     def __init__(self, *, otherwise: float = 0.0, name: str = "success", weight: float = 1.0) -> None:
-        super().__init__(name=name, weight=weight)
+        super().__init__(sandbox=SANDBOX, name=name, weight=weight)
         self.otherwise = otherwise
 
     async def score(self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]) -> Parts:
