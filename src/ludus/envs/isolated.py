@@ -29,15 +29,13 @@ from ludus.core.concurrency import (
     set_own_thread,
 )
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, LudusError, ToolFault
-from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
 from ludus.core.processes import CallWorker, NotPicklable
 from ludus.core.task import Task
 from ludus.core.user_code import UserError
 from ludus.envs.env import Observation, Step, call_env, read_state, reset_env, step_env, takes_text
-from ludus.envs.tools import tools_of
+from ludus.envs.tools import ForwardedTool, tools_of
 from ludus.tools import LocalTools, Tool
-from ludus.tools.calling import Encode
-from ludus.tools.tool import Limiter
 
 # In our process -------------------------------------------------------------------------------------
 
@@ -92,7 +90,14 @@ class IsolatedEnv:
         return found
 
     def tools(self) -> list[Tool]:
-        return [_IsolatedTool(self, spec) for spec in self._ask("tools")]
+        return [
+            ForwardedTool(self, one, partial(self._forwarded, one.name)) for one in self._ask("tools")
+        ]
+
+    async def _forwarded(self, name: str, arguments: Any, context: ToolContext) -> ToolResult:
+        call = ToolCall(name, arguments)
+        found: ToolResult = await call_env(self.call_tool, call, context.episode, context.task)
+        return found
 
     def call_tool(self, call: ToolCall, episode: str, task: Task) -> ToolResult:
         """Run one of its tools."""
@@ -193,34 +198,6 @@ class IsolatedEnv:
                 f"the environment {self._name!r} lives in another process, and {what} cannot travel: {value}"
             )
         return _unpacked(value, what)
-
-
-class _IsolatedTool(Tool):
-    """A tool of an environment in another process: it is checked and run over there."""
-
-    def __init__(self, env: IsolatedEnv, spec: ToolSpec) -> None:
-        self._env, self._spec = env, spec
-        self.name, self.description = spec.name, spec.description
-        self._limiter, self.is_loose = Limiter(None), False
-
-    @property
-    def owner(self) -> Any:
-        return self._env
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
-
-    def check(self, context: ToolContext) -> None:
-        """Its object is over there."""
-
-    async def call(
-        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
-    ) -> ToolResult:
-        call = ToolCall(self.name, arguments)
-        async with context.exclusive(self._env):
-            found: ToolResult = await call_env(self._env.call_tool, call, context.episode, context.task)
-            return found
 
 
 def _unpacked(outcome: tuple[str, Any], what: str) -> Any:

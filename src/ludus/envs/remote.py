@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env, Observation, Step, observation_from_json
+from ludus.envs.tools import ForwardedTool
 from ludus.tools import Tool
-from ludus.tools.calling import Encode
 from ludus.tools.remote import RemoteTools
 from ludus.tools.remote_http import nonsense
-from ludus.tools.tool import Limiter
 from ludus.tools.wire import spec_from_json
 
 
@@ -104,7 +104,10 @@ class RemoteEnv(Env):
             raise nonsense(f"an observation: {error}") from error
 
     def tools(self) -> list[Tool]:
-        return [_RemoteEnvTool(self, spec) for spec in self._specs]
+        return [ForwardedTool(self, spec, partial(self._forwarded, spec.name)) for spec in self._specs]
+
+    async def _forwarded(self, name: str, arguments: Any, context: ToolContext) -> ToolResult:
+        return await self.call_tool(ToolCall(name, arguments))
 
     async def call_tool(self, call: ToolCall) -> ToolResult:
         """Run one of its tools, over there."""
@@ -155,32 +158,6 @@ class RemoteEnv(Env):
         if self._context is None:
             raise InfraError(Boundary.ENV, f"the environment {self._name!r} was not reset")
         return self._context
-
-
-class _RemoteEnvTool(Tool):
-    """A tool of an environment on a server."""
-
-    def __init__(self, env: RemoteEnv, spec: ToolSpec) -> None:
-        self._env, self._spec = env, spec
-        self.name, self.description = spec.name, spec.description
-        self._limiter, self.is_loose = Limiter(None), False
-
-    @property
-    def owner(self) -> Any:
-        return self._env
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._spec
-
-    def check(self, context: ToolContext) -> None:
-        """Its object is over there."""
-
-    async def call(
-        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
-    ) -> ToolResult:
-        async with context.exclusive(self._env):
-            return await self._env.call_tool(ToolCall(self.name, arguments))
 
 
 def _read_token(file: str) -> str:

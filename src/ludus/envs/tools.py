@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.user_code import error_with_location
 from ludus.envs.env import Observation, ShowActions, call_env, step_env, takes_text
 from ludus.tools import LocalTools, Tool
 from ludus.tools.calling import Encode
 from ludus.tools.signature import Signature, signature_of
+from ludus.tools.tool import Limiter
 
 _MOST_ACTIONS = 100
 """Actions that an observation lists; ScienceWorld offers thousands."""
@@ -57,6 +58,35 @@ def _step_signature(step: Callable[..., Any]) -> Signature:
     """One text argument; described by the docstring of the environment's own `step` where it has one."""
     documentation = inspect.getdoc(step) if step.__doc__ else StepTool.__doc__
     return signature_of(StepTool.run, StepTool.name, is_method=True, documentation=documentation)
+
+
+class ForwardedTool(Tool):
+    """A tool of an environment that lives elsewhere: it is checked and run over there."""
+
+    def __init__(
+        self, env: Any, spec: ToolSpec, run: Callable[[Any, ToolContext], Awaitable[ToolResult]]
+    ) -> None:
+        """`run` takes the arguments as the model wrote them."""
+        self._env, self._spec, self._forward = env, spec, run
+        self.name, self.description = spec.name, spec.description
+        self._limiter, self.is_loose = Limiter(None), False
+
+    @property
+    def owner(self) -> Any:
+        return self._env
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def check(self, context: ToolContext) -> None:
+        """Its object is over there."""
+
+    async def call(
+        self, arguments: Any, context: ToolContext, *, encode: Encode | None = None
+    ) -> ToolResult:
+        async with context.exclusive(self._env):
+            return await self._forward(arguments, context)
 
 
 class AvailableActionsTool(Tool):

@@ -224,7 +224,10 @@ def env_name(factory: Callable[[], Any]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", own).lower()
 
 
-ADAPTERS: dict[str, str] = {}
+ADAPTERS = {
+    "agentgym": "ludus.envs.foreign:AgentGymEnv",
+    "openenv": "ludus.envs.foreign:OpenEnv",
+}
 """Environments of others: their classes, by what stands before the colon of a reference."""
 
 

@@ -1,0 +1,365 @@
+"""Environments on servers of others: AgentGym's HTTP protocol and OpenEnv's WebSocket, scripted and real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreign_servers import AgentGym, OpenEnvServer, running
+
+from ludus.core import (
+    Boundary,
+    ByteTokenizer,
+    ConfigError,
+    Fault,
+    InfraError,
+    Task,
+    ToolCall,
+    ToolContext,
+)
+from ludus.core.messages import ToolResult
+from ludus.engine import FakeEngine
+from ludus.envs import EnvPool, EnvTools, Lease, call_env, load_env, tools_of
+from ludus.rewards import Scorer
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
+from ludus.rollouts.agent import Demonstrator
+from ludus.tools import as_toolset
+
+
+class Session:
+    """An instance of a pool, used as an episode does."""
+
+    def __init__(self, pool: EnvPool, lease: Lease, tools: EnvTools, task: Task) -> None:
+        self.pool, self.env, self.tools = pool, lease.env, tools
+        self.first = lease.observation.text
+        self.context = ToolContext("e", task, {"far": lease.env})
+
+    async def call(self, name: str, **arguments: Any) -> ToolResult:
+        return await self.tools.call(ToolCall(name, arguments), self.context)
+
+    async def step(self, action: str) -> ToolResult:
+        return await self.call("step", action=action)
+
+
+@asynccontextmanager
+async def session(reference: str, task: Task, **settings: Any) -> AsyncIterator[Session]:
+    pool = EnvPool(load_env(reference), name="far", size=2, reset_retries=0, **settings)
+    lease = await pool.acquire("e", task)
+    try:
+        yield Session(pool, lease, EnvTools(lease.env, await tools_of(lease.env, "far")), task)
+    finally:
+        await pool.release("e")
+        await pool.close()
+
+
+async def test_agentgym_in_the_dialect_of_textcraft() -> None:
+    server = AgentGym("textcraft")
+    async with running(server) as address:
+        async with session(f"agentgym:{address}", Task.of("Count.", id="textcraft_2")) as game:
+            assert game.first == "Goal: 2." and game.env.step_rewards == "last"
+            assert [one.name for one in game.tools.tools] == ["step"]
+            assert await call_env(game.env.available_actions) is None
+            one, bad, two = [await game.step(action) for action in ("on", "raise", "on")]
+            assert (one.content, one.reward, one.terminated) == ("1", 0.0, False)
+            assert bad.fault is Fault.TOOL_RAISED and "list index out of range" in bad.content
+            assert (two.content, two.reward, two.terminated) == ("2", 1.0, True)
+            after = await game.step("on")
+            assert after.terminated and after.reward is None
+        assert server.closed == [0]
+
+
+async def test_agentgym_in_the_dialect_of_webshop() -> None:
+    async with running(AgentGym("webshop")) as address:
+        task = Task.of("Count.", envs={"far": {"data_idx": 4}})  # another server's name for the number
+        async with session(f"agentgym:{address}", task) as game:
+            assert game.first == "Goal: 4."
+            assert await call_env(game.env.available_actions) == ["search[<keywords>]", "click[back]"]
+            assert (await game.step("on")).reward == 0.25
+        with pytest.raises(ConfigError, match=r"says no number .* 'session_id'"):
+            async with session(f"agentgym:{address}", Task.of("Count.", id="any")):
+                pass
+
+
+@pytest.mark.parametrize(
+    "odd, said",
+    [
+        (500, "status 500: oops"),
+        ("<html>", "no JSON"),
+        ({"reward": 1}, "without an observation"),
+        ({"observation": "x", "reward": "many", "done": False}, "no number"),
+        ({"error": "The id 0 is not valid."}, "is not valid"),
+        ("hang", r"no answer within 0\.2 seconds"),
+    ],
+)
+async def test_what_an_agentgym_server_gets_wrong_is_a_failure_and_no_reward(
+    odd: Any, said: str
+) -> None:
+    server = AgentGym("textcraft")
+    async with running(server) as address:
+        options = {"timeout": 0.2} if odd == "hang" else {}
+        task = Task.of("x", id="t_2")
+        async with session(f"agentgym:{address}", task, options=options) as game:
+            server.odd = odd
+            with pytest.raises(InfraError, match=said) as failure:
+                await game.step("on")
+            assert failure.value.boundary is Boundary.SERVER and failure.value.replay
+
+
+def on(task: Task) -> Generator[ToolCall, str, None]:
+    while True:
+        yield ToolCall("step", {"action": "on"})
+
+
+async def test_an_agentgym_server_that_fails_or_restarts_costs_a_replay() -> None:
+    server = AgentGym("textcraft")
+    async with running(server) as address:
+        pool = EnvPool(load_env(f"agentgym:{address}"), name="far", size=4)
+        playing = Rollout(
+            engine=FakeEngine([]),
+            renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+            scorer=Scorer([], default_total=0.0),
+            tools=as_toolset([]),
+            pools={"far": pool},
+            agent=Demonstrator(on),
+            budgets=Budgets(max_turns=8),
+            retries=2,
+        )
+
+        async def fail() -> None:
+            for odd in (500, {"error": "The id 0 is not valid."}, "<html>"):
+                await asyncio.sleep(0.02)
+                server.odd = odd
+            server.counts.clear()  # as a restart does
+
+        failing = asyncio.create_task(fail())
+        tasks = [Task.of("Count.", id=f"count_{1 + n % 5}x{n}", envs={"far": {"data_idx": 1 + n % 5}})
+                 for n in range(20)]  # fmt: skip
+        groups = [group async for group in playing.groups(tasks, seed=0)]
+        await failing
+        await pool.close()
+    trajectories = [t for group in groups for t in group.trajectories]
+    assert [t.failure for t in trajectories] == [None] * 20
+    assert {t.reward for t in trajectories} == {1.0}
+
+
+async def test_what_is_no_agentgym_server() -> None:
+    async with running(OpenEnvServer()) as address:
+        with pytest.raises(InfraError, match=r"/openapi\.json: status 404") as failure:
+            async with session(f"agentgym:{address}", Task.of("x", id="1")):
+                pass
+        cause = failure.value.__cause__
+        assert isinstance(cause, InfraError) and not cause.replay
+
+
+async def test_openenv_over_its_websocket() -> None:
+    server = OpenEnvServer()
+    async with running(server) as address:
+        task = Task.of("Guess.", id="t9", envs={"far": {"seed": 5}})
+        async with session(f"openenv:{address}", task, options={"text": "message"}) as game:
+            assert game.first == "Guess (t9)." and server.open == 1
+            [tool] = game.tools.tools
+            assert tool.spec.description == "Guess."
+            assert tool.spec.parameters == {
+                "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"],
+                "additionalProperties": False,
+            }  # fmt: skip
+            assert (await game.call("step", number=3)).content == "no"
+            wrong = await game.call("step", number="x")
+            assert (wrong.fault, wrong.content) == (
+                Fault.BAD_ARGUMENTS,
+                "Invalid message: number: Field required",
+            )
+            raised = await game.call("step", number=13)
+            assert (raised.fault, raised.content) == (Fault.TOOL_RAISED, "Error: unlucky")
+            assert await game.env.state() == {"step_count": 1}
+            hit = await game.call("step", number=5)
+            assert (hit.content, hit.reward, hit.terminated) == ("yes", 1.0, True)
+            assert (await game.call("step", number=5)).content == "The episode is over."
+        async with session(f"openenv:{address}", task) as game:  # all of what it shows
+            seen = await game.call("step", number=1)
+            assert json.loads(seen.content) == {"message": "no", "near": 1}
+            for odd, said in (
+                ("close", "closed"),
+                ("nonsense", "no JSON|has ended"),
+                ("[1]", "has ended"),
+            ):
+                server.odd = odd
+                with pytest.raises(InfraError, match=said):
+                    await game.call("step", number=1)
+    assert server.open == 0
+
+
+async def test_the_mcp_tools_of_an_openenv_server() -> None:
+    async with (
+        running(OpenEnvServer(mcp=True)) as address,
+        session(f"openenv:{address}", Task.of("x")) as game,
+    ):
+        [tool] = game.tools.tools
+        assert (tool.name, tool.spec.description) == ("note", "Write.")
+        assert (await game.call("note", text="é")).content == "noted é"
+        wrong = await game.call("note")
+        assert (wrong.fault, wrong.content) == (Fault.BAD_ARGUMENTS, "note: text: required")
+
+
+# Real servers, in virtual environments of their own ------------------------------------------------------
+
+OPENENV_PROGRAM = '''
+import sys
+from typing import Any, Optional
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+class Guess(Action):
+    """Guess a number."""
+    number: int
+
+class Seen(Observation):
+    message: str = ""
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    def __init__(self):
+        super().__init__()
+        self.secret = 0
+    def reset(self, seed: Optional[int] = None, episode_id: Optional[str] = None, **more: Any) -> Seen:
+        self.secret = 1 + (seed or 0) % 4
+        return Seen(message="A number from 1 to 4.")
+    def step(self, action: Guess, timeout_s: Optional[float] = None, **more: Any) -> Seen:
+        hit = action.number == self.secret
+        return Seen(message="yes" if hit else "no", reward=float(hit), done=hit)
+    @property
+    def state(self) -> State:
+        return State()
+
+app = create_app(Game, Guess, Seen, env_name="game", max_concurrent_envs=64)
+if __name__ == "__main__":
+    import uvicorn
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+'''
+
+
+@contextmanager
+def process(command: list[str], port: int, path: str, folder: Path) -> Iterator[str]:
+    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}{path}", timeout=5).read()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < end, "the server did not start"
+                time.sleep(0.2)
+        yield address
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+EXPERT = """
+from ludus import ToolCall
+
+def expert(task):
+    for arguments in {moves!r}:
+        yield ToolCall("step", arguments)
+"""
+
+
+def train(
+    tmp_path: Path, reference: str, tasks: list[dict[str, Any]], moves: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Imitation of `moves`, then RL, of a tiny model by the command line; the last line of its metrics."""
+    (tmp_path / "expert.py").write_text(EXPERT.format(moves=moves))
+    rows = "\n".join(json.dumps(task) for task in tasks)
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    (tmp_path / "recipe.toml").write_text(f'''
+model = {{ scratch = {{ layers = 1, width = 32, heads = 2, kv_heads = 1, vocabulary = 400 }} }}
+tasks = {{ train = "tasks.jsonl" }}
+agent = {{ envs = {{ far = "{reference}" }} }}
+budgets = {{ max_turns = 3, max_turn_tokens = 64, max_tokens = 4096 }}
+warm_start = {{ demonstrations = "expert.py:expert", steps = 60, batch = 4, optimizer = {{ learning_rate = 3e-3 }} }}
+rl = {{ steps = 2, tasks = 2, attempts = 4 }}
+run = {{ folder = "run" }}
+''')
+    command = [sys.executable, "-m", "ludus", "train", "recipe.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+@pytest.fixture(scope="session")
+def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with `openenv`: LUDUS_OPENENV_PYTHON, or a new virtual environment (its pins are others)."""
+    if given := os.environ.get("LUDUS_OPENENV_PYTHON"):
+        return given
+    folder = tmp_path_factory.mktemp("openenv")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    installing = [python, "-m", "pip", "install", "--quiet", "openenv>=0.10"]
+    if subprocess.run(installing, check=False).returncode:
+        pytest.skip("openenv cannot be installed")
+    return python
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(1200)
+async def test_a_real_openenv_server(openenv_python: str, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(OPENENV_PROGRAM)
+    port = free_port()
+    with process([openenv_python, "game.py", str(port)], port, "/health", tmp_path) as address:
+        task = Task.of("Guess.", id="t", envs={"far": {"seed": 2}})
+        async with session(f"openenv:{address}", task) as game:
+            assert game.first == "A number from 1 to 4."
+            assert (await game.call("step", number=1)).content == "no"
+            assert (await game.call("step", number="x")).fault is Fault.BAD_ARGUMENTS
+            hit = await game.call("step", number=3)
+            assert (hit.content, hit.reward, hit.terminated) == ("yes", 1.0, True)
+        rows = [{"prompt": "Guess.", "id": str(n), "envs": {"far": {"seed": n}}} for n in range(4)]
+        moves = [{"number": n} for n in (1, 2)]
+        metrics = await asyncio.to_thread(train, tmp_path, f"openenv:{address}", rows, moves)
+        assert metrics["step"] == 62 and metrics.get("failure/server", 0) == 0
+        assert metrics["tool/step/calls"] > 0
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    "LUDUS_AGENTGYM" not in os.environ,
+    reason="set LUDUS_AGENTGYM to a clone of AgentGym, and LUDUS_AGENTGYM_PYTHON to a Python with its packages",
+)
+async def test_a_real_agentgym_server(tmp_path: Path) -> None:
+    folder = Path(os.environ["LUDUS_AGENTGYM"], "agentenv-textcraft")
+    python = os.environ.get("LUDUS_AGENTGYM_PYTHON", shutil.which("python3") or "python3")
+    port = free_port()
+    command = [python, "-m", "uvicorn", "agentenv_textcraft:app", "--port", str(port)]
+    with process([*command, "--log-level", "warning"], port, "/", folder) as address:
+        async with session(f"agentgym:{address}", Task.of("x", id="textcraft_3")) as game:
+            assert game.first.startswith("Crafting commands:") and "Goal: craft" in game.first
+            assert (await game.step("get 1 oak log")).content == "Got 1 oak log"
+            assert (await game.step("fly")).content == "Could not execute fly"
+        rows = [{"prompt": "Craft the goal.", "id": f"textcraft_{n}"} for n in range(4)]
+        moves = [{"action": "inventory"}, {"action": "get 1 oak log"}]
+        metrics = await asyncio.to_thread(train, tmp_path, f"agentgym:{address}", rows, moves)
+        assert metrics["step"] == 62 and metrics.get("failure/server", 0) == 0
+        assert metrics["tool/step/calls"] > 0
