@@ -296,9 +296,12 @@ model = {{ scratch = {{ layers = 1, width = 32, heads = 2, kv_heads = 1, vocabul
 tasks = {{ train = "tasks.jsonl" }}
 agent = {{ envs = {{ far = "{reference}" }} }}
 budgets = {{ max_turns = 3, max_turn_tokens = 64, max_tokens = 4096 }}
-warm_start = {{ demonstrations = "expert.py:expert", steps = 60, batch = 4, optimizer = {{ learning_rate = 3e-3 }} }}
 rl = {{ steps = 2, tasks = 2, attempts = 4 }}
 run = {{ folder = "run" }}
+warm_start.demonstrations = "expert.py:expert"
+warm_start.steps = 60
+warm_start.batch = 4
+warm_start.optimizer.learning_rate = 3e-3
 ''')
     command = [sys.executable, "-m", "ludus", "train", "recipe.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
