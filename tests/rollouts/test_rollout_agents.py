@@ -294,6 +294,21 @@ async def test_a_demonstration_reads_like_what_a_model_would_have_said(format: s
         assert played.action_mask == demonstration.action_mask
 
 
+async def test_an_expert_may_look_before_it_acts() -> None:
+    def looks(task: Task) -> Generator[ToolCall | str | None, str, None]:
+        seen = yield None
+        heard = yield ToolCall("double", {"number": len(seen.split("?")[0])})
+        yield f"{heard} for {seen}"
+
+    trajectory = await play_one(
+        rollout([], tools=[double], agent=Demonstrator(looks)), Task.of("abc?", id="t")
+    )
+    assert trajectory.answer is not None and trajectory.answer.endswith("abc?")
+    assert trajectory.turns == 2 and trajectory.answer.split()[0] == str(
+        2 * len(trajectory.answer.split(" for ", 1)[1].split("?")[0])
+    )
+
+
 async def test_an_expert_that_stops_early() -> None:
     def gives_up(task: Task) -> Generator[ToolCall | str, str, None]:
         yield ToolCall("double", {"number": 2})

@@ -23,8 +23,10 @@ from ludus.envs.env import Env
 from ludus.tools.library import build_toolset
 
 Split = Literal["train", "held_out"]
-Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
-"""A demonstrator's script: yields tool calls and is sent their results; a text is the final answer."""
+ExpertMoves = Generator[ToolCall | str | None, str, None]
+Expert = Callable[[Task], ExpertMoves]
+"""A demonstrator's script: yields tool calls and is sent their results; a text is the final answer. A first
+`yield None` is sent what the agent sees before it acts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class World:
     packages: tuple[str, ...] = ()
     """Modules that must be importable."""
     programs: tuple[str, ...] = ()
-    """Programs that must be on the path; the first of alternatives written `a|b` is enough."""
+    """Programs that must be on the path; the first of alternatives written `a|b` is enough. One of them may be
+    the name of an environment variable with a path."""
     data: str | None = None
     """An environment variable with the path of data that cannot be distributed; or alternatives, `A|B`."""
     max_turns: int = 20
@@ -61,7 +64,7 @@ class World:
         if absent:
             found.append(f"{', '.join(absent)} (pip install 'ludus[{self.extra}]')")
         for program in self.programs:
-            if not any(shutil.which(name) for name in program.split("|")):
+            if not any(shutil.which(os.environ.get(name, name)) for name in program.split("|")):
                 found.append(f"the program {program.replace('|', ' or ')}")
         names = self.data.split("|") if self.data is not None else []
         if names and not any(Path(os.environ.get(name, "")).is_absolute() for name in names):
@@ -107,6 +110,8 @@ class World:
         return load_reference(f"{self.module}:{attribute}")
 
 
+_CHROMIUM = "chromium|chromium-browser|google-chrome-stable|google-chrome|LUDUS_CHROMIUM"
+
 _ALL = (
     World(
         "alfworld",
@@ -126,6 +131,17 @@ _ALL = (
         packages=("minigrid",),
     ),
     World(
+        "browser",
+        "Use a web browser as in WebArena: pages as accessibility trees, tabs, any start URL.",
+        "ludus.envs.browser",
+        "Browser",
+        ("success",),
+        extra="browser",
+        packages=("playwright",),
+        programs=(_CHROMIUM,),
+        max_turns=15,
+    ),
+    World(
         "code",
         "Write a function from its docstring; hidden tests decide. HumanEval by path.",
         "ludus.envs.code",
@@ -140,6 +156,16 @@ _ALL = (
         rewards=("success",),
         tools=("python",),
         max_turns=4,
+    ),
+    World(
+        "miniwob",
+        "Small web tasks on pages of their own: buttons, forms, tables, e-mail, search.",
+        "ludus.envs.miniwob",
+        "MiniWob",
+        ("success",),
+        extra="browser",
+        packages=("playwright", "miniwob"),
+        programs=(_CHROMIUM,),
     ),
     World(
         "safe",

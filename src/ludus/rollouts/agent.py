@@ -8,10 +8,9 @@ up, so a loop needs no exit of its own for that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
 
 from ludus.core.messages import ToolCall
-from ludus.core.task import Task
+from ludus.envs.world import Expert as Expert
 from ludus.rollouts.episode import Episode
 
 
@@ -40,10 +39,6 @@ class RetrieveThenAnswer(Agent):
         ((_, result),) = await episode.call([ToolCall(self.tool, {"query": question})])
         episode.observe(f"What a search for the question has found:\n{result.content}\nAnswer now.")
         episode.answer((await episode.generate()).answer)
-
-
-Expert = Callable[[Task], Generator[ToolCall | str, str, None]]
-"""Yields a call, and is sent its result; yields a text to answer."""
 
 
 class Demonstrator(Agent):

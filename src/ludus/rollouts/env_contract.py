@@ -384,18 +384,19 @@ class EnvContract:
         self, env: CheckedInstance, task: Task
     ) -> tuple[ToolCall, ToolSet, ToolContext] | None:
         """Play to the end, as the expert does where there is one; the last call, if it ended the episode."""
-        _, tools, context, specs = await env.start(task)
+        first, tools, context, specs = await env.start(task)
         script = self.expert(task) if self.expert is not None else None
         draw, result = random.Random(task.id), ToolResult("")
         for turn in range(self.max_turns * (4 if script is not None else 1)):
             try:
                 if script is not None:
                     move = next(script) if turn == 0 else script.send(result.content)
+                    move = script.send(first.text) if move is None else move
                 else:
                     move = await random_call(env.env, specs, draw) if specs else ""
             except StopIteration:
                 return None
-            if isinstance(move, str):
+            if move is None or isinstance(move, str):
                 return None
             result = await tools.call(move, context)
             if result.terminated:

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, Tool
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.envs.world import ExpertMoves
 from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.tools import OutputLimits
 
@@ -108,7 +109,7 @@ class Episode:
         self._step_rewards = step_rewards
         self._level: float | None = None
         """The highest or the last reward of a call so far."""
-        self.expert: Generator[ToolCall | str, str, None] | None = None
+        self.expert: ExpertMoves | None = None
         """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
         self._turn = ""
         """The text of the assistant's turn that is still open; only inline turns stay open."""
@@ -171,7 +172,7 @@ class Episode:
         finish = FinishReason.STOP_TOKEN if ended else FinishReason.STOP_STRING
         return self._act(Completion(tokens, [0.0] * len(tokens), finish), 0.0)
 
-    async def _expert_turn(self, expert: Generator[ToolCall | str, str, None]) -> Turn:
+    async def _expert_turn(self, expert: ExpertMoves) -> Turn:
         observed = "\n".join(message.content for message in self._pending)
         # in a thread: a planner may think for seconds
         move = await run_sync(_next_move, expert, observed)
@@ -340,10 +341,11 @@ class Episode:
         return [*new[:-1], replace(new[-1], content=text)]
 
 
-def _next_move(expert: Generator[ToolCall | str, str, None], observed: str) -> ToolCall | str | None:
+def _next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
     begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
     try:
-        return next(expert) if begins else expert.send(observed)
+        move = next(expert) if begins else expert.send(observed)
+        return expert.send(observed) if move is None else move  # None: it wants to see before it acts
     except StopIteration:
         return None
 

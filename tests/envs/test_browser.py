@@ -1,0 +1,813 @@
+"""The browser: actions, trees, task files and evaluators without Chromium; with it, pages of a real site."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_site import Site, running_site
+from world_play import play_expert
+
+from ludus.core import Boundary, ConfigError, InfraError, Task
+from ludus.envs import EnvPool, check_env, reset_env
+from ludus.envs.browser import (
+    Browser,
+    MissingJudgeError,
+    expert,
+    held_out_tasks,
+    training_tasks,
+    webarena_tasks,
+)
+from ludus.envs.browser.accessibility import Numbers, layout_of, page_tree
+from ludus.envs.browser.actions import ActionProblem, BrowserAction, key_combination, parse_action
+from ludus.envs.browser.chromium import find_chromium
+from ludus.envs.browser.gateway import NetworkPolicy
+from ludus.envs.browser.tab import cut
+from ludus.envs.browser.webarena import evaluate, needs_judge, reddit_post_url, string_match, url_match
+
+HAS_CHROMIUM = find_spec("playwright") is not None and (
+    "LUDUS_CHROMIUM" in os.environ
+    or any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+)
+
+
+def chromium(test: Any) -> Any:
+    for mark in (
+        pytest.mark.worlds,
+        pytest.mark.timeout(300),
+        pytest.mark.skipif(not HAS_CHROMIUM, reason="needs ludus[browser] and Chromium"),
+    ):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with running_site() as one:
+        yield one
+
+
+# Actions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "action"),
+    [
+        ("click [12]", BrowserAction("click", 12)),
+        ("  click[12] ", BrowserAction("click", 12)),
+        ("hover [3]", BrowserAction("hover", 3)),
+        ("type [3] [red lamp] [1]", BrowserAction("type", 3, "red lamp", True)),
+        ("type [3] [red lamp] [0]", BrowserAction("type", 3, "red lamp")),
+        ("type [3] [red lamp]", BrowserAction("type", 3, "red lamp", True)),
+        ("type [3] [a [b] c] [0]", BrowserAction("type", 3, "a [b] c")),
+        ("type [3] [two\nlines] [0]", BrowserAction("type", 3, "two\nlines")),
+        ("press [Ctrl+v]", BrowserAction("press", text="Ctrl+v")),
+        ("scroll [down]", BrowserAction("scroll", text="down")),
+        ("scroll up", BrowserAction("scroll", text="up")),
+        ("new_tab", BrowserAction("new_tab")),
+        ("new_tab []", BrowserAction("new_tab")),
+        ("tab_focus [1]", BrowserAction("tab_focus", 1)),
+        ("close_tab", BrowserAction("close_tab")),
+        ("goto [http://a.b/c?d=[1]]", BrowserAction("goto", text="http://a.b/c?d=[1]")),
+        ("go_back", BrowserAction("go_back")),
+        ("go_forward", BrowserAction("go_forward")),
+        ("stop [N/A]", BrowserAction("stop", text="N/A")),
+        ("stop", BrowserAction("stop")),
+        ("stop []", BrowserAction("stop")),
+        ("Let's think. In summary, ```click [7]```", BrowserAction("click", 7)),
+    ],
+)  # fmt: skip
+def test_actions_are_written_as_in_webarena(written: str, action: BrowserAction) -> None:
+    assert parse_action(written) == action
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "   ", "fly", "click", "click [x]", "click [-1]", "type [1]", "type [1] []", "press", "scroll",
+     "goto []", "tab_focus [a]", "click 12", "\x00", "öffne", "[", "x" * 1_000_000],
+)  # fmt: skip
+def test_other_texts_are_told_what_is_wrong(written: str) -> None:
+    with pytest.raises(ActionProblem, match=r"Invalid|at most"):
+        parse_action(written)
+
+
+def test_keys_have_the_names_that_people_write() -> None:
+    names = {"Ctrl+v": "Control+v", "enter": "Enter", "Meta+A": "Control+A", "Shift + tab": "Shift+Tab",
+             "+": "+", "ctrl++": "Control++", "a": "a", "esc": "Escape", "ArrowDown": "ArrowDown",
+             "down": "ArrowDown"}  # fmt: skip
+    assert {written: key_combination(written) for written in names} == names
+    for written in ("", "  ", "x" * 100):
+        with pytest.raises(ActionProblem):
+            key_combination(written)
+
+
+# Trees ----------------------------------------------------------------------------------------------
+
+
+def node(
+    id: int, role: str, name: str = "", children: tuple[int, ...] = (), **properties: Any
+) -> dict[str, Any]:
+    return {
+        "nodeId": str(id),
+        "backendDOMNodeId": id,
+        "role": {"value": role},
+        "name": {"value": name},
+        "childIds": [str(one) for one in children],
+        "properties": [{"name": key, "value": {"value": value}} for key, value in properties.items()],
+    }
+
+
+def test_a_tree_is_shown_as_webarena_does() -> None:
+    nodes = [
+        node(1, "RootWebArea", "Shop", (2, 4), focused=True, url="http://a"),
+        node(2, "link", "Home 5", (3,), focusable=True, url="http://a/b"),
+        node(3, "StaticText", "Home 5"),
+        node(4, "generic", "", (5, 6, 7, 9)),
+        node(5, "StaticText", "5"),
+        node(6, "img", ""),
+        node(7, "textbox", "it's", (8,), required=False, editable="plaintext", multiline=True),
+        node(8, "StaticText", "typed"),
+        node(9, "listitem", "", (), level=1),
+    ]
+    tree = page_tree(nodes, Numbers(), 0)
+    assert tree.text.split("\n") == [
+        "[1] RootWebArea 'Shop' focused: True",
+        "\t[2] link 'Home 5'",
+        "\t[3] StaticText '5'",
+        '\t[4] textbox "it\'s" required: False',
+        "\t\t[5] StaticText 'typed'",
+    ]
+    assert tree.elements[4].backend == 7
+
+
+def test_numbers_stay_and_what_is_out_of_view_is_left_out() -> None:
+    numbers = Numbers()
+    nodes = [
+        node(1, "RootWebArea", "", (20, 21, 22)),
+        node(20, "button", "A"),
+        node(21, "button", "B"),
+        node(22, "generic"),
+    ]
+    strings = ["HTML", "BUTTON", "class", "icon star big", "BODY"]
+    snapshot = {
+        "strings": strings,
+        "documents": [
+            {
+                "nodes": {
+                    "backendNodeId": [1, 20, 21, 22],
+                    "nodeName": [0, 1, 1, 1],
+                    "attributes": [[], [], [], [2, 3]],
+                    "isClickable": {"index": [0, 3]},
+                },
+                "layout": {
+                    "nodeIndex": [1, 2, 3],
+                    "bounds": [[0, 2000, 10, 10], [0, 10, 10, 10], [0, 20, 5, 5]],
+                },
+                "scrollOffsetY": 0,
+            }
+        ],
+    }
+    layout = layout_of(snapshot, (100, 100))
+    assert page_tree(nodes, numbers, 0, layout=layout).text == "[1] RootWebArea ''\n\t[2] button 'B'"
+    shown = page_tree(nodes, numbers, 0, layout=layout, unnamed_clickables=True)
+    assert shown.text.endswith("[3] clickable 'icon star'") and shown.elements[3].is_clickable
+    below = layout_of(
+        {**snapshot, "documents": [{**snapshot["documents"][0], "scrollOffsetY": 1990}]}, (100, 100)
+    )
+    assert page_tree(nodes, numbers, 0, layout=below).text == "[1] RootWebArea ''\n\t[4] button 'A'"
+    assert page_tree(nodes, numbers, 1, layout=layout).text == "[5] RootWebArea ''\n\t[6] button 'B'"
+    assert (
+        "[4] button 'A'\n\t[2] button 'B'"
+        in page_tree(nodes, numbers, 0, layout=layout, in_view=False).text
+    )
+
+
+def test_a_deep_tree_and_a_long_text_are_cut() -> None:
+    deep = [node(n, "generic", f"n{n}", (n + 1,)) for n in range(1, 5000)]
+    assert page_tree(deep, Numbers(), 0).text.count("\n") == 4998
+    assert cut("ab\ncd\nef", 100) == "ab\ncd\nef"
+    assert cut("ab\ncd\nef", 6) == "ab\ncd\n[3 more characters of the page are not shown]"
+
+
+# What pages may reach -------------------------------------------------------------------------------
+
+
+def test_a_policy_knows_origins() -> None:
+    policy = NetworkPolicy(
+        ("http://localhost:7770", "https://*.example.org"), (("homepage.com", "/nowhere"),)
+    )
+    allowed = [
+        "http://localhost:7770/a?b",
+        "https://www.example.org/",
+        "http://homepage.com/x",
+        "http://LOCALHOST:7770",
+    ]
+    refused = ["http://localhost/", "http://localhost:7771/", "https://localhost:7770/", "http://www.example.org/",
+               "https://example.org.evil.com/", "file:///etc/passwd", "javascript:alert(1)", "chrome://settings",
+               "about:blank", "data:text/html,x", "https://homepage.com/", "http://homepage.com:81/", "http://[",
+               ""]  # fmt: skip
+    assert [policy.allows(url) for url in allowed] == [True] * len(allowed)
+    assert [policy.allows(url) for url in refused] == [False] * len(refused)
+    assert NetworkPolicy(("*",)).allows("https://anything.net:8443/x")
+    assert not NetworkPolicy(("*",)).allows("file:///etc/passwd")
+
+
+# WebArena's files and evaluators --------------------------------------------------------------------
+
+RAW = {
+    "sites": ["shopping"],
+    "task_id": 7,
+    "require_login": True,
+    "storage_state": None,
+    "start_url": "__SHOPPING__/",
+    "geolocation": None,
+    "intent_template": "What does {{it}} cost?",
+    "intent": "What does the lamp cost?",
+    "require_reset": False,
+    "eval": {
+        "eval_types": ["string_match"],
+        "reference_answers": {"must_include": ["12.50"]},
+        "reference_url": "",
+        "program_html": [],
+        "string_note": "",
+    },
+    "intent_template_id": 3,
+}
+
+
+def test_task_files_load_where_their_sites_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SHOPPING", "REDDIT", "LUDUS_WEBARENA_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    fuzzy = {
+        **RAW,
+        "task_id": 8,
+        "eval": {**RAW["eval"], "reference_answers": {"fuzzy_match": ["cheap"]}},
+    }
+    reddit = {**RAW, "task_id": 9, "start_url": "__REDDIT__/f/books"}
+    path = tmp_path / "test.raw.json"
+    path.write_text(json.dumps([RAW, fuzzy, reddit]))
+    with pytest.raises(ConfigError, match="no address: SHOPPING; REDDIT"):
+        webarena_tasks(path)
+    monkeypatch.setenv("SHOPPING", "http://localhost:7770/")
+    monkeypatch.setenv("LUDUS_WEBARENA_TASKS", str(path))
+    assert [task.id for task in webarena_tasks()] == ["webarena-7", "webarena-8"]
+    (task,) = webarena_tasks(path, judged=False)
+    given = task.envs["browser"]
+    assert (
+        given["url"] == ["http://localhost:7770/"] and given["objective"] == "What does the lamp cost?"
+    )
+    assert given["allowed"] == ["http://localhost:7770"] and task.metadata["subtask"] == "shopping"
+    assert given["names"] == {"http://localhost:7770": "http://onestopmarket.com"}
+    both = webarena_tasks(path, sites={"__REDDIT__": "http://localhost:9999"})
+    assert [one.id for one in both] == ["webarena-7", "webarena-8", "webarena-9"]
+
+    folder = tmp_path / "config_files"
+    folder.mkdir()
+    for number in (10, 2):
+        (folder / f"{number}.json").write_text(json.dumps({**RAW, "task_id": number}))
+    assert [one.id for one in webarena_tasks(folder)] == ["webarena-2", "webarena-10"]
+    (folder / "2.json").write_text("{")
+    with pytest.raises(ConfigError, match="no JSON"):
+        webarena_tasks(folder)
+    (folder / "2.json").write_text(json.dumps({"task_id": 1}))
+    with pytest.raises(ConfigError, match="'intent'"):
+        webarena_tasks(folder)
+    with pytest.raises(ConfigError, match="there is no file"):
+        webarena_tasks(tmp_path / "nothing.json")
+    monkeypatch.delenv("LUDUS_WEBARENA_TASKS")
+    with pytest.raises(ConfigError, match="LUDUS_WEBARENA_TASKS"):
+        webarena_tasks()
+
+
+@pytest.mark.parametrize(
+    ("references", "answer", "score"),
+    [
+        ({"exact_match": "Quest Band"}, " 'quest band' ", 1.0),
+        ({"exact_match": "Quest Band"}, "quest bands", 0.0),
+        ({"must_include": ["12.50", "lamp"]}, "The Lamp costs $12.50.", 1.0),
+        ({"must_include": ["12.50", "lamp"]}, "It costs $12.50.", 0.0),
+        ({"must_include": ["0"]}, "10", 0.0),
+        ({"must_include": ["0"]}, "There are 0, I think", 1.0),
+        ({"must_include": ["0", "1"]}, "10", 1.0),
+        ({"fuzzy_match": "N/A"}, "N/A", 1.0),
+        ({"exact_match": "x", "must_include": ["y"]}, "x", 0.0),
+    ],
+)
+async def test_string_match(references: dict[str, Any], answer: str, score: float) -> None:
+    assert await string_match({"reference_answers": references}, answer) == score
+
+
+async def test_a_judge_is_asked_and_missed() -> None:
+    evaluation = {
+        "eval_types": ["string_match"],
+        "reference_answers": {"fuzzy_match": ["cheap", "small"]},
+    }
+    assert needs_judge(evaluation)
+    with pytest.raises(MissingJudgeError, match="task 't' is judged by a language model"):
+        await string_match(evaluation, "it is little", task="t")
+    asked = []
+
+    async def judge(kind: str, objective: str, reference: str, answer: str) -> float:
+        asked.append((kind, objective, reference, answer))
+        return float(reference == "cheap")
+
+    assert await string_match(evaluation, "little", objective="How?", judge=judge) == 0.0
+    assert asked == [("fuzzy", "How?", "cheap", "little"), ("fuzzy", "How?", "small", "little")]
+    impossible = {"reference_answers": {"fuzzy_match": "N/A"}, "string_note": "no such shop"}
+    await string_match(impossible, "there is no shop", objective="How?", judge=judge)
+    assert asked[-1] == ("unachievable", "How?", "no such shop", "there is no shop")
+
+
+@pytest.mark.parametrize(
+    ("reference", "url", "score"),
+    [
+        ("http://a.b/shop/", "http://a.b/shop", 1.0),
+        ("http://a.b/shop", "http://a.b/shop/lamps", 1.0),
+        ("http://a.b/shop/lamps", "http://a.b/shop", 0.0),
+        ("http://a.b/x |OR| http://a.b/y", "http://a.b/y", 1.0),
+        ("http://a.b/s?q=lamp", "http://a.b/s?page=2&q=lamp", 1.0),
+        ("http://a.b/s?q=lamp", "http://a.b/s?q=chair", 0.0),
+        ("http://a.b/s?q=lamp", "http://a.b/s", 0.0),
+        ("http://a.b/s?q=lamp |OR| http://a.b/s?q=chair", "http://a.b/s?q=chair", 1.0),
+    ],
+)
+def test_url_match(reference: str, url: str, score: float) -> None:
+    assert url_match({"reference_url": reference, "url_note": "GOLD in PRED"}, url) == score
+
+
+class PaperPage:
+    """A page of known contents."""
+
+    def __init__(self, url: str) -> None:
+        self.at, self.visited = url, [url]
+
+    async def url(self) -> str:
+        return self.at
+
+    async def goto(self, url: str) -> None:
+        self.at = url
+        self.visited.append(url)
+
+    async def content(self) -> str:
+        return f"<p>Caf&eacute; at {self.at}</p>"
+
+    async def evaluate(self, expression: str) -> Any:
+        return "Tom &amp; Jerry" if "title" in expression else None
+
+
+async def test_program_html(site: Site) -> None:
+    async def score(*targets: dict[str, Any]) -> float:
+        page = PaperPage("http://a.b/f/books/12/a-post/comments")
+        evaluation = {"eval_types": ["program_html"], "program_html": list(targets)}
+        return await evaluate(evaluation, "", page, sites={"SHOPPING": site.url, "REDDIT": "http://a.b"})
+
+    def target(url: str, locator: str, **wanted: Any) -> dict[str, Any]:
+        return {"url": url, "locator": locator, "required_contents": wanted}
+
+    title = "document.querySelector('title').innerText"
+    assert await score(target("last", "", must_include=["café", "nothing |OR| a.b/f"])) == 1.0
+    assert await score(target("last", "", must_include=["café", "tea"])) == 0.0
+    assert await score(target("http://a.b/x", title, exact_match="Tom & Jerry")) == 1.0
+    assert await score(target("http://a.b/x", "document.body.nothing", must_include=["x"])) == 0.0
+    assert (
+        await score(
+            target("http://c.d/", "", must_include=["c.d"]), target("last", "", must_include=["c.d"])
+        )
+        == 1.0
+    )
+    post = "func:reddit_get_post_url('__last_url__')"
+    assert await score(target(post, "", must_include=["http://a.b/f/books/12/a-post/<"])) == 1.0
+    order = target(
+        "func:shopping_get_latest_order_url()", "", must_include=["/sales/order/view/order_id/190/"]
+    )
+    assert await score(order) == 1.0
+    author = "func:shopping_get_sku_latest_review_author('B00')"
+    assert await score(target("last", author, exact_match="Bo")) == 1.0
+    rating = "func:shopping_get_sku_latest_review_rating('B00')"
+    assert await score(target("last", rating, must_include=["80"])) == 1.0
+    for bad in (
+        "func:open('/etc/passwd').read()",
+        "func:__import__('os')",
+        "func:nothing()",
+        "func:1 +",
+        "weird",
+    ):
+        with pytest.raises(ConfigError, match=r"helper|locator"):
+            await score(target("last", bad, must_include=["x"]))
+    assert reddit_post_url("http://a.b/f/books", reddit="http://a.b") == "http://a.b/f/books"
+
+
+# Tasks and the program, without a browser -------------------------------------------------------------
+
+
+def test_tasks_on_the_homepage() -> None:
+    train, held_out = training_tasks(), held_out_tasks()
+    assert (len(train), len(held_out)) == (300, 60)
+    told = [task.envs["browser"]["objective"] for task in train + held_out]
+    assert len(set(told)) == len(told)
+    assert {task.metadata["subtask"] for task in held_out} == {"calculate", "note", "calculate-and-note"}
+
+
+def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_CHROMIUM", "/nowhere/chromium")
+    with pytest.raises(ConfigError, match="there is no Chromium at /nowhere/chromium"):
+        find_chromium()
+    monkeypatch.delenv("LUDUS_CHROMIUM")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"apt install chromium.*LUDUS_CHROMIUM"):
+        find_chromium()
+    with pytest.raises(ConfigError, match="/given"):
+        find_chromium("/given")
+
+
+async def test_a_task_that_needs_a_judge_is_refused_at_its_start() -> None:
+    evaluation = {"eval_types": ["string_match"], "reference_answers": {"fuzzy_match": ["x"]}}
+    task = Task("t", envs={"browser": {"url": "http://a.b", "evaluation": evaluation}})
+    with pytest.raises(MissingJudgeError, match="'t'"):
+        await reset_env(Browser(), task, "browser")
+
+
+# With Chromium ----------------------------------------------------------------------------------------
+
+
+class Visit:
+    """An environment at a page, and what it shows."""
+
+    def __init__(self, env: Browser) -> None:
+        self.env, self.text = env, ""
+
+    async def start(self, url: str | list[str], **arguments: Any) -> str:
+        seen = await self.env.reset(Task.of("Look around.", id="t"), url, **arguments)
+        self.text = seen.text
+        return self.text
+
+    async def do(self, action: str) -> str:
+        step = await self.env.step(action)
+        self.text = step.observation if isinstance(step.observation, str) else step.observation.text
+        return self.text
+
+    def id(self, line: str) -> int:
+        return int(next(one for one in self.text.split("\n") if line in one).split("]")[0].strip("\t["))
+
+
+@pytest.fixture
+def visit() -> Iterator[Visit]:
+    env = Browser()
+    try:
+        yield Visit(env)
+    finally:
+        env.close()
+        env.close()
+
+
+@chromium
+async def test_a_page_is_seen_and_used(site: Site, visit: Visit) -> None:
+    seen = await visit.start(site.url)
+    assert seen.startswith(
+        "OBSERVATION:\nTab 0 (current): Shop\n\n[1] RootWebArea 'Shop' focused: True\n"
+    )
+    assert seen.endswith(f"URL: {site.url}/\nOBJECTIVE: Look around.\nPREVIOUS ACTION: None")
+    assert "button 'Inner'" in seen and "Far down" not in seen
+    await visit.do(f"click [{visit.id('button ' + repr('Inner'))}]")
+    assert "button 'pressed'" in visit.text
+    await visit.do(f"click [{visit.id('option ' + repr('green'))}]")
+    assert "StaticText 'chose green'" in visit.text
+    await visit.do(f"type [{visit.id('textbox')}] [desk lamp] [0]")
+    assert "StaticText 'desk lamp'" in visit.text
+    await visit.do("press [Ctrl+a]")
+    await visit.do("press [Ctrl+x]")
+    assert "StaticText 'desk lamp'" not in visit.text
+    await visit.do("press [Ctrl+v]")
+    await visit.do("press [Enter]")
+    assert "Results for desk lamp" in visit.text and "PREVIOUS ACTION: press [Enter]" in visit.text
+    assert "RootWebArea 'Shop'" in await visit.do("go_back")
+    assert "RootWebArea 'Results'" in await visit.do("go_forward")
+    await visit.do("go_back")
+    for _ in range(5):
+        await visit.do("scroll [down]")
+    assert "Far down" in visit.text and "heading 'Shop'" not in visit.text
+    await visit.do(f"hover [{visit.id('Far down')}]")
+    assert "No matching element found" in await visit.do("click [9999]")
+    assert "Invalid action 'fly'" in await visit.do("fly")
+    step = await visit.env.step("stop [12.50]")
+    assert step.terminated and visit.env.answer == "12.50" and await visit.env.score() is None
+    again = await visit.env.step("click [1]")
+    assert (again.observation, again.terminated, again.reward) == ("The episode is over.", True, None)
+
+
+@chromium
+async def test_tabs(site: Site, visit: Visit) -> None:
+    await visit.start([site.url, f"{site.url}/item"])
+    assert "Tab 0 (current): Shop | Tab 1: Lamp" in visit.text
+    await visit.do("tab_focus [1]")
+    assert "Tab 0: Shop | Tab 1 (current): Lamp" in visit.text and "12.50" in visit.text
+    assert "no tab 2" in await visit.do("tab_focus [2]")
+    await visit.do("close_tab")
+    assert "Tab 0 (current): Shop\n" in visit.text
+    await visit.do(f"click [{visit.id('A lamp in a new tab')}]")
+    assert "Tab 0: Shop | Tab 1 (current): Lamp" in visit.text
+    await visit.do("new_tab")
+    assert "Tab 2 (current)" in visit.text and "URL: about:blank" in visit.text
+    await visit.do("goto [http://homepage.com]")
+    assert "link 'Calculator'" in visit.text
+    for _ in range(3):
+        await visit.do("close_tab")
+    assert "Tab 0 (current): \n" in visit.text and "URL: about:blank" in visit.text
+
+
+@chromium
+async def test_an_episode_leaves_nothing_to_the_next(site: Site, visit: Visit) -> None:
+    other = Visit(Browser())
+    try:
+        for _ in range(2):
+            assert "visit 1 n=1" in await visit.start(f"{site.url}/visits")
+            assert "visit 1 n=1" in await other.start(f"{site.url}/visits")
+            assert "visit 2 n=2" in await visit.do(f"goto [{site.url}/visits]")
+        await visit.start(site.url)
+        await other.start(site.url)
+        for one, word in ((visit, "mine"), (other, "theirs")):
+            await one.do(f"type [{one.id('textbox')}] [{word}] [0]")
+            await one.do("press [Ctrl+a]")
+            await one.do("press [Ctrl+c]")
+        await visit.do("press [Ctrl+v]")
+        assert "StaticText 'minemine'" in await visit.do("press [Ctrl+v]")
+    finally:
+        other.env.close()
+
+
+@chromium
+async def test_a_screenshot_by_choice(site: Site, visit: Visit) -> None:
+    seen = await visit.env.reset(Task("t"), f"{site.url}/item", screenshot=True)
+    (picture,) = seen.media
+    assert picture.data is not None and picture.data.startswith(b"\x89PNG") and picture.kind == "image"
+    step = await visit.env.step("scroll [down]")
+    assert not isinstance(step.observation, str) and len(step.observation.media) == 1
+    rendered = await visit.env.render()
+    assert isinstance(rendered, bytes) and rendered.startswith(b"\x89PNG")
+
+
+@chromium
+async def test_pages_reach_only_what_the_task_names(site: Site, visit: Visit) -> None:
+    with running_site() as other:
+        site.other = f"{other.url}/item"
+        seen = await visit.start(f"{site.url}/outside")
+        for _ in range(50):
+            if "waiting" not in seen:
+                break
+            seen = await visit.do("scroll [up]")
+        # a refused address answers 403, which a page that does not look at it takes for an answer
+        assert other.asked == []
+        assert "failed" in seen.split("StaticText")[1]
+        assert "is not allowed here" in await visit.do(f"goto [{other.url}]")
+        assert "Not allowed" in await visit.do(f"goto [{site.url}/to-other]")
+        assert other.asked == []
+        await visit.start(f"{site.url}/item", allowed=[other.url])
+        assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{other.url}/item]")
+        assert other.asked[0] == "/item"
+
+
+@chromium
+async def test_files_of_the_machine_are_not_read(site: Site, visit: Visit) -> None:
+    await visit.start(f"{site.url}/file")
+    assert "root:" not in visit.text and "refused" in visit.text
+    await visit.do(f"click [{visit.id('button')}]")
+    assert "root:" not in visit.text
+    for url in (
+        "file:///etc/passwd",
+        "chrome://version",
+        "view-source:file:///etc/passwd",
+        "javascript:alert(1)",
+    ):
+        assert "is not allowed here" in await visit.do(f"goto [{url}]")
+        assert "root:" not in visit.text
+    await visit.start(f"{site.url}/download")
+    await visit.do(f"click [{visit.id('link')}]")
+    assert "link 'Data'" in visit.text
+    await visit.start(f"{site.url}/upload")
+    await visit.do(f"click [{visit.id('File')}]")
+    assert "button 'File'" in visit.text
+
+
+@chromium
+async def test_hostile_pages_end_in_an_observation(site: Site, visit: Visit) -> None:
+    await visit.start(f"{site.url}/alert")
+    await visit.do(f"click [{visit.id('button')}]")
+    assert "dialog (confirm), which was dismissed: 'Sure?'" in visit.text and "'Boo false'" in visit.text
+    await visit.start(f"{site.url}/alerts")
+    await visit.do(f"click [{visit.id('button')}]")
+    assert "went on opening dialogs and was closed" in visit.text
+    assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{site.url}/item]")
+    await visit.start(f"{site.url}/unload")
+    await visit.do(f"type [{visit.id('textbox')}] [x] [0]")
+    assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{site.url}/item]")
+    await visit.start(f"{site.url}/popups")
+    await visit.do(f"click [{visit.id('button')}]")
+    assert "A popup was closed" in visit.text and "Tab 9" in visit.text and "Tab 10" not in visit.text
+    assert "Small" in await visit.start(f"{site.url}/title")
+    assert len(visit.text) < 2000
+    assert "too large to be listed (600" in await visit.start(f"{site.url}/many")
+    assert "It begins: First" in visit.text
+    assert "StaticText 'Visible'" in await visit.start(f"{site.url}/tampered")
+    assert "RootWebArea 'Grows'" in await visit.start(f"{site.url}/grows")
+
+    class Whole(Browser):
+        in_view = False
+
+    whole = Visit(Whole())
+    try:
+        await whole.start(f"{site.url}/long")
+        assert "more characters of the page are not shown" in whole.text and len(whole.text) < 13_000
+    finally:
+        whole.env.close()
+
+
+@chromium
+async def test_a_page_that_hangs_or_crashes_can_be_left(site: Site, visit: Visit) -> None:
+    await visit.start([f"{site.url}/hang", f"{site.url}/item"])
+    await visit.do(f"click [{visit.id('button')}]")
+    assert "does not respond" in visit.text and "(not responding) | Tab 1: Lamp" in visit.text
+    assert "12.50" in await visit.do("tab_focus [1]")
+    await visit.do("tab_focus [0]")
+    assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{site.url}/item]")
+
+    await visit.env._on_host(crash(visit.env))
+    assert "has crashed" in await visit.do("scroll [down]")
+    assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{site.url}/item]")
+    assert (
+        "RootWebArea 'Loop'" in await visit.do(f"goto [{site.url}/loop]") or "OBSERVATION" in visit.text
+    )
+
+
+async def crash(env: Browser) -> None:
+    session = env._open_session()
+    with pytest.raises(Exception, match="crash"):
+        await session.tab.page.goto("chrome://crash")
+
+
+# Browsers that die ------------------------------------------------------------------------------------
+
+
+def browser_pid(env: Browser) -> int:
+    chromium_of = env._open_session()._chromium
+    assert chromium_of is not None
+    return chromium_of.pid
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@chromium
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_browser_is_an_infrastructure_failure(site: Site, sign: signal.Signals) -> None:
+    pool = EnvPool(Browser, name="browser", size=1)
+    task = Task.of("go", envs={"browser": {"url": f"{site.url}/item"}})
+    try:
+        held = await pool.acquire("first", task)
+        pid = browser_pid(held.env)
+        os.kill(pid, sign)
+        with pytest.raises(InfraError, match="Chromium") as caught:
+            await held.env.step("scroll [down]")
+        assert caught.value.boundary is Boundary.ENV and caught.value.replay
+        await pool.release("first")
+        again = await pool.acquire("second", task)
+        assert "RootWebArea 'Lamp'" in again.observation.text and browser_pid(again.env) != pid
+    finally:
+        await pool.close()
+    assert not lives(pid)
+
+
+@chromium
+async def test_playwrights_driver_may_die_too(site: Site, visit: Visit) -> None:
+    await visit.start(f"{site.url}/item")
+    pid = browser_pid(visit.env)
+    os.kill(parent_of(pid), signal.SIGKILL)
+    with pytest.raises(InfraError):
+        await visit.do("scroll [down]")
+    assert "RootWebArea 'Lamp'" in await visit.start(f"{site.url}/item")
+    assert browser_pid(visit.env) != pid
+
+
+@chromium
+async def test_a_start_page_that_does_not_load_is_not_the_models_fault(visit: Visit) -> None:
+    with pytest.raises(InfraError, match="did not load"):
+        await visit.start("http://127.0.0.1:9876/")
+
+
+@chromium
+async def test_many_instances_share_a_browser_and_end_it(site: Site) -> None:
+    envs = [Browser() for _ in range(5)]
+    try:
+        await asyncio.gather(*(env.reset(Task("t"), f"{site.url}/item") for env in envs))
+        pids = {browser_pid(env) for env in envs}
+        assert len(pids) == 1
+    finally:
+        for env in envs:
+            env.close()
+    (pid,) = pids
+    assert not lives(pid)
+
+
+@chromium
+def test_it_ends_with_the_process_that_started_it() -> None:
+    script = (
+        "import asyncio, time\nfrom ludus.core import Task\nfrom ludus.envs.browser import Browser\n"
+        "env = Browser()\nasyncio.run(env.reset(Task('t')))\n"
+        "print(env._open_session()._chromium.pid, flush=True)\ntime.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert lives(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 60
+    while lives(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not lives(child)
+
+
+# Whole episodes -----------------------------------------------------------------------------------------
+
+
+@chromium
+async def test_webarena_tasks_are_played_and_judged(site: Site, visit: Visit, tmp_path: Path) -> None:
+    def raw(number: int, **evaluation: Any) -> dict[str, Any]:
+        return {**RAW, "task_id": number, "eval": {**RAW["eval"], **evaluation}}
+
+    price = {"url": "__SHOPPING__/item", "locator": "document.querySelector('#price').innerText"}
+    (tmp_path / "tasks.json").write_text(
+        json.dumps(
+            [
+                raw(0),
+                raw(1, eval_types=["url_match"], reference_url="__SHOPPING__/item"),
+                raw(
+                    2,
+                    eval_types=["program_html"],
+                    program_html=[{**price, "required_contents": {"exact_match": "12.50"}}],
+                ),
+                raw(
+                    3,
+                    eval_types=["program_html"],
+                    program_html=[{**price, "required_contents": {"exact_match": "13"}}],
+                ),
+                raw(4, eval_types=["string_match", "url_match"], reference_url="__SHOPPING__/item"),
+            ]
+        )
+    )
+    tasks = webarena_tasks(tmp_path / "tasks.json", sites={"SHOPPING": site.url})
+
+    async def scored(number: int, *actions: str) -> float | None:
+        seen = await reset_env(visit.env, tasks[number], "browser")
+        assert "URL: http://onestopmarket.com/\nOBJECTIVE: What does the lamp cost?" in seen.text
+        for action in actions:
+            await visit.do(action)
+        return await visit.env.score()
+
+    there = "goto [http://onestopmarket.com/item]"
+    assert await scored(0, "stop [It is $12.50]") == 1.0
+    assert await scored(0, "stop [It is cheap]") == 0.0
+    assert await scored(0) == 0.0
+    assert await scored(1, there, "stop []") == 1.0
+    assert await scored(1, there) == 1.0
+    assert await scored(1, "stop []") == 0.0
+    assert await scored(2, "stop []") == 1.0
+    assert await scored(3, "stop []") == 0.0
+    assert await scored(4, there, "stop [12.50]") == 1.0
+    assert await scored(4, "stop [12.50]") == 0.0
+
+
+@chromium
+async def test_the_contract_holds() -> None:
+    task = held_out_tasks()[2]
+    findings = await check_env(Browser, task, ["click [4]", "scroll [down]", "stop [1]"], name="browser")
+    assert not findings
+
+
+@chromium
+async def test_the_expert_reaches_the_full_score() -> None:
+    tasks = held_out_tasks()[:9]
+    played = await play_expert("browser", tasks, size=3)
+    assert [(one.failure, one.rewards["success"]) for one in played] == [(None, 1.0)] * len(tasks)
+    assert expert(tasks[0]).send(None) is None
