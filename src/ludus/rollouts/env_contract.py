@@ -391,7 +391,7 @@ class EnvContract:
             try:
                 if script is not None:
                     move = next(script) if turn == 0 else script.send(result.content)
-                    move = script.send(first.text) if move is None else move
+                    move = script.send(first.text if first else "") if move is None else move
                 else:
                     move = await random_call(env.env, specs, draw) if specs else ""
             except StopIteration:
