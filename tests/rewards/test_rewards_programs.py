@@ -13,7 +13,8 @@ import pytest_asyncio
 from ludus.core import ConfigError, InfraError, Task
 from ludus.rewards import build_reward, synthetic_episode
 from ludus.rewards.code_tests import Programs
-from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionLost, shared_sandbox
+from ludus.sandbox import Execution, Outcome, SandboxConfig, SessionLost, shared_sandbox
+from ludus.sandbox.session import ProcessSession
 
 CONFIG = SandboxConfig(workers=1)
 on_sandbox = pytest.mark.asyncio(loop_scope="module")
@@ -136,14 +137,14 @@ async def test_whole_numbers_are_compared_exactly() -> None:
 async def test_a_program_that_ends_its_session_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = [{"stdin": "", "stdout": ""}] * 2
     assert await share("true", silent, language="bash") == 1.0
-    run = Session.run
+    run = ProcessSession.run
 
-    async def ending(session: Session, argv: Sequence[str], **named: Any) -> Execution:
+    async def ending(session: ProcessSession, argv: Sequence[str], **named: Any) -> Execution:
         if "program" not in argv:
             return await run(session, argv, **named)
         return Execution(Outcome.EXITED, exit_code=0, lost=True)
 
-    monkeypatch.setattr(Session, "run", ending)
+    monkeypatch.setattr(ProcessSession, "run", ending)
     assert await share("true", silent, language="bash") == 0.0
 
 

@@ -358,11 +358,17 @@ def check_tool(
 def check_sandbox(
     preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,
     network: Annotated[bool, typer.Option(help="Let code inside use the network.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A TOML file with a table sandbox, or a recipe, whose settings to try instead."
+        ),
+    ] = None,
 ) -> None:
-    """Show which layers of isolation hold on this machine, found out by trying every door from inside."""
+    """Show which layers of isolation hold, by trying every door from inside, and which tiers work here."""
     from ludus.cli.check import sandbox_findings
 
-    _finish(sandbox_findings(tuple(preload or ()), network), "sandbox")
+    _finish(sandbox_findings(tuple(preload or ()), network, config), "sandbox")
 
 
 def _finish(findings: Iterable[tuple[str, str]], what: str) -> None:

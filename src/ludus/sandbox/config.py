@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import Field
 
@@ -31,9 +32,45 @@ class Limits(Config):
     """Bytes kept of each of stdout and stderr; the middle of longer output is left out."""
 
 
+Tier = Literal["process", "docker", "podman", "kubernetes"]
+
+
+class ContainerConfig(Config):
+    """Containers, for the tiers docker, podman and kubernetes."""
+
+    image: str | None = None
+    """The image of sessions that name none. It needs bash, coreutils and tar; python3 for the tool python."""
+    program: tuple[str, ...] = ()
+    """The engine's command and options, such as ["podman", "--runtime", "runc"]; the tier's own if empty."""
+    workdir: str | None = None
+    """The working directory; the image's own when left out."""
+    user: str | None = None
+    """The user in the container; the image's own when left out (Kubernetes: a number)."""
+    sudo: bool = False
+    """Leave the engine's usual capabilities, and let programs gain rights; otherwise there are none."""
+    cpus: float = Field(default=1.0, gt=0)
+    """Processors of a session; in Kubernetes what it requests."""
+    burst: float = Field(default=2.0, ge=1)
+    """Kubernetes: how many times its cpus and memory a pod may use."""
+    pull: Literal["always", "missing", "never"] = "missing"
+    """When an image is fetched from its registry."""
+    start_seconds: float = Field(default=300.0, gt=0)
+    """Seconds until a container must have started, fetching its image included."""
+    lifetime_seconds: int = Field(default=7200, ge=1)
+    """Seconds after which a container ends itself, whatever became of us."""
+    namespace: str = "default"
+    """Kubernetes: where jobs are made."""
+    template: str | None = None
+    """Kubernetes: a JSON file with a pod spec that ours is merged into (nodeSelector, tolerations, ...)."""
+
+
 class SandboxConfig(Config):
     """Where and how model-written code runs."""
 
+    tier: Tier = "process"
+    """Processes of this machine, or a container for each session (docs/sandbox.md)."""
+    container: ContainerConfig = ContainerConfig()
+    """Settings of containers."""
     workers: int | None = Field(default=None, ge=1)
     """Fork servers (warm interpreters) that sessions are forked from; one for each core when left out."""
     preload: tuple[str, ...] = ()

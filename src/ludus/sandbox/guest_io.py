@@ -133,26 +133,57 @@ class ControlChannel:
         self._on_close(problem)
 
 
-class OutputPipe:
-    """Captures stdout or stderr: keeps the head and the tail; far beyond the limit it stops reading."""
+class OutputBuffer:
+    """Keeps the head and the tail of an output."""
 
-    def __init__(self, limit: int, overflow: Callable[[], None], *, at_once: bool = True) -> None:
-        """`at_once`: read from the start."""
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._overflow = overflow
         self._head = bytearray()
         self._tail = bytearray()
         self._total = 0
+
+    @property
+    def truncated(self) -> bool:
+        return self._total > self._limit
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether it is far beyond its limit, so that the program is to be stopped."""
+        return self._total > self._limit + _DISCARDED
+
+    def keep(self, data: bytes) -> None:
+        """Take what was read."""
+        self._total += len(data)
+        room = self._limit - len(self._head) if not self._tail else 0
+        self._head += data[:room]
+        self._tail += data[room:]
+        if len(self._tail) > 2 * self._limit:
+            del self._tail[: -self._limit]
+
+    def text(self) -> str:
+        """What was kept, with a note in the middle of how much was not."""
+        if not self.truncated:
+            return _decoded(self._head + self._tail)
+        half = self._limit // 2
+        whole = self._head + self._tail
+        left_out = self._total - 2 * half
+        note = f"\n... [{left_out:,} bytes left out] ...\n"
+        return _decoded(whole[:half]) + note + _decoded(whole[-half:])
+
+
+class OutputPipe(OutputBuffer):
+    """Captures stdout or stderr by a pipe; far beyond the limit it stops reading."""
+
+    def __init__(self, limit: int, overflow: Callable[[], None], *, at_once: bool = True) -> None:
+        """`at_once`: read from the start."""
+        super().__init__(limit)
+        self._overflow = overflow
         self._loop = asyncio.get_running_loop()
         self._reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reader, False)
         self._is_listening = False
         if at_once:
             self.listen()
-
-    @property
-    def truncated(self) -> bool:
-        return self._total > self._limit
 
     def listen(self) -> None:
         """Read output as it comes. Until then the pipe itself buffers it, and `finish` reads it."""
@@ -169,7 +200,7 @@ class OutputPipe:
         while self._reader >= 0 and self._read():
             pass
         self._stop()
-        return self._text()
+        return self.text()
 
     def _read(self) -> bool:
         try:
@@ -179,20 +210,12 @@ class OutputPipe:
         if not data:
             self._stop()
             return False
-        self._total += len(data)
-        self._keep(data)
-        if self._total > self._limit + _DISCARDED:
+        self.keep(data)
+        if self.is_flooded:
             self._stop()
             self._overflow()
             return False
         return True
-
-    def _keep(self, data: bytes) -> None:
-        room = self._limit - len(self._head) if not self._tail else 0
-        self._head += data[:room]
-        self._tail += data[room:]
-        if len(self._tail) > 2 * self._limit:
-            del self._tail[: -self._limit]
 
     def _stop(self) -> None:
         if self._reader >= 0:
@@ -200,15 +223,6 @@ class OutputPipe:
                 self._loop.remove_reader(self._reader)
             os.close(self._reader)
             self._reader = -1
-
-    def _text(self) -> str:
-        if not self.truncated:
-            return _decoded(self._head + self._tail)
-        half = self._limit // 2
-        whole = self._head + self._tail
-        left_out = self._total - 2 * half
-        note = f"\n... [{left_out:,} bytes left out] ...\n"
-        return _decoded(whole[:half]) + note + _decoded(whole[-half:])
 
 
 def _decoded(data: bytes | bytearray) -> str:

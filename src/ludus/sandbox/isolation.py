@@ -32,7 +32,7 @@ from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
 from ludus.sandbox.guest_process import GuestProcess
-from ludus.sandbox.session import Session
+from ludus.sandbox.session import ProcessSession
 from ludus.sandbox.subids import subordinate_ids
 from ludus.sandbox.worker import SandboxWorker
 
@@ -112,6 +112,15 @@ class Layers:
         """Remove the folder and the control group of the sandbox."""
         _remove_session_folders(self.settings)
         self.group.remove()
+
+
+def container_layers(config: SandboxConfig, version: str) -> Layers:
+    """What holds where sessions are containers: it is the engine that isolates them."""
+    active = {f"{version or config.tier}: a container for each session": True}
+    active |= {"no network": not config.network, "no capabilities": not config.container.sudo}
+    reasons = {"no network": "sandbox.network", "no capabilities": "sandbox.container.sudo"}
+    settings = {"namespaces": False, "shown": ()}
+    return Layers(settings, active, {}, ControlGroup([], 0), reasons)
 
 
 async def prepare(
@@ -266,7 +275,7 @@ async def _probe(worker: SandboxWorker, config: SandboxConfig, *, is_slot: bool)
             process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)
             theirs.close()
             guest = GuestProcess(process, ours, asyncio.Semaphore(0))
-            async with Session(guest, limits, asyncio.Semaphore(0), is_slot=is_slot) as session:
+            async with ProcessSession(guest, limits, asyncio.Semaphore(0), is_slot=is_slot) as session:
                 await guest.opened()
                 tried = await session.python(
                     f"SECRET, PORT, HOST, NAMES, GATEWAY, ABSTRACT = {values!r}\n{_PROBE}"

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from ludus.core.messages import released_slot
-from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SessionLost
+from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SandboxUnavailable, SessionLost
+from ludus.sandbox.containers import ContainerTier
 from ludus.sandbox.guest_process import GuestProcess
-from ludus.sandbox.isolation import Layers, prepare
+from ludus.sandbox.isolation import Layers, container_layers, prepare
 from ludus.sandbox.result import Execution
-from ludus.sandbox.session import ClosedAtExit, Session
+from ludus.sandbox.session import ClosedAtExit, ProcessSession, Session
 from ludus.sandbox.worker import SandboxWorker
 
 _STARTING_SECONDS = 0.03
@@ -40,6 +41,7 @@ class Sandbox(ClosedAtExit):
 
     def __init__(self, config: SandboxConfig | None = None) -> None:
         self.config = config or SandboxConfig()
+        self._containers = ContainerTier(self.config) if self.config.tier != "process" else None
         self._layers: Layers | None = None
         self._workers: list[SandboxWorker] = []
         self._changing = asyncio.Lock()
@@ -58,6 +60,11 @@ class Sandbox(ClosedAtExit):
         async with self._changing:
             if self._closed:
                 raise SandboxError("the sandbox is closed", retriable=False)
+            if self._containers is not None:
+                if self._layers is None:
+                    await self._containers.start()
+                    self._layers = container_layers(self.config, self._containers.version)
+                return self._layers
             if self._layers is None:
                 self._layers, first = await prepare(self.config, self._on_death)
                 self._workers = [first]
@@ -91,7 +98,8 @@ class Sandbox(ClosedAtExit):
     @property
     def alive(self) -> int:
         """How many sessions and executions there are now."""
-        return sum(worker.sessions for worker in self._workers) - len(self._idle)
+        containers = self._containers.alive if self._containers is not None else 0
+        return sum(worker.sessions for worker in self._workers) - len(self._idle) + containers
 
     async def python(
         self, code: str, *, stdin: str = "", files: Files | None = None, limits: Limits | None = None
@@ -116,10 +124,26 @@ class Sandbox(ClosedAtExit):
         """Run a program in a fresh environment."""
         return await self._once("run", argv, stdin, files, limits)
 
-    async def session(self, *, files: Files | None = None, limits: Limits | None = None) -> Session:
-        """An environment that keeps its state until it is closed."""
-        _, session, start = await self._open(limits or self.config.limits, one_shot=False, is_slot=False)
-        start.release()  # what a session runs, and when, is not known yet
+    async def session(
+        self,
+        *,
+        files: Files | None = None,
+        limits: Limits | None = None,
+        image: str | None = None,
+    ) -> Session:
+        """An environment that keeps its state until it is closed; `image` where it is to be a container."""
+        session: Session
+        limits = limits or self.config.limits
+        if self._containers is not None:
+            await self._started()
+            session = await self._container(self._containers, limits, image)
+        elif image is not None:
+            raise SandboxUnavailable(
+                f'the image {image!r} needs a container: set sandbox.tier = "docker", "podman" or "kubernetes"'
+            )
+        else:
+            _, session, start = await self._open(limits, one_shot=False, is_slot=False)
+            start.release()  # what a session runs, and when, is not known yet
         try:
             await session.put(files)
         except BaseException:
@@ -137,7 +161,9 @@ class Sandbox(ClosedAtExit):
             if self._sweeping is not None:
                 self._sweeping.cancel()
             await asyncio.gather(*(worker.close() for worker in workers))
-            if self._layers is not None:
+            if self._containers is not None:
+                await self._containers.close()
+            elif self._layers is not None:
                 self._layers.remove()
         for waiting in self._queue:
             if not waiting.done():
@@ -152,7 +178,9 @@ class Sandbox(ClosedAtExit):
             worker.abandon()
         for worker in workers:
             worker.wait_for_end()
-        if self._layers is not None:
+        if self._containers is not None:
+            self._containers.abandon()
+        elif self._layers is not None:
             self._layers.remove()
 
     async def __aenter__(self) -> Self:
@@ -170,6 +198,10 @@ class Sandbox(ClosedAtExit):
         """Run something in its own session; run it again if it was lost with its worker."""
         limits = limits or self.config.limits
         await self._started()
+        if self._containers is not None:
+            async with await self.session(files=files, limits=limits) as alone:
+                runs = {"python": alone.python, "shell": alone.shell, "run": alone.run}
+                return await runs[what](code, stdin=stdin)
         is_slot = what == "python" and not files and self._has_slots
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -187,8 +219,19 @@ class Sandbox(ClosedAtExit):
                     raise SandboxError(f"{lost} ({attempt} attempts)") from lost
         raise AssertionError("unreachable")
 
+    async def _container(self, tier: ContainerTier, limits: Limits, image: str | None) -> Session:
+        """A container, when there is capacity for one."""
+        with released_slot() if self._capacity.locked() else contextlib.nullcontext():
+            await self._capacity.acquire()
+        try:
+            return await tier.session(limits, image, self._capacity.release)
+        except BaseException:
+            self._capacity.release()
+            raise
+
     async def _started(self) -> Layers:
-        if self._layers is None or len(self._workers) < self.config.worker_count:
+        is_short = self._containers is None and len(self._workers) < self.config.worker_count
+        if self._layers is None or is_short:
             return await self.start()
         return self._layers
 
@@ -198,7 +241,7 @@ class Sandbox(ClosedAtExit):
 
     async def _open(
         self, limits: Limits, *, one_shot: bool, is_slot: bool
-    ) -> tuple[SandboxWorker, Session, _StartPermit]:
+    ) -> tuple[SandboxWorker, ProcessSession, _StartPermit]:
         """A session or a slot, its worker, and its permit to start there."""
         await self._started()
         while self._idle and self._capacity.locked():
@@ -224,9 +267,9 @@ class Sandbox(ClosedAtExit):
         except BaseException:
             await guest.end()
             raise
-        return worker, Session(guest, limits, self._capacity, is_slot=is_slot), start
+        return worker, ProcessSession(guest, limits, self._capacity, is_slot=is_slot), start
 
-    def _idle_slot(self, worker: SandboxWorker, limits: Limits) -> Session | None:
+    def _idle_slot(self, worker: SandboxWorker, limits: Limits) -> ProcessSession | None:
         """A free slot of this worker: the one used last, whose memory is still in the caches."""
         for idle in reversed(self._idle):
             if idle.worker is worker and idle.session.limits == limits:
@@ -236,7 +279,9 @@ class Sandbox(ClosedAtExit):
                 self._later(idle.session.close())
         return None
 
-    async def _put_back(self, worker: SandboxWorker, session: Session, start: _StartPermit) -> None:
+    async def _put_back(
+        self, worker: SandboxWorker, session: ProcessSession, start: _StartPermit
+    ) -> None:
         """Keep a slot that is proven clean for the next program; close anything else."""
         free = sum(idle.worker is worker for idle in self._idle)
         has_room = free < self.config.max_starting and not self._capacity.locked() and not self._closed
@@ -343,7 +388,7 @@ class _IdleSlot:
     """A free slot, and since when."""
 
     worker: SandboxWorker
-    session: Session
+    session: ProcessSession
     since: float
 
 

@@ -112,7 +112,70 @@ class _Running:
 
 
 class Session(ClosedAtExit):
-    """Python, a shell and files in one private environment. Made by `Sandbox.session`."""
+    """Python, a shell and files in one private environment, of any tier. Made by `Sandbox.session`."""
+
+    limits: Limits
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it can still run code."""
+
+    @property
+    @abstractmethod
+    def was_ended_inside(self) -> bool:
+        """Whether the code in it ended it or exceeded a limit: the model's fault, not an infrastructure
+        failure."""
+
+    @abstractmethod
+    async def python(
+        self, code: str, *, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
+        """Run Python statements; variables and imports stay for the next ones."""
+
+    @abstractmethod
+    async def shell(
+        self, command: str, *, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
+        """Run a bash command; its working directory, variables and functions stay for the next ones."""
+
+    @abstractmethod
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", wall_seconds: float | None = None
+    ) -> Execution:
+        """Run a program in the session's files; nothing of it stays but what it wrote there."""
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes | str) -> None:
+        """Write a file, relative to the working directory; folders are made. `OSError` as usual."""
+
+    @abstractmethod
+    async def read(self, path: str, *, max_bytes: int = 1_000_000) -> bytes:
+        """The first `max_bytes` of a file. `OSError` as usual."""
+
+    @abstractmethod
+    async def fork(self) -> Session:
+        """A second live session with the same variables and files. `CannotFork` says what prevents it."""
+
+    @abstractmethod
+    async def snapshot(self) -> Snapshot:
+        """The state as it is now, to return to any number of times. `CannotFork` as for `fork`."""
+
+    async def put(self, files: Mapping[str, bytes | str] | None) -> None:
+        """Write several files."""
+        for path, data in (files or {}).items():
+            await self.write(path, data)
+
+
+def checked_argv(argv: Sequence[str]) -> list[str]:
+    """The words of a command, NUL and lone surrogates escaped."""
+    if isinstance(argv, str | bytes) or not argv:
+        raise ValueError(f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`')
+    return [os.fsdecode(encode_argument(word)) for word in argv]
+
+
+class ProcessSession(Session):
+    """A session in processes of this machine: the tier "process"."""
 
     def __init__(
         self,
@@ -178,12 +241,7 @@ class Session(ClosedAtExit):
         self, argv: Sequence[str], *, stdin: str = "", wall_seconds: float | None = None
     ) -> Execution:
         """Run a program in the session's files; nothing of it stays but what it wrote there."""
-        if isinstance(argv, str | bytes) or not argv:
-            raise ValueError(
-                f'argv is a list of words such as ["ls", "-la"], not {argv!r:.60}; see `shell`'
-            )
-        words = [os.fsdecode(encode_argument(word)) for word in argv]
-        return await self._execute({"op": "run", "argv": words}, b"", stdin, wall_seconds)
+        return await self._execute({"op": "run", "argv": checked_argv(argv)}, b"", stdin, wall_seconds)
 
     async def write(self, path: str, data: bytes | str) -> None:
         """Write a file, relative to the working directory; folders are made. `OSError` as usual."""
@@ -215,7 +273,7 @@ class Session(ClosedAtExit):
                 twin = await template.fork(copy_files=True)
             else:
                 twin = await self._asked_itself(self._split())
-            return Session(twin, self.limits, self._capacity, self._template)
+            return ProcessSession(twin, self.limits, self._capacity, self._template)
 
     @finishes
     async def snapshot(self) -> Snapshot:
@@ -249,11 +307,6 @@ class Session(ClosedAtExit):
         """How the process ended, without what earlier programs in the slot have used."""
         ending = self._guest.process.ended.result()
         return ending if self._usage is None else self._usage.rest(ending)
-
-    async def put(self, files: Mapping[str, bytes | str] | None) -> None:
-        """Write several files."""
-        for path, data in (files or {}).items():
-            await self.write(path, data)
 
     async def _split(self) -> GuestProcess:
         """Make the process a template with two forks: this session, which keeps the files, and its copy."""
@@ -479,7 +532,7 @@ class Snapshot(ClosedAtExit):
         if self._closed:
             raise SessionLost("the snapshot is closed")
         fork = await self._template.fork(copy_files=True)
-        return Session(fork, self._limits, self._capacity, self._template)
+        return ProcessSession(fork, self._limits, self._capacity, self._template)
 
     async def close(self) -> None:
         """Release it; sessions restored from it stay alive."""
