@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ludus.sandbox.config import Limits, SandboxError
-from ludus.sandbox.engines import Command, Engine
+from ludus.sandbox.engines import Command, ContainerEngine
 from ludus.sandbox.guest_io import OutputBuffer, bundle, call
 from ludus.sandbox.result import Execution, Outcome, execution_of
 
@@ -108,7 +108,7 @@ class MarkedOutput(OutputBuffer):
 class ContainerPython:
     """A Python interpreter in a container, whose variables stay."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
+    def __init__(self, engine: ContainerEngine, name: str, limits: Limits) -> None:
         self._engine, self._name, self._limits = engine, name, limits
         self._process: Process | None = None
         self._pid = b""

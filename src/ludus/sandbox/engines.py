@@ -41,7 +41,7 @@ class Command:
     stdin: bytes = b""
 
 
-class Engine(ABC):
+class ContainerEngine(ABC):
     """How containers are made. `NAME` is what `new_name` gives."""
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -86,7 +86,7 @@ class Engine(ABC):
         return None
 
 
-class DockerEngine(Engine):
+class DockerEngine(ContainerEngine):
     """Docker, and Podman, whose command line is the same."""
 
     def check(self) -> Command:
@@ -123,7 +123,7 @@ class DockerEngine(Engine):
         )
 
 
-class KubernetesEngine(Engine):
+class KubernetesEngine(ContainerEngine):
     """A job for each session, by kubectl. It ends at its deadline; the cluster deletes it a minute after."""
 
     is_attached = False
@@ -254,7 +254,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def make_engine(config: SandboxConfig) -> Engine:
+def make_engine(config: SandboxConfig) -> ContainerEngine:
     """The engine of a config; `ConfigError` for settings that containers do not have."""
     for name in ("readable", "preload"):
         if getattr(config, name):
