@@ -623,10 +623,7 @@ async def test_hostile_pages_end_in_an_observation(site: Site, visit: Visit) -> 
     assert "StaticText 'Visible'" in await visit.start(f"{site.url}/tampered")
     assert "RootWebArea 'Grows'" in await visit.start(f"{site.url}/grows")
 
-    class Whole(Browser):
-        in_view = False
-
-    whole = Visit(Whole())
+    whole = Visit(Browser(in_view=False))
     try:
         await whole.start(f"{site.url}/long")
         assert "more characters of the page are not shown" in whole.text and len(whole.text) < 13_000

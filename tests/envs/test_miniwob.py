@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections import Counter
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from world_play import play_expert
 
 from ludus.core import ConfigError, Task
 from ludus.envs import check_env
+from ludus.envs.browser.actions import parse_action
+from ludus.envs.browser.chromium import find_chromium
 from ludus.envs.miniwob import MiniWob, held_out_tasks, pages, training_tasks
 from ludus.envs.miniwob.solutions import SOLUTIONS, SeenPage
 
@@ -136,3 +139,96 @@ async def test_the_expert_solves_all_held_out_tasks() -> None:
     played = await play_expert("miniwob", held_out_tasks())
     bad = [(one.task.id, one.failure, one.reward) for one in played if one.rewards.get("success") != 1.0]
     assert len(bad) <= 0.05 * len(played), bad
+
+
+# Parity with the package --------------------------------------------------------------------------------
+
+PARITY_PAGES = (
+    "click-test-2", "click-button", "click-button-sequence", "click-link", "click-tab", "click-tab-2-medium",
+    "click-checkboxes", "click-checkboxes-transfer", "click-option", "click-dialog", "click-dialog-2",
+    "click-collapsible-nodelay", "click-collapsible-2-nodelay", "odd-or-even", "buy-ticket", "phone-book",
+    "navigate-tree", "enter-text", "enter-text-2", "enter-password", "login-user", "focus-text-2", "find-word",
+    "read-table", "simple-arithmetic",
+)  # fmt: skip
+"""Pages that are used by clicks and keys alone; 2 seeds of each make 50 episodes."""
+
+
+class Package:
+    """The package's own environment (Selenium), told where to click and what to type."""
+
+    def __init__(self, page: str) -> None:
+        from miniwob.environment import MiniWoBEnvironment
+        from miniwob.reward import get_raw_reward
+
+        self.env = MiniWoBEnvironment(page, reward_processor=get_raw_reward, wait_ms=100)
+        self.env.set_record_screenshots(False)
+
+    def reset(self, seed: int) -> str:
+        self.env.instance.driver.execute_script("core.EPISODE_MAX_TIME = 10000000;")
+        seen, _ = self.env.reset(seed=seed)
+        return str(seen["utterance"])
+
+    def click(self, place: tuple[float, float]) -> tuple[float, bool]:
+        return self._do("CLICK_COORDS", coords=place)
+
+    def type(self, text: str) -> tuple[float, bool]:
+        return self._do("TYPE_TEXT", text=text)
+
+    def _do(self, kind: str, **arguments: Any) -> tuple[float, bool]:
+        from miniwob.action import ActionTypes
+
+        action = self.env.create_action(ActionTypes[kind], **arguments)
+        _, reward, done, _, _ = self.env.step(action)
+        return float(reward), bool(done)
+
+
+@chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["gold", "random"])
+async def test_rewards_and_ends_are_those_of_the_package(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("selenium", reason="the package's own environment needs Selenium")
+    if shutil.which("chromedriver") is None:
+        pytest.skip("needs the program chromedriver (Debian: apt install chromium-driver)")
+    monkeypatch.setenv("MINIWOB_CHROME_BINARY", find_chromium())
+    monkeypatch.setenv("MINIWOB_CHROMEDRIVER", str(shutil.which("chromedriver")))
+    ours, ends = MiniWob(), Counter[float]()
+    try:
+        for page in PARITY_PAGES:
+            package = Package(page)
+            try:
+                for seed in (3, 4) if policy == "gold" else (5, 6):
+                    ends[await play_both(ours, package, page, seed, policy)] += 1
+            finally:
+                package.env.close()
+    finally:
+        ours.close()
+    assert ends.total() == 50
+    assert policy == "random" or ends[1.0] == 50
+    assert policy == "gold" or len(ends) > 1
+
+
+async def play_both(ours: MiniWob, package: Package, page: str, seed: int, policy: str) -> float:
+    """Play an episode in both; its last reward, 0 where it did not end."""
+    seen = (await ours.reset(Task("t"), page, seed)).text
+    assert package.reset(seed) == ours.objective
+    script, draw = SOLUTIONS[page](seen), random.Random(f"{page} {seed}")
+    action = next(script).arguments["action"] if policy == "gold" else ""
+    for _ in range(12):
+        if policy == "random":
+            action = draw.choice(ours.available_actions())
+        parsed = parse_action(action)
+        place = await ours._on_host(ours._open_session().tab.place_of(parsed.element))
+        step = await ours.step(action)
+        theirs = package.click(place)
+        if parsed.name == "type" and not theirs[1]:
+            theirs = package.type(parsed.text)
+        assert (step.reward, step.terminated) == theirs, (page, seed, action)
+        if step.terminated:
+            assert step.reward is not None
+            return step.reward
+        if policy == "gold":
+            seen = step.observation if isinstance(step.observation, str) else step.observation.text
+            action = script.send(seen).arguments["action"]
+    return 0.0

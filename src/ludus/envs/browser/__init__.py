@@ -70,24 +70,30 @@ A calculator and a scratchpad are linked from http://homepage.com."""
 class Browser(Env):
     """One episode's browser context. A task gives `envs = {"browser": {"url": "http://localhost:8000"}}`.
 
-    Subclass it to change how it looks at pages, or to give it a judge.
+    Subclass it to give it a judge.
     """
 
-    executable: ClassVar[str | None] = None
-    """Chromium's path; when left out, that of LUDUS_CHROMIUM, or the first on the path."""
-    screenshots: ClassVar[bool] = False
-    """Whether an observation has a picture of the window, too."""
     viewport: ClassVar[tuple[int, int]] = (1280, 720)
-    in_view: ClassVar[bool] = True
-    """Whether only what is in the window is listed, as in WebArena; else the whole page."""
     unnamed_clickables: ClassVar[bool] = False
     """Whether elements without role or name are listed where the page listens for clicks on them."""
-    most_characters: ClassVar[int] = 12_000
-    """Of the tree in an observation."""
     folders: ClassVar[tuple[tuple[str, str], ...]] = (_HOMEPAGE_FOLDER,)
     """Hosts that are folders on this machine."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        executable: str | None = None,
+        screenshots: bool = False,
+        in_view: bool = True,
+        most_characters: int = 12_000,
+    ) -> None:
+        """In a recipe, `[agent.pools.browser] options`.
+
+        `executable` is Chromium's path; when left out, that of LUDUS_CHROMIUM, or the first on the path. With
+        `screenshots` an observation has a picture of the window, too. `in_view` lists only what is in the
+        window, as WebArena does, else the whole page. `most_characters` bounds the tree in an observation.
+        """
+        self.executable, self.screenshots = executable, screenshots
+        self.in_view, self.most_characters = in_view, most_characters
         self.answer: str | None = None
         """What `stop` was given."""
         self.objective = ""

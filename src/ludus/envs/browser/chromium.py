@@ -282,7 +282,7 @@ def find_chromium(given: str | None = None) -> str:
     if wanted:
         if not Path(wanted).is_file():
             raise ConfigError(
-                f"there is no Chromium at {wanted} (the class's `executable`, or {EXECUTABLE})"
+                f"there is no Chromium at {wanted} (agent.pools.NAME.options.executable, or {EXECUTABLE})"
             )
         return wanted
     for name in PROGRAMS:

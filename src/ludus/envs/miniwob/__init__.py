@@ -66,8 +66,9 @@ class MiniWob(Browser):
     viewport: ClassVar[tuple[int, int]] = (500, 320)
     unnamed_clickables: ClassVar[bool] = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, executable: str | None = None, screenshots: bool = False) -> None:
+        """As the browser's."""
+        super().__init__(executable, screenshots)
         self.reward = 0.0
         """What the page paid, from -1 to 1, without its discount for time."""
 
