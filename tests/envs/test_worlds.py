@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_each_is_listed_with_what_it_needs() -> None:
     shown = CliRunner().invoke(app, ["envs"], env={"COLUMNS": "200"})
+    assert "gymnasium:ID" in shown.output
     assert shown.exit_code == 0
     for world in WORLDS.values():
         assert world.name in shown.output and world.summary.split()[0] in shown.output

@@ -284,16 +284,19 @@ def show(
 
 @app.command()
 def envs() -> None:
-    """List the prebuilt environments, and what has to be installed for each."""
+    """List the prebuilt environments, and what has to be installed for each; then those of others."""
     from rich.table import Table
 
     from ludus.envs import WORLDS
+    from ludus.envs.world import OTHERS
 
     table = Table("environment", "what it is", "turns", "ready", box=None, pad_edge=False)
-    for world in sorted(WORLDS.values(), key=lambda world: world.name):
+    prebuilt = sorted(WORLDS.values(), key=lambda world: world.name)
+    for world in (*prebuilt, *OTHERS):
         missing = world.missing()
         ready = Text("needs " + "; ".join(missing), "yellow") if missing else Text("yes", "green")
-        table.add_row(world.name, world.summary, str(world.max_turns), ready)
+        turns = "" if world in OTHERS else str(world.max_turns)
+        table.add_row(world.name, world.summary, turns, ready)
     Console().print(table)
 
 
@@ -316,7 +319,9 @@ def check_recipe(
 
 @check_app.command("env")
 def check_environment(
-    env: Annotated[str, typer.Argument(help="A prebuilt environment's name, or module:Class.")],
+    env: Annotated[
+        str, typer.Argument(help="A prebuilt environment's name, module:Class, or an address.")
+    ],
     tasks: Annotated[
         str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
     ] = None,

@@ -252,9 +252,41 @@ def env_name(factory: Callable[[], Any]) -> str:
 
 ADAPTERS = {
     "agentgym": "ludus.envs.foreign:AgentGymEnv",
+    "gymnasium": "ludus.envs.gym:GymnasiumEnv",
     "openenv": "ludus.envs.foreign:OpenEnv",
 }
 """Environments of others: their classes, by what stands before the colon of a reference."""
+_SERVER: dict[str, Any] = {"extra": "serve", "packages": ("aiohttp",)}
+OTHERS = (
+    World("http://host:port/NAME", "One on a server (ludus serve env).", "", "", (), **_SERVER),
+    World("agentgym:http://...", "One on an AgentGym server.", "", "", (), **_SERVER),
+    World("openenv:http://...", "One on an OpenEnv server.", "", "", (), **_SERVER),
+    World(
+        "gymnasium:ID",
+        "Any with discrete or textual actions.",
+        "",
+        "",
+        extra="gymnasium",
+        packages=("gymnasium",),
+    ),
+    World(
+        "reasoning_gym:NAME",
+        "Tasks; with the reward of that name.",
+        "",
+        "",
+        extra="reasoning-gym",
+        packages=("reasoning_gym",),
+    ),
+    World(
+        "verifiers:NAME",
+        "Tasks; with the reward of that name.",
+        "",
+        "",
+        extra="verifiers",
+        packages=("verifiers",),
+    ),
+)
+"""What else a recipe may name, for people (docs/services.md)."""
 
 
 def load_env(reference: str) -> Callable[[], Env]:

@@ -39,6 +39,8 @@ REWARDS = Registry(
         "unit_tests": "ludus.rewards.code_tests:UnitTests",
         "programs": "ludus.rewards.code_tests:Programs",
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
+        "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_score",
+        "verifiers": "ludus.envs.foreign_tasks:verifiers_score",
     },
 )
 GROUP_REWARDS = Registry(

@@ -14,6 +14,12 @@ from ludus.core.user_code import error_with_location
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
+SOURCES = {
+    "gymnasium": "ludus.envs.gym:gymnasium_tasks",
+    "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_tasks",
+    "verifiers": "ludus.envs.foreign_tasks:verifiers_tasks",
+}
+"""Task sets of others, by what stands before the colon, as in reasoning_gym:leg_counting@held_out."""
 FILES = (".jsonl", ".json", ".parquet")
 """The files that hold rows: JSON lines, a JSON list, Parquet."""
 Columns = Mapping[str, str]
@@ -21,7 +27,7 @@ Columns = Mapping[str, str]
 
 
 def load_tasks(source: str, columns: Columns | None = None) -> list[Task]:
-    """Tasks from a file (`FILES`), from dataset:NAME:CONFIG@SPLIT, or from 'module:function'."""
+    """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, a set of others (`SOURCES`), or code."""
     return parse_tasks((row for _, row in read_rows(source, columns)), source)
 
 
@@ -40,6 +46,9 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
         rows = _counted(source, _json_rows(Path(source)))
     elif source.endswith(".parquet"):
         rows = _counted(source, _parquet_rows(Path(source)))
+    elif source.partition(":")[0] in SOURCES:
+        scheme, _, what = source.partition(":")
+        rows = _counted(source, load_reference(SOURCES[scheme])(what))
     elif ":" in source:
         made = load_reference(source)
         try:
