@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ludus
 from ludus.core import ConfigError, LudusError
 from ludus.observe import RunFolder, RunWriter, prefixed, undefined
-from ludus.training import Parts, Recipe, Result, train_async
+from ludus.training import Parts, Recipe, Result, load_recipe, train_async
 from ludus.training.config.recipe import STAGE_CONFIGS
 from ludus.training.config.stages import BaseStageConfig
 from ludus.training.optim.optimizer import MasterAdamW
@@ -753,3 +753,11 @@ def test_lost_episodes_of_any_stage_are_in_the_report(
         writer.log(1, prefixed(kind.prefix, counts) if kind.prefix else counts)
         report = write_report(writer, recipe)
     assert any("4 of 10 training episodes (40%) failed" in text for text in report.warnings)
+
+
+def test_a_warm_start_of_no_steps_is_left_out() -> None:
+    recipe = load_recipe("search", ["warm_start.steps=0"])
+    assert [stage.kind for stage in recipe.stages] == ["rl"] and recipe.warm_start is None
+    assert [stage.kind for stage in load_recipe("search").stages] == ["sft", "rl"]
+    with pytest.raises(ConfigError, match=r"warm_start\.steps"):
+        load_recipe("search", ["warm_start.steps=-1"])

@@ -334,6 +334,14 @@ class Recipe(Config):
             )
         return raw
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_warm_start(cls, raw: Any) -> Any:
+        """`warm_start.steps = 0` leaves the warm start out, as `rl.steps = 0` does RL."""
+        first = raw.get("warm_start") if isinstance(raw, Mapping) else None
+        is_left_out = isinstance(first, Mapping) and first.get("steps") == 0
+        return {**raw, "warm_start": None} if is_left_out else raw
+
     @model_validator(mode="after")
     def _one_plan(self) -> Recipe:
         if self.stage and (self.warm_start is not None or self.rl != RLConfig()):
