@@ -160,3 +160,54 @@ async def test_a_text_game_is_played_by_saying_what_to_do() -> None:
     assert [action.reward for action in trajectory.actions] == [0.1, None, 0.1, 0.1]
     assert trajectory.rewards["success"] == 1.0 and trajectory.reward is not None
     assert abs(trajectory.reward - 1.3) < 1e-9
+
+
+class Ladder(Env):
+    show_actions = "tool"
+
+    def reset(self, task: Task) -> str:
+        self.height = 0
+        return "You stand before a ladder."
+
+    def available_actions(self) -> list[str]:
+        return ["up"]
+
+    def step(self, action: str) -> Step:
+        self.height += action == "up"
+        return Step(f"You are {self.height} high.", reward=1.0 * (action == "up"))
+
+
+def both(task: Task) -> Generator[ToolCall, str, None]:
+    first = yield ToolCall("corridor_step", {"action": "go east"})
+    assert first == "You are at 1."
+    second = yield ToolCall("ladder_step", {"action": "up"})
+    assert second == "You are 1 high."
+    third = yield ToolCall("available_actions")  # only one of them has it
+    assert third == 'Available actions: ["up"]'
+    fourth = yield ToolCall("step", {"action": "up"})
+    assert "no tool called 'step'" in fourth and "ladder_step" in fourth
+
+
+def climb(task: Task) -> Generator[ToolCall, str, None]:
+    yield ToolCall("step", {"action": "up"})
+
+
+async def test_two_text_games_in_one_episode_have_a_step_each() -> None:
+    pools = {name: EnvPool(kind, name=name, size=1) for name, kind in
+             (("corridor", Corridor), ("ladder", Ladder))}  # fmt: skip
+    playing = Rollout(
+        engine=FakeEngine([]),
+        renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+        scorer=Scorer([], default_total=0.0),
+        tools=as_toolset([]),
+        pools=pools,
+        agent=Demonstrator(both),
+        budgets=Budgets(max_turns=9),
+    )
+    [group] = [group async for group in playing.groups([Task.of("Go.", id="t")], seed=0)]
+    [trajectory] = group.trajectories
+    assert trajectory.failure is None and trajectory.reward == pytest.approx(1.1)
+    alone = Task.of("Go.", id="u", envs={"ladder": {}})
+    playing.agent = Demonstrator(climb)
+    [group] = [group async for group in playing.groups([alone], seed=0)]
+    assert group.trajectories[0].reward == 1.0  # alone, it keeps its own name

@@ -15,7 +15,7 @@ from ludus.envs.env import (
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig, PoolStats
 from ludus.envs.remote import RemoteEnv, RemoteEnvs
-from ludus.envs.tools import EnvAccess, EnvTools, tools_of
+from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import WORLDS, World, env_name, load_env
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "env_name",
     "load_env",
     "own_tools",
+    "rename_clashes",
     "reset_env",
     "step_env",
     "takes_text",

@@ -26,7 +26,7 @@ from ludus.envs.env import (
     takes_text,
 )
 from ludus.envs.pool import EnvPool, Lease, PoolConfig
-from ludus.envs.tools import EnvAccess, EnvTools, tools_of
+from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
 from ludus.tools import CombinedTools
 from ludus.tools.hosting import EpisodeLost, ToolFacts, ToolReference, load_tools
@@ -146,16 +146,16 @@ class ServedTools:
         own = ToolContext(
             context.episode, context.task, envs, exclusive=access, one_call=context.one_call
         )
-        sets: list[EnvTools] = []
-        owners: dict[str, str] = {}
+        sets: dict[str, EnvTools] = {}
         for name, lease in leases.items():
             access.add(name, lease.env, self._pools[name].step_timeout)
             async with access(lease.env):
                 tools = await tools_of(lease.env, name)
-            sets.append(EnvTools(lease.env, tools))
-            owners |= dict.fromkeys((one.name for one in sets[-1].tools), name)
+            sets[name] = EnvTools(lease.env, tools)
+        rename_clashes(sets)
+        owners = {spec.name: name for name, one in sets.items() for spec in await one.list(own)}
         seen = {name: lease.observation for name, lease in leases.items()}
-        return _Session(own, leases, CombinedTools([self._tools, *sets]), seen, owners)
+        return _Session(own, leases, CombinedTools([self._tools, *sets.values()]), seen, owners)
 
     async def _reset(self, session: _Session, task: Task) -> None:
         """Begin another episode in the same instances."""

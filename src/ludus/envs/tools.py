@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -165,8 +166,21 @@ class EnvTools(LocalTools):
         shown = [AvailableActionsTool(env)] if show_actions == "tool" else []
         super().__init__([*tools, *shown], encode=encode)
         self._env, self._show_actions = env, show_actions
+        self._own: dict[str, str] = {}
+        """What a tool is called here, for each that the agent knows by another name."""
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Let the agent know tools by other names."""
+        self._own = {new: own for own, new in names.items()}
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        shown = {own: new for new, own in self._own.items()}
+        specs = await super().list(context)
+        return [replace(spec, name=shown.get(spec.name, spec.name)) for spec in specs]
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.name in self._own:
+            call = replace(call, name=self._own[call.name])
         result = await super().call(call, context)
         if self._show_actions != "observation" or result.terminated:
             return result
@@ -181,6 +195,14 @@ class EnvTools(LocalTools):
         async with context.exclusive(self._env):
             text = await actions_text(self._env)
         return "\n\n".join(part for part in (observation.text, text) if part)
+
+
+def rename_clashes(sets: Mapping[str, EnvTools]) -> None:
+    """Tools that several environments of an episode have are called by the environment, too: `lake_step`."""
+    counts = Counter(one.name for tools in sets.values() for one in tools.tools)
+    for env, tools in sets.items():
+        names = [one.name for one in tools.tools if counts[one.name] > 1]
+        tools.rename({name: f"{env}_{name}" for name in names})
 
 
 async def tools_of(env: Any, name: str) -> list[Tool | Callable[..., Any]]:

@@ -33,7 +33,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
 from ludus.core.user_code import log_once
-from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, RemoteEnv, tools_of
+from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, RemoteEnv, rename_clashes, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
@@ -149,12 +149,12 @@ class Rollout:
             envs = {env_name: lease.env for env_name, lease in leases.items()}
             access = EnvAccess()
             context = ToolContext(name, task, envs, exclusive=access)
-            sets = [await self._env_tools(lease, env_name, access) for env_name, lease in leases.items()]
+            sets = {name: await self._env_tools(lease, name, access) for name, lease in leases.items()}
+            rename_clashes(sets)
             observed = [
-                await own.first(lease.observation, context)
-                for own, lease in zip(sets, leases.values(), strict=True)
+                await sets[name].first(lease.observation, context) for name, lease in leases.items()
             ]
-            tools = CombinedTools([self.tools, *sets])
+            tools = CombinedTools([self.tools, *sets.values()])
             await tools.open(context)
             resources.push_async_callback(_close, tools, context)
             episode = Episode(

@@ -22,7 +22,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
-from ludus.envs import EnvPool, EnvTools, PoolConfig, tools_of
+from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.formats import load_format
@@ -241,11 +241,14 @@ async def tool_specs(rollout: Rollout, parts: Parts) -> list[ToolSpec]:
     """All tools of a run as the model is told of them, those of its environments included."""
     context = ToolContext("demonstrations", Task("", ()))
     specs = list(await rollout.tools.list(context))
+    sets: dict[str, EnvTools] = {}
     for name in parts.all_envs:
         pool = rollout.pools[name]
         async with pool.new_instance() as env:
-            own = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
-            specs += await own.list(context)
+            sets[name] = EnvTools(env, await tools_of(env, name), pool.show_actions_of(env))
+    rename_clashes(sets)
+    for own in sets.values():
+        specs += await own.list(context)
     return specs
 
 
