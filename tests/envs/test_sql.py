@@ -120,9 +120,10 @@ async def test_execution_match() -> None:
     teams = {"envs": {"sql": {"database": "league-1"}}, "metadata": {"database": "league-1"}}
     task = Task.of("?", "select count(*) from teams", **teams)
     for answer, right in ANSWERS.items():
-        assert (await scored(success, task, answer))["success"] == float(right), answer
         parts = await scored(vt_sql, task, answer)
         assert (parts["vt_sql"], parts["success"]) == (1.0 if right else -1.0, float(right)), answer
+    assert (await scored(success, task, "select 12"))["success"] == 1.0
+    assert (await scored(success, task, "select 13"))["success"] == 0.0
 
 
 async def test_rows_count_in_order_only_where_the_question_has_one() -> None:

@@ -96,7 +96,7 @@ class SFTConfig(BaseStageConfig):
     held_out: Annotated[float, Field(gt=0, lt=1, strict=True)] | Place | None = None
     """Conversations to measure the loss on: a share of the demonstrations, or their own file or dataset."""
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps; warm_start.steps = 0 leaves the warm start out."""
     epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the demonstrations, instead of a number of steps."""
     batch: int = Field(default=32, ge=1)
