@@ -35,6 +35,7 @@ PAGES = {
         onbeforeunload = event => { event.preventDefault(); event.returnValue = 'stay'; };</script>""",
     "/popups": "<title>Popups</title>"
     "<button onclick=\"for (let i = 0; i < 30; i++) window.open('/item')\">Press</button>",
+    "/closes": "<title>Closes</title><button onclick='window.close()'>Press</button>",
     "/loop": "<title>Loop</title><script>location.href = '/loop?' + Math.random()</script>",
     "/title": "<script>document.title = 'x'.repeat(5e6)</script><p>Small</p>",
     "/many": """<title>Many</title><p>First</p><script>

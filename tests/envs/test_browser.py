@@ -19,13 +19,15 @@ import pytest
 from browser_site import Site, running_site
 from world_play import play_expert
 
-from ludus.core import Boundary, ConfigError, InfraError, Task
+from ludus.core import Boundary, ByteTokenizer, ConfigError, InfraError, Task
+from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, check_env, reset_env
 from ludus.envs.browser import (
     Browser,
     MissingJudgeError,
     expert,
     held_out_tasks,
+    success,
     training_tasks,
     webarena_tasks,
 )
@@ -35,6 +37,9 @@ from ludus.envs.browser.chromium import find_chromium
 from ludus.envs.browser.gateway import NetworkPolicy
 from ludus.envs.browser.tab import cut
 from ludus.envs.browser.webarena import evaluate, needs_judge, reddit_post_url, string_match, url_match
+from ludus.rewards import Scorer
+from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.tools import as_toolset
 
 HAS_CHROMIUM = find_spec("playwright") is not None and (
     "LUDUS_CHROMIUM" in os.environ
@@ -140,7 +145,7 @@ def test_a_tree_is_shown_as_webarena_does() -> None:
         node(8, "StaticText", "typed"),
         node(9, "listitem", "", (), level=1),
     ]
-    tree = page_tree(nodes, Numbers(), 0)
+    tree = page_tree(nodes, Numbers(), "")
     assert tree.text.split("\n") == [
         "[1] RootWebArea 'Shop' focused: True",
         "\t[2] link 'Home 5'",
@@ -179,23 +184,23 @@ def test_numbers_stay_and_what_is_out_of_view_is_left_out() -> None:
         ],
     }
     layout = layout_of(snapshot, (100, 100))
-    assert page_tree(nodes, numbers, 0, layout=layout).text == "[1] RootWebArea ''\n\t[2] button 'B'"
-    shown = page_tree(nodes, numbers, 0, layout=layout, unnamed_clickables=True)
+    assert page_tree(nodes, numbers, "a", layout=layout).text == "[1] RootWebArea ''\n\t[2] button 'B'"
+    shown = page_tree(nodes, numbers, "a", layout=layout, unnamed_clickables=True)
     assert shown.text.endswith("[3] clickable 'icon star'") and shown.elements[3].is_clickable
     below = layout_of(
         {**snapshot, "documents": [{**snapshot["documents"][0], "scrollOffsetY": 1990}]}, (100, 100)
     )
-    assert page_tree(nodes, numbers, 0, layout=below).text == "[1] RootWebArea ''\n\t[4] button 'A'"
-    assert page_tree(nodes, numbers, 1, layout=layout).text == "[5] RootWebArea ''\n\t[6] button 'B'"
+    assert page_tree(nodes, numbers, "a", layout=below).text == "[1] RootWebArea ''\n\t[4] button 'A'"
+    assert page_tree(nodes, numbers, "b", layout=layout).text == "[5] RootWebArea ''\n\t[6] button 'B'"
     assert (
         "[4] button 'A'\n\t[2] button 'B'"
-        in page_tree(nodes, numbers, 0, layout=layout, in_view=False).text
+        in page_tree(nodes, numbers, "a", layout=layout, in_view=False).text
     )
 
 
 def test_a_deep_tree_and_a_long_text_are_cut() -> None:
     deep = [node(n, "generic", f"n{n}", (n + 1,)) for n in range(1, 5000)]
-    assert page_tree(deep, Numbers(), 0).text.count("\n") == 4998
+    assert page_tree(deep, Numbers(), "").text.count("\n") == 4998
     assert cut("ab\ncd\nef", 100) == "ab\ncd\nef"
     assert cut("ab\ncd\nef", 6) == "ab\ncd\n[3 more characters of the page are not shown]"
 
@@ -616,6 +621,10 @@ async def test_hostile_pages_end_in_an_observation(site: Site, visit: Visit) -> 
     await visit.start(f"{site.url}/popups")
     await visit.do(f"click [{visit.id('button')}]")
     assert "A popup was closed" in visit.text and "Tab 9" in visit.text and "Tab 10" not in visit.text
+    await visit.start(f"{site.url}/item")
+    await visit.do(f"goto [{site.url}/closes]")
+    await visit.do(f"click [{visit.id('button')}]")  # the first tab is no script's to close
+    assert "button 'Press'" in visit.text or "about:blank" in visit.text
     assert "Small" in await visit.start(f"{site.url}/title")
     assert len(visit.text) < 2000
     assert "too large to be listed (600" in await visit.start(f"{site.url}/many")
@@ -692,6 +701,44 @@ async def test_a_lost_browser_is_an_infrastructure_failure(site: Site, sign: sig
     finally:
         await pool.close()
     assert not lives(pid)
+
+
+class Fragile(Browser):
+    """Its browser is killed in the middle of the first episode."""
+
+    is_killed = False
+
+    async def step(self, action: str) -> Any:
+        """Use the browser.
+
+        Args:
+            action: What to do.
+        """
+        if action.startswith("type") and not Fragile.is_killed:
+            Fragile.is_killed = True
+            os.kill(browser_pid(self), signal.SIGKILL)
+        return await super().step(action)
+
+
+@chromium
+async def test_an_episode_whose_browser_dies_is_played_again() -> None:
+    Fragile.is_killed = False
+    pool = EnvPool(Fragile, name="browser", size=2)
+    playing = Rollout(
+        engine=FakeEngine([]),
+        renderer=Renderer(ByteTokenizer(), load_format("hermes")),
+        scorer=Scorer([success]),
+        tools=as_toolset([]),
+        pools={"browser": pool},
+        agent=Demonstrator(expert),
+        budgets=Budgets(max_turns=15, max_tokens=1_000_000, max_observation_tokens=20_000),
+    )
+    try:
+        played = [group.trajectories[0] async for group in playing.groups(held_out_tasks()[:4], seed=1)]
+    finally:
+        await pool.close()
+    assert Fragile.is_killed
+    assert [(one.failure, one.rewards["success"]) for one in played] == [(None, 1.0)] * 4
 
 
 @chromium

@@ -14,10 +14,11 @@ from world_play import play_expert
 
 from ludus.core import ConfigError, Task
 from ludus.envs import check_env
+from ludus.envs.browser import SeenPage
 from ludus.envs.browser.actions import parse_action
 from ludus.envs.browser.chromium import find_chromium
 from ludus.envs.miniwob import MiniWob, held_out_tasks, pages, training_tasks
-from ludus.envs.miniwob.solutions import SOLUTIONS, SeenPage
+from ludus.envs.miniwob.solutions import SOLUTIONS
 
 HAS_CHROMIUM = all(map(find_spec, ("playwright", "miniwob"))) and (
     "LUDUS_CHROMIUM" in os.environ

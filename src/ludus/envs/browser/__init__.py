@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import hashlib
 import re
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Media, Message, ToolCall
-from ludus.core.random import key
+from ludus.core.messages import Media
 from ludus.core.task import Task
 from ludus.envs.browser.accessibility import Element, offered_actions
 from ludus.envs.browser.actions import ActionProblem, BrowserAction, parse_action
@@ -26,6 +25,7 @@ from ludus.envs.browser.chromium import BrowserHost, acquire_host, release_host
 from ludus.envs.browser.gateway import NetworkPolicy, origin_of
 from ludus.envs.browser.session import BrowserSession, BrowserView
 from ludus.envs.browser.tab import Notice
+from ludus.envs.browser.tasks import HOMEPAGE, SYSTEM, SeenPage, expert, held_out_tasks, training_tasks
 from ludus.envs.browser.webarena import (
     SITES,
     MissingJudgeError,
@@ -41,6 +41,7 @@ __all__ = [
     "SYSTEM",
     "Browser",
     "MissingJudgeError",
+    "SeenPage",
     "expert",
     "held_out_tasks",
     "success",
@@ -49,22 +50,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-HOMEPAGE = "http://homepage.com"
 _HOMEPAGE_FOLDER = ("homepage.com", str(Path(__file__).parent / "homepage"))
 _OVER = "The episode is over."
 _MOST_ACTIONS = 100
-
-SYSTEM = """You use a web browser to reach an objective. You see the page as an accessibility tree: each line \
-has the id of an element in brackets, its role and its name. An action is one of these:
-- click [id]: click on an element
-- type [id] [content] [0 or 1]: type the content into a field; 1 presses Enter afterwards
-- hover [id]: move the mouse over an element
-- press [key_comb]: press keys, for example press [Ctrl+a]
-- scroll [down] or scroll [up]
-- new_tab, tab_focus [tab_index], close_tab
-- goto [url], go_back, go_forward
-- stop [answer]: when you are done; without an answer if none was asked for, and stop [N/A] if it is impossible
-A calculator and a scratchpad are linked from http://homepage.com."""
 
 
 class Browser(Env):
@@ -132,7 +120,7 @@ class Browser(Env):
         origins = dict.fromkeys([*map(origin_of, starts), *allowed])
         own = {f"http://{host}" for host, _ in self.folders}
         policy = NetworkPolicy(tuple(one for one in origins if one not in own), self.folders)
-        options: dict[str, Any] = {"viewport": {"width": self.viewport[0], "height": self.viewport[1]}}
+        options = self._context_options()
         if storage_state is not None:
             options["storage_state"] = _state_file(storage_state, task.id)
         if geolocation is not None:
@@ -219,6 +207,11 @@ class Browser(Env):
         if self._host is None:
             self._host = acquire_host()
 
+    def _context_options(self) -> dict[str, Any]:
+        """What would otherwise be the machine's own."""
+        width, height = self.viewport
+        return {"viewport": {"width": width, "height": height}, "locale": "en-US", "timezone_id": "UTC"}
+
     async def _on_host(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._host is not None, "reset comes first"
         return await self._host.run(work)
@@ -236,6 +229,7 @@ class Browser(Env):
                 await session.act(BrowserAction("new_tab"))
             try:
                 status = await session.open(url)
+                await session.settle()
             except ActionProblem as error:
                 raise ConfigError(f"task {self._task!r}: {error}") from error
             except Notice as error:
@@ -379,90 +373,3 @@ class _JudgedPage:
 async def success(env: Browser) -> float:
     """WebArena's score: 1 when all evaluators of the task are satisfied."""
     return await env.score() or 0.0
-
-
-# Tasks on the homepage ------------------------------------------------------------------------------
-
-TRAINING, HELD_OUT = 300, 60
-_WORDS = (
-    "lantern", "harbor", "violet", "granite", "meadow", "copper", "saffron", "thistle", "walnut", "glacier",
-    "ember", "juniper", "marble", "orchid", "pepper", "quartz",
-)  # fmt: skip
-
-
-def training_tasks() -> list[Task]:
-    """Calculations and notes, with the homepage's calculator and scratchpad."""
-    return [_task("train", number, HELD_OUT + number) for number in range(TRAINING)]
-
-
-def held_out_tasks() -> list[Task]:
-    """The same with other numbers and words."""
-    return [_task("held-out", number, number) for number in range(HELD_OUT)]
-
-
-def _task(split: str, number: int, draw: int) -> Task:
-    """`draw` decides all; it is in the first number of a calculation and in a note: none occurs twice."""
-    other, third = 11 + key("browser", draw, 0) % 89, 2 + key("browser", draw, 1) % 97
-    sign = "+-*"[key("browser", draw, 2) % 3]
-    first = 100 + draw
-    value = {"+": first * other + third, "-": first * other - third, "*": first * other * third}[sign]
-    expression = f"{first} * {other} {sign} {third}"
-    note = f"{_WORDS[key('browser', draw, 3) % len(_WORDS)]} {first}"
-    saved = {
-        "url": f"{HOMEPAGE}/scratchpad.html",
-        "locator": "document.querySelector('#saved').innerText",
-    }
-    kind = ("calculate", "note", "calculate-and-note")[draw % 3]
-    if kind == "calculate":
-        objective = f"What is {expression}? Answer with the number."
-        evaluation: dict[str, Any] = {
-            "eval_types": ["string_match"],
-            "reference_answers": {"exact_match": str(value)},
-        }
-    elif kind == "note":
-        objective = f'Save the note "{note}" on the scratchpad.'
-        target = {**saved, "required_contents": {"exact_match": note}}
-        evaluation = {"eval_types": ["program_html"], "program_html": [target]}
-    else:
-        objective = f"Calculate {expression}, and save the result on the scratchpad."
-        target = {**saved, "required_contents": {"exact_match": str(value)}}
-        evaluation = {"eval_types": ["program_html"], "program_html": [target]}
-    return Task(
-        f"browser-{split}-{number}",
-        (Message("system", SYSTEM),),
-        envs={"browser": {"url": HOMEPAGE, "objective": objective, "evaluation": evaluation}},
-        metadata={"subtask": kind},
-    )
-
-
-def expert(task: Task) -> Generator[ToolCall | None, str, None]:
-    """A demonstrator for the homepage's tasks: reads the tree, clicks, types, answers."""
-    seen = yield None
-    objective = str(task.envs["browser"]["objective"])
-    text = "".join(re.findall(r'"(.+)"', objective))
-    if not text:
-        expression = re.findall(r"\d[\d +*-]+\d", objective)[0]
-        seen = yield act(f"click [{find(seen, 'link', 'Calculator')}]")
-        seen = yield act(f"type [{find(seen, 'textbox', 'Expression')}] [{expression}] [1]")
-        text = re.findall(r"StaticText '(-?\d+)'", seen.split("Result", 1)[1])[0]
-        if task.metadata["subtask"] == "calculate":
-            yield act(f"stop [{text}]")
-            return
-        seen = yield act(f"click [{find(seen, 'link', 'Homepage')}]")
-    seen = yield act(f"click [{find(seen, 'link', 'Scratchpad')}]")
-    seen = yield act(f"type [{find(seen, 'textbox', 'Note')}] [{text}] [0]")
-    yield act(f"click [{find(seen, 'button', 'Save')}]")
-    yield act("stop []")
-
-
-def act(action: str) -> ToolCall:
-    return ToolCall("step", {"action": action})
-
-
-def find(seen: str, role: str, name: str | None = None) -> int:
-    """The id of the first element with a role and a name in an observation."""
-    wanted = re.escape(repr(name)) if name is not None else "'"
-    match = re.search(rf"^\t*\[(\d+)\] {re.escape(role)} {wanted}", seen, re.MULTILINE)
-    if match is None:
-        raise LookupError(f"there is no {role} {name!r} in the observation")
-    return int(match.group(1))

@@ -54,9 +54,9 @@ class Element:
 class Numbers:
     """Gives elements their numbers, the same for as long as a page keeps them."""
 
-    _of: dict[tuple[int, int], int] = field(default_factory=dict)
+    _of: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def of(self, page: int, backend: int) -> int:
+    def of(self, page: str, backend: int) -> int:
         return self._of.setdefault((page, backend), len(self._of) + 1)
 
 
@@ -116,7 +116,7 @@ def layout_of(snapshot: Mapping[str, Any], view: tuple[float, float]) -> Layout:
 def page_tree(
     nodes: Sequence[Mapping[str, Any]],
     numbers: Numbers,
-    page: int,
+    page: str,
     *,
     layout: Layout | None = None,
     frames: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
@@ -125,9 +125,10 @@ def page_tree(
 ) -> PageTree:
     """The tree of a page from the nodes of `Accessibility.getFullAXTree`.
 
-    `frames` has the nodes of frames by the number of the element that holds them. Without `in_view` the whole
-    document is shown. `unnamed_clickables` also shows elements without role or name that the page listens for
-    clicks on, which the original leaves out.
+    `page` tells documents apart, because Chromium's numbers are those of a process. `frames` has the nodes
+    of frames by the number of the element that holds them. Without `in_view` the whole document is shown.
+    `unnamed_clickables` also shows elements without role or name that the page listens for clicks on, which
+    the original leaves out.
     """
     writer = _Writer(
         numbers, page, layout, frames or {}, in_view and layout is not None, unnamed_clickables
@@ -139,7 +140,7 @@ def page_tree(
 @dataclass(slots=True)
 class _Writer:
     numbers: Numbers
-    page: int
+    page: str
     layout: Layout | None
     frames: Mapping[int, Sequence[Mapping[str, Any]]]
     in_view: bool

@@ -48,6 +48,8 @@ CONTEXTS = 16
 """Episodes in one browser at once."""
 EPISODES = 1000
 """Contexts after which a browser is replaced."""
+GATEWAYS = 32
+"""Kept for policies that no episode has now; each is a port."""
 LAUNCH_SECONDS = 45.0
 ANSWER_SECONDS = 5.0
 """In which a browser that lives answers a question about itself."""
@@ -112,8 +114,9 @@ class BrowserHost:
     ) -> tuple[Chromium, BrowserContext]:
         """A context with nothing in it, which reaches what the policy allows."""
         async with self._starting:
-            gateway = await self._gateway(policy)
             chromium = await self._with_room(executable)
+            gateway = await self._gateway(policy)
+            gateway.users += 1
             chromium.contexts += 1
             chromium.made += 1
         try:
@@ -126,13 +129,17 @@ class BrowserHost:
                 )
         except BaseException as error:
             chromium.contexts -= 1
+            gateway.users -= 1
             if isinstance(error, Exception):
                 raise await self.lost(chromium, error) from error
             raise
         return chromium, context
 
-    async def close_context(self, chromium: Chromium, context: BrowserContext) -> None:
+    async def close_context(
+        self, policy: NetworkPolicy, chromium: Chromium, context: BrowserContext
+    ) -> None:
         chromium.contexts -= 1
+        self._gateways[policy].users -= 1
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await context.close()
@@ -153,6 +160,10 @@ class BrowserHost:
 
     async def _gateway(self, policy: NetworkPolicy) -> Gateway:
         if policy not in self._gateways:
+            unused = [one for one in self._gateways.values() if not one.users]
+            for one in unused[: max(0, len(unused) - GATEWAYS)]:
+                del self._gateways[one.policy]
+                await one.close()
             gateway = Gateway(policy)
             await gateway.open()
             self._gateways[policy] = gateway

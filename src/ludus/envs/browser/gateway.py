@@ -73,6 +73,8 @@ class Gateway:
     def __init__(self, policy: NetworkPolicy) -> None:
         self.policy = policy
         self.port = 0
+        self.users = 0
+        """Contexts that go through it."""
         self.refused: list[str] = []
         """The last addresses that were refused."""
         self._folders = {host: Path(folder).resolve() for host, folder in policy.folders}

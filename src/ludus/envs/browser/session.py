@@ -31,6 +31,8 @@ LOAD_SECONDS = 10.0
 ACTION_SECONDS = 15.0
 OBSERVE_SECONDS = 8.0
 TITLE_SECONDS = 2.0
+WINDOW_SECONDS = 3.0
+"""For the tab of a window that a page has opened."""
 MOST_TABS = 10
 MOST_DIALOGS = 20
 """Of one action; a page that opens more is closed."""
@@ -63,6 +65,9 @@ class BrowserSession:
         self._clipboard = ""
         self._dialogs = 0
         self._status = 0
+        self._finds = asyncio.Event()
+        self._found = 0
+        """Pages that were opened, by us or by pages."""
         self._is_hiding = False
         """Whether the page that is being opened is none of the agent's."""
         self._background: set[asyncio.Task[None]] = set()
@@ -78,7 +83,7 @@ class BrowserSession:
         chromium, context, self._chromium, self._context = self._chromium, self._context, None, None
         self._tabs, self._current = [], None
         if chromium is not None and context is not None:
-            await self.host.close_context(chromium, context)
+            await self.host.close_context(self.policy, chromium, context)
 
     @property
     def is_alive(self) -> bool:
@@ -106,9 +111,15 @@ class BrowserSession:
         """Do it and wait for the page; `ActionProblem` or `Notice` where it cannot be done."""
         self._dialogs = 0
         await self._need_tab()
-        before = set(self._tabs)
+        before, tab = set(self._tabs), self.tab
+        windows, found = tab.windows, self._found
         await self.guarded(self._do(action))
         await self.settle()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WINDOW_SECONDS):
+                while self._found - found < tab.windows - windows:
+                    self._finds.clear()
+                    await self._finds.wait()
         opened = [tab for tab in self._tabs if tab not in before]
         if opened and action.name in ("click", "press", "type"):
             self._current = opened[-1]  # as a browser shows what a click has opened
@@ -117,7 +128,6 @@ class BrowserSession:
     async def open(self, url: str) -> int:
         """Open a start page; the status that its site answered with, 0 where it did not."""
         await self.guarded(self._goto(url))
-        await self.settle()
         return self._status
 
     async def _do(self, action: BrowserAction) -> None:
@@ -279,6 +289,8 @@ class BrowserSession:
     # What pages do of their own accord ----------------------------------------------------------------
 
     def _found_page(self, page: Page) -> None:
+        self._found += 1
+        self._finds.set()
         if not self._is_hiding:
             self._adopt(page)
 

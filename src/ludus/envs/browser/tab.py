@@ -15,7 +15,7 @@ from ludus.envs.browser.accessibility import Element, Numbers, layout_of, page_t
 from ludus.envs.browser.actions import ActionProblem, key_combination
 
 if TYPE_CHECKING:
-    from playwright.async_api import BrowserContext, CDPSession, Page, Request
+    from playwright.async_api import BrowserContext, CDPSession, Frame, Page, Request
 
 QUIET_MS = 50
 """A page in which nothing has changed for so long is looked at."""
@@ -107,17 +107,29 @@ class Tab:
         """Those that the page waits for."""
         self.elements: Mapping[int, Element] = {}
         """What the last look at it numbered."""
+        self.windows = 0
+        """That it has opened; their tabs come a little later."""
         self.has_crashed = False
         self.hangs = False
         self._context = context
         self._session: CDPSession | None = None
+        self._world: int | None = None
+        """Our isolated world in the present document."""
+        page.on("framenavigated", self._note_navigation)
         page.on("crash", lambda _: self._note_crash())
         page.on("request", self._note_request)
         page.on("requestfinished", lambda request: self.requests.discard(request))
         page.on("requestfailed", lambda request: self.requests.discard(request))
 
+    def _note_window(self) -> None:
+        self.windows += 1
+
     def _note_crash(self) -> None:
         self.has_crashed = True
+
+    def _note_navigation(self, frame: Frame) -> None:
+        if frame == self.page.main_frame:
+            self._world = None
 
     def _note_request(self, request: Request) -> None:
         if request.resource_type in _WAITED_FOR and len(self.requests) < 1000:
@@ -207,7 +219,7 @@ class Tab:
         from playwright.async_api import Error
 
         try:
-            node = {"backendNodeId": known.backend, "executionContextId": await self._world()}
+            node = {"backendNodeId": known.backend, "executionContextId": await self._isolated_world()}
             found = await self.cdp("DOM.resolveNode", node)
             call = {"objectId": found["object"]["objectId"], "functionDeclaration": function}
             result = await self.cdp("Runtime.callFunctionOn", {**call, "returnByValue": True})
@@ -234,7 +246,7 @@ class Tab:
                 f"The page is too large to be listed ({facts['elements']} elements, {facts['characters']} "
                 f"characters). It begins: {beginning}"
             )
-        snapshot, nodes, frames = await asyncio.gather(
+        snapshot, nodes, (document, frames) = await asyncio.gather(
             self.cdp("DOMSnapshot.captureSnapshot", {"computedStyles": []}),
             self.cdp("Accessibility.getFullAXTree"),
             self._frames(),
@@ -242,7 +254,7 @@ class Tab:
         tree = page_tree(
             nodes["nodes"],
             numbers,
-            self.number,
+            f"{self.number} {document}",
             layout=layout_of(snapshot, (facts["width"], facts["height"])),
             frames=frames,
             in_view=in_view,
@@ -251,21 +263,19 @@ class Tab:
         self.elements = tree.elements
         return cut(tree.text, most_characters)
 
-    async def _frames(self) -> dict[int, Any]:
-        """The nodes of the frames of this page's own process, by the element that holds each."""
+    async def _frames(self) -> tuple[str, dict[int, Any]]:
+        """Chromium's name of the document; the nodes of frames in its process, by the element of each."""
         from playwright.async_api import Error
 
+        tree = await self._frame_tree()
         found: dict[int, Any] = {}
-        if len(self.page.frames) < 2:
-            return found
-        tree = await self.cdp("Page.getFrameTree")
-        for child in tree["frameTree"].get("childFrames", ())[:10]:
+        for child in tree.get("childFrames", ())[:10]:
             frame = {"frameId": child["frame"]["id"]}
             with contextlib.suppress(Error):  # another site's, or gone meanwhile
                 owner = await self.cdp("DOM.getFrameOwner", frame)
                 nodes = await self.cdp("Accessibility.getFullAXTree", frame)
                 found[owner["backendNodeId"]] = nodes["nodes"]
-        return found
+        return str(tree["frame"]["loaderId"]), found
 
     # Calls --------------------------------------------------------------------------------------------
 
@@ -273,28 +283,42 @@ class Tab:
         """A command of Chromium's DevTools protocol."""
         if self._session is None:
             self._session = await self._context.new_cdp_session(self.page)
+            self._session.on("Page.windowOpen", lambda _: self._note_window())
+            await self._session.send("Page.enable")
         return await self._session.send(method, parameters or {})
 
     async def script(self, function: str, *arguments: Any) -> Any:
         """Call a function in an isolated world of the main frame."""
-        found = await self.cdp(
-            "Runtime.callFunctionOn",
-            {
-                "functionDeclaration": function,
-                "arguments": [{"value": one} for one in arguments],
-                "executionContextId": await self._world(),
-                "awaitPromise": True,
-                "returnByValue": True,
-            },
-        )
+        from playwright.async_api import Error
+
+        call = {
+            "functionDeclaration": function,
+            "arguments": [{"value": one} for one in arguments],
+            "awaitPromise": True,
+            "returnByValue": True,
+        }
+        is_known = self._world is not None
+        call["executionContextId"] = await self._isolated_world()
+        try:
+            found = await self.cdp("Runtime.callFunctionOn", call)
+        except Error as error:
+            self._world = None
+            if not is_known or "context" not in str(error).lower():
+                raise
+            call["executionContextId"] = await self._isolated_world()  # the page has gone elsewhere
+            found = await self.cdp("Runtime.callFunctionOn", call)
         if "exceptionDetails" in found:
             raise ActionProblem("The page could not be looked at.")
         return found["result"].get("value")
 
-    async def _world(self) -> int:
-        tree = await self.cdp("Page.getFrameTree")
-        frame = {"frameId": tree["frameTree"]["frame"]["id"], "worldName": "ludus"}
-        return int((await self.cdp("Page.createIsolatedWorld", frame))["executionContextId"])
+    async def _isolated_world(self) -> int:
+        if self._world is None:
+            frame = {"frameId": (await self._frame_tree())["frame"]["id"], "worldName": "ludus"}
+            self._world = int((await self.cdp("Page.createIsolatedWorld", frame))["executionContextId"])
+        return self._world
+
+    async def _frame_tree(self) -> Any:
+        return (await self.cdp("Page.getFrameTree"))["frameTree"]
 
 
 def cut(text: str, most: int) -> str:

@@ -93,8 +93,7 @@ class MiniWob(Browser):
             self._session = session = BrowserSession(
                 self._host, NetworkPolicy((), ((HOST, str(_folder())),))
             )
-            width, height = self.viewport
-            await session.start(self.executable, {"viewport": {"width": width, "height": height}})
+            await session.start(self.executable, self._context_options())
         else:
             await session.forget()
         try:

@@ -5,63 +5,15 @@ A script is given an observation, yields actions and is sent the next observatio
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 
 from ludus.core.messages import ToolCall
+from ludus.envs.browser.tasks import SeenPage, act
 
 Script = Generator[ToolCall, str, None]
 SOLUTIONS: dict[str, Callable[[str], Script]] = {}
 """By page."""
-
-_LINE = re.compile(r"""^(\t*)\[(\d+)\] (\S+) ('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(.*)$""", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """An element of the tree."""
-
-    depth: int
-    number: int
-    role: str
-    name: str
-    state: str
-
-
-class SeenPage:
-    """An observation, read."""
-
-    def __init__(self, text: str) -> None:
-        tree, _, told = text.rpartition("\nOBJECTIVE: ")
-        self.objective = told.partition("\nPREVIOUS ACTION:")[0]
-        self.quoted = re.findall(r'"([^"]*)"', self.objective)
-        self.lines = [
-            Line(len(tabs), int(number), role, str(ast.literal_eval(name)), state)
-            for tabs, number, role, name, state in _LINE.findall(tree.rpartition("OBSERVATION:")[2])
-        ]
-
-    def all(self, *roles: str) -> list[Line]:
-        return [one for one in self.lines if one.role in roles]
-
-    def has(self, role: str, name: str) -> bool:
-        return any(one.name.strip() == name for one in self.all(role))
-
-    def id(self, role: str, name: str | None = None) -> int:
-        """The first element of a role and a name."""
-        for one in self.all(role):
-            if name is None or one.name.strip() == name:
-                return one.number
-        raise LookupError(f"there is no {role} {name!r}")
-
-    def after(self, role: str, name: str, wanted: str) -> int:
-        """The first element of a role below another one."""
-        start = self.lines.index(next(one for one in self.all(role) if one.name.strip() == name))
-        return next(one.number for one in self.lines[start:] if one.role == wanted)
-
-    def words(self, pattern: str) -> list[str]:
-        return re.findall(pattern, self.objective)
 
 
 def _for(*pages: str) -> Callable[[Callable[[str], Script]], Callable[[str], Script]]:
@@ -72,16 +24,12 @@ def _for(*pages: str) -> Callable[[Callable[[str], Script]], Callable[[str], Scr
     return added
 
 
-def _act(action: str) -> ToolCall:
-    return ToolCall("step", {"action": action})
-
-
 def _click(number: int) -> ToolCall:
-    return _act(f"click [{number}]")
+    return act(f"click [{number}]")
 
 
 def _type(number: int, text: str) -> ToolCall:
-    return _act(f"type [{number}] [{text}] [0]")
+    return act(f"type [{number}] [{text}] [0]")
 
 
 def _position(words: list[str]) -> int:
@@ -349,10 +297,10 @@ def copy(text: str) -> Script:
     target = next(one for one in seen.all("textbox") if one not in filled)
     places = seen.words(r"\d(?:st|nd|rd|th)")
     yield _click(sources[_position(places) if places else 0].number)
-    yield _act("press [Ctrl+a]")
-    yield _act("press [Ctrl+c]")
+    yield act("press [Ctrl+a]")
+    yield act("press [Ctrl+c]")
     yield _click(target.number)
-    seen = SeenPage((yield _act("press [Ctrl+v]")))
+    seen = SeenPage((yield act("press [Ctrl+v]")))
     yield _click(seen.id("button", "Submit"))
 
 
@@ -423,7 +371,7 @@ def spinner(text: str) -> Script:
     wanted = int(seen.words(r"Select (-?\d+)")[0])
     yield _click(seen.id("spinbutton"))
     for _ in range(abs(wanted)):
-        yield _act(f"press [{'ArrowUp' if wanted > 0 else 'ArrowDown'}]")
+        yield act(f"press [{'ArrowUp' if wanted > 0 else 'ArrowDown'}]")
     yield _click(seen.id("button", "Submit"))
 
 
@@ -434,8 +382,8 @@ def guess(text: str) -> Script:
     while True:
         middle = (low + high) // 2
         yield _click(seen.id("spinbutton"))
-        yield _act("press [Ctrl+a]")
-        yield _act(f"press [{middle}]")
+        yield act("press [Ctrl+a]")
+        yield act(f"press [{middle}]")
         seen = SeenPage((yield _click(seen.id("button", "Submit"))))
         told = " ".join(one.name for one in seen.all("StaticText"))
         low, high = (low, middle - 1) if "lower than" in told else (middle + 1, high)
@@ -446,7 +394,7 @@ def date(text: str) -> Script:
     seen = SeenPage(text)
     yield _click(seen.id("Date"))  # into the day or the year
     for key in ("ArrowLeft", "ArrowLeft", *seen.words(r"\d+/\d+/\d+")[0].replace("/", "")):
-        yield _act(f"press [{key}]")
+        yield act(f"press [{key}]")
     yield _click(seen.id("button", "Submit"))
 
 
