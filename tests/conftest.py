@@ -32,6 +32,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", params=["docker", "podman"])
+def container_engine(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
+    """A tier whose engine works here and its program; it has the image `container_image.IMAGE`."""
+    from container_image import IMAGE, engines, import_image
+
+    tier, found = request.param, engines()
+    if tier not in found:
+        pytest.skip(f"no {tier} engine here")
+    import_image(found[tier], IMAGE)
+    return tier, found[tier]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU is skipped, visibly, where there is none."""
     if torch.cuda.is_available():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
+import shutil
+import subprocess
 import tarfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from world_play import play_expert
 
+from container_image import IMAGE, files_of, import_image, packages
 from ludus.core import ConfigError, Fault, InfraError, Task, ToolCall, ToolContext, ToolResult
 from ludus.envs import WORLDS, EnvPool
-from ludus.envs.swe import SWE, expert, held_out_tasks, training_tasks
+from ludus.envs.swe import SWE, expert, held_out_tasks, instance_tasks, training_tasks
+from ludus.envs.swe.instances import PytestTests, without_protected
 from ludus.envs.swe.repository import HELD_OUT, parse_repository, repositories
 from ludus.envs.swe.scoring import BadTree, unpacked
 from ludus.sandbox import SandboxError, Session, SessionLost, close_shared_sandboxes
@@ -51,7 +58,7 @@ class Worker:
             await self.env.close()
 
 
-async def worker(arguments: dict[str, str] | None = None, **settings: Any) -> Worker:
+async def worker(arguments: dict[str, Any] | None = None, **settings: Any) -> Worker:
     env, task = SWE(**settings), Task.of("mend it")
     await env.reset(task, **(arguments or BUG))
     return Worker(env, task)
@@ -158,22 +165,26 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-async def test_tampering_gains_nothing(attack: str) -> None:
-    work = await worker()
-    await work.bash(attack)
-    assert (await work.scored())["reward"] == 0.0
+async def _rewards(commands: dict[str, str]) -> dict[str, float]:
+    """What a submission scores after each of some commands."""
+
+    async def one(command: str) -> float:
+        work = await worker()
+        await work.bash(command)
+        return (await work.scored())["reward"]
+
+    return dict(zip(commands, await asyncio.gather(*map(one, commands.values())), strict=True))
 
 
-@pytest.mark.parametrize(
-    "attack", ["sitecustomize", "conftest", "modules of the standard library", "a path file"]
-)
-async def test_litter_beside_a_right_patch_costs_nothing(attack: str) -> None:
-    work = await worker()
-    await work.bash(
-        f"{FIX}; {ATTACKS[attack]}; ln -s /proc/self/environ link; mkfifo pipe; touch $'a\\nb' $'\\xff'"
-    )
-    assert (await work.scored())["reward"] == 1.0
+async def test_tampering_gains_nothing() -> None:
+    assert await _rewards(ATTACKS) == dict.fromkeys(ATTACKS, 0.0)
+
+
+async def test_litter_beside_a_right_patch_costs_nothing() -> None:
+    litter = "ln -s /proc/self/environ link; mkfifo pipe; touch $'a\\nb' $'\\xff'"
+    harmless = ("sitecustomize", "conftest", "modules of the standard library", "a path file")
+    commands = {name: f"{FIX}; {ATTACKS[name]}; {litter}" for name in harmless}
+    assert await _rewards(commands) == dict.fromkeys(commands, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +225,9 @@ async def test_failures_of_ours_are_no_rewards(monkeypatch: pytest.MonkeyPatch) 
     broken: list[str] = []
 
     class Tests:
+        def protects(self, path: str, is_new: bool) -> bool:
+            return False
+
         async def run(self, session: Session, seconds: float) -> dict[str, bool]:
             text = (await session.read(FILE)).decode()
             if any(one in text for one in broken):
@@ -278,3 +292,174 @@ def test_its_recipe_has_the_papers_numbers() -> None:
     recipe = load_recipe("swe")
     assert recipe.budgets.max_seconds == 1200.0
     assert recipe.budgets.max_turns == WORLDS["swe"].max_turns
+
+
+# Tasks in SWE-bench's form
+
+SOURCE = "def middle(values):\n    return sorted(values)[len(values) // 2]\n"
+FIXED = """def middle(values):
+    values = sorted(values)
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+"""
+OLD_TEST = "from middles import middle\n\n\ndef test_odd():\n    assert middle([3, 1, 2]) == 2\n"
+NEW_TEST = OLD_TEST + "\n\ndef test_even():\n    assert middle([4, 1, 2, 3]) == 2.5\n"
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *words], check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone with a bug, and a JSONL file with a task about it."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    folder = tmp_path / "middles"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "middles.py").write_text(SOURCE)
+    (folder / "tests" / "test_middle.py").write_text(OLD_TEST)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "first")
+    base = git(folder, "rev-parse", "HEAD").strip()
+    (folder / "middles.py").write_text(FIXED)
+    patch = git(folder, "diff")
+    git(folder, "checkout", "-q", "--", ".")
+    (folder / "tests" / "test_middle.py").write_text(NEW_TEST)
+    tests = git(folder, "diff")
+    (folder / "middles.py").write_text("not what the commit has")
+    row = {
+        "instance_id": "lab__middles-1",
+        "repo": "lab/middles",
+        "problem_statement": "middle([1, 2]) should be 1.5",
+        "base_commit": base,
+        "patch": patch,
+        "test_patch": tests,
+        "FAIL_TO_PASS": json.dumps(["tests/test_middle.py::test_even"]),
+        "PASS_TO_PASS": ["tests/test_middle.py::test_odd"],
+        "checkout": "middles",
+        "setup_command": "export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1",  # those of ours take seconds
+    }
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path / "tasks.jsonl"
+
+
+async def test_an_instance_of_a_local_checkout(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDUS_SWE_TASKS", str(clone))
+    [task] = instance_tasks()
+    assert task.id == "lab__middles-1" and task.metadata["subtask"] == "lab/middles"
+    assert "should be 1.5" in task.messages[-1].content
+    assert not any("test_even" in str(message) for message in task.messages)
+    work = await worker(dict(task.envs["swe"]))
+    assert "sorted(values)[len" in await work.bash("cat middles.py"), "as the commit has it"
+    assert "test_even" not in await work.bash("cat tests/*")
+    assert (await work.scored()) == {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 1.0}
+    [played] = await play_expert("swe", [task])
+    assert played.rewards["success"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "printf 'import pytest\\n@pytest.hookimpl(hookwrapper=True)\\ndef pytest_runtest_makereport():\\n"
+        '    o = yield\\n    o.get_result().outcome = "passed"\\n\' > conftest.py',
+        "echo > tests/test_middle.py",
+        "printf '[pytest]\\naddopts = --collect-only\\n' > pytest.ini",
+        "mkdir pytest; echo 'print(\"PASSED tests/test_middle.py::test_even\")' > pytest/__main__.py; "
+        "touch pytest/__init__.py",
+        "echo 'print(\"short test summary info\\nPASSED tests/test_middle.py::test_even\")' >> middles.py",
+        "rm -r tests; mkdir -p tests/test_middle.py",
+    ],
+)
+async def test_pytest_obeys_the_original_files(clone: Path, attack: str) -> None:
+    [task] = instance_tasks(clone)
+    work = await worker(dict(task.envs["swe"]))
+    await work.bash(attack)
+    assert (await work.scored())["reward"] == 0.0
+
+
+def test_rows_that_are_not_tasks_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem_statement": "x", "test_patch": ""}\n')
+    with pytest.raises(ConfigError, match=r"row 1: no FAIL_TO_PASS, PASS_TO_PASS"):
+        instance_tasks(file)
+    with pytest.raises(ConfigError, match="set LUDUS_SWE_TASKS"):
+        instance_tasks(tmp_path / "none.jsonl")
+    row = {"instance_id": "Django__django-7", "problem_statement": "x", "test_patch": ""}
+    file.write_text(json.dumps(row | {"FAIL_TO_PASS": [], "PASS_TO_PASS": "[]"}))
+    [task] = instance_tasks(file)
+    instance = task.envs["swe"]["instance"]
+    assert instance["image"] == "swebench/sweb.eval.x86_64.django_1776_django-7:latest"
+    assert "conda activate testbed" in instance["setup_command"]
+
+
+def test_patches_lose_what_tests_protect() -> None:
+    tests = PytestTests("+++ b/tests/test_a.py\n", "pytest")
+    parts = [
+        f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n"
+        for name in (
+            "src/a.py",
+            "tests/test_a.py",
+            "x/conftest.py",
+            "json.py",
+            "pytest/__init__.py",
+            "a/json.py",
+        )
+    ]
+    assert without_protected("".join(parts), tests) == parts[0] + parts[5]
+    changed = "diff --git a/json.py b/json.py\n--- a/json.py\n+++ b/json.py\n"
+    assert without_protected(changed, tests) == changed, "it was there before"
+
+
+@pytest.fixture
+def instance_in_image(clone: Path, container_engine: tuple[str, list[str]]) -> Task:
+    """The same task with the repository in an image."""
+    folder, name = clone.parent / "middles", "localhost/ludus-test-middles:1"
+    git(folder, "checkout", "-q", "--", ".")
+    testbed = {f"testbed/{file.relative_to(folder)}": file for file in files_of(folder)}
+    runner = packages("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+    import_image(container_engine[1], name, testbed | runner)
+    row = json.loads(clone.read_text())
+    del row["checkout"]
+    clone.write_text(json.dumps(row | {"image": name}))
+    return instance_tasks(clone)[0]
+
+
+@pytest.mark.worlds
+async def test_an_instance_of_an_image(
+    instance_in_image: Task, container_engine: tuple[str, list[str]]
+) -> None:
+    """The repository lies in the image; the agent commits, and leaves a file that pytest would obey."""
+    task, (tier, program) = instance_in_image, container_engine
+    container = {"program": program, "workdir": "/testbed", "pull": "never"}
+    settings = {"sandbox": {"tier": tier, "container": container}}
+    work = await worker(dict(task.envs["swe"]), **settings)
+    assert await work.bash("git status --short; pwd") == "/testbed"
+    assert (await work.scored()) == {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 1.0}
+    work = await worker(dict(task.envs["swe"]), **settings)
+    [mend, _] = expert(task)
+    await work.bash(mend.arguments["command"])
+    who = "-c user.name=a -c user.email=a@b"
+    await work.bash(
+        f"echo 'import sys; sys.exit(0)' > conftest.py; git add middles.py; git {who} commit -qm done"
+    )
+    assert (await work.scored())["reward"] == 1.0
+
+
+@pytest.mark.worlds
+async def test_the_bundled_tasks_run_in_containers_too(container_engine: tuple[str, list[str]]) -> None:
+    tier, program = container_engine
+    container = {"program": program, "image": IMAGE, "workdir": "/work", "pull": "never"}
+    for task in held_out_tasks()[::6]:
+        work = await worker(dict(task.envs["swe"]), sandbox={"tier": tier, "container": container})
+        for call in expert(task):
+            if call.name != "submit":
+                result = await work.call(call.name, **call.arguments)
+                assert result.fault is None
+        assert result.content == "passed"
+        assert (await work.scored())["reward"] == 1.0

@@ -6,14 +6,11 @@ The image is made of this machine's own files, so that no registry is needed.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from container_image import IMAGE, listed, ran
 from ludus.core import ConfigError
 from ludus.sandbox import (
     CannotFork,
@@ -34,12 +32,6 @@ from ludus.sandbox import (
     SessionLost,
 )
 from ludus.sandbox.engines import KubernetesEngine, is_leftover, make_engine, merged, new_name
-
-IMAGE = "localhost/ludus-test:1"
-PROGRAMS = (
-    "basename bash cat chmod cp dirname env find git grep head id kill ls mkdir mv ps rm sed seq sleep sort "
-    "tail tar timeout touch true wc"
-)
 
 
 def config(tier: str = "docker", **settings: Any) -> SandboxConfig:
@@ -202,87 +194,9 @@ async def test_an_engine_that_is_not_there_is_named() -> None:
 # Real engines
 
 
-def ran(*argv: str) -> str:
-    """What a command printed; it must succeed."""
-    return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-
-
-def listed(program: list[str]) -> list[str]:
-    """The names of all containers."""
-    return ran(*program, "ps", "--all", "--format", "{{.Names}}").split()
-
-
-def engines() -> dict[str, list[str]]:
-    """Engines that work here, by their tiers."""
-    found = {}
-    podman = ["podman", "--runtime", "runc"] if shutil.which("runc") else ["podman"]
-    for tier, program in (("docker", ["docker"]), ("podman", podman)):
-        check = make_engine(config(tier, container={"program": program})).check().argv
-        if shutil.which(program[0]) and subprocess.run(check, capture_output=True).returncode == 0:
-            found[tier] = program
-    return found
-
-
-def image() -> bytes:
-    """An archive of a file system: some programs and this Python, with the libraries that they load."""
-    python = Path(sys.base_prefix).resolve()
-    library = python / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    binary = Path(sys.executable).resolve()
-    programs = {
-        f"usr/bin/{name}": Path(found).resolve()
-        for name in PROGRAMS.split()
-        if (found := shutil.which(name))
-    }
-    paths = programs | {str(binary).lstrip("/"): binary}
-    omit = {
-        "test",
-        "tests",
-        "site-packages",
-        "__pycache__",
-        "idlelib",
-        "tkinter",
-        "ensurepip",
-        "dist-packages",
-    }
-    for file in library.rglob("*"):
-        if file.is_file() and not omit & set(file.relative_to(library).parts):
-            paths[str(file).lstrip("/")] = file
-    objects = [binary, *programs.values(), *(path for path in paths.values() if path.suffix == ".so")]
-    for loaded in subprocess.run(["ldd", *objects], capture_output=True, text=True).stdout.splitlines():
-        if (match := re.search(r"(?:=> |^\t)(/\S+)", loaded)) and Path(match[1]).is_file():
-            paths[match[1].lstrip("/")] = Path(match[1])
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", dereference=True) as archive:
-        for folder in ("tmp", "proc", "sys", "dev", "etc", "root", "work"):
-            info = tarfile.TarInfo(folder)
-            info.type, info.mode = tarfile.DIRTYPE, 0o1777
-            archive.addfile(info)
-        for name, target in (("bin", "usr/bin"), ("usr/bin/python3", str(binary))):
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, target
-            archive.addfile(link)
-        for name, path in paths.items():
-            archive.add(path, name, recursive=False)
-    return made.getvalue()
-
-
-@pytest.fixture(scope="session", params=["docker", "podman"])
-def engine(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
-    """A tier whose engine works, with the image."""
-    tier, found = request.param, engines()
-    if tier not in found:
-        pytest.skip(f"no {tier} engine here")
-    there = subprocess.run([*found[tier], "image", "inspect", IMAGE], capture_output=True)
-    if there.returncode != 0:
-        subprocess.run(
-            [*found[tier], "import", "-", IMAGE], input=image(), check=True, capture_output=True
-        )
-    return tier, found[tier]
-
-
 @pytest.fixture
-async def box(engine: tuple[str, list[str]]) -> AsyncIterator[Sandbox]:
-    tier, program = engine
+async def box(container_engine: tuple[str, list[str]]) -> AsyncIterator[Sandbox]:
+    tier, program = container_engine
     container = {"program": program, "image": IMAGE, "workdir": "/work", "pull": "never"}
     limits = {"memory_mb": 256, "processes": 48, "wall_seconds": 10}
     async with Sandbox(config(tier, container=container, limits=limits)) as made:
@@ -374,7 +288,7 @@ async def test_too_much_output_ends_the_session_by_its_own_fault(box: Sandbox) -
 
 @pytest.mark.worlds
 async def test_a_container_that_somebody_removes_is_no_fault_of_the_code(
-    box: Sandbox, engine: tuple[str, list[str]]
+    box: Sandbox, container_engine: tuple[str, list[str]]
 ) -> None:
     async with await box.session() as session:
         holder = session._holder  # type: ignore[attr-defined]
@@ -410,8 +324,8 @@ def died(tier: str, program: list[str]) -> str:
 
 
 @pytest.mark.worlds
-async def test_containers_end_with_us(engine: tuple[str, list[str]]) -> None:
-    tier, program = engine
+async def test_containers_end_with_us(container_engine: tuple[str, list[str]]) -> None:
+    tier, program = container_engine
     name = died(tier, program)
     for _ in range(100):
         if name not in listed(program):
@@ -421,8 +335,8 @@ async def test_containers_end_with_us(engine: tuple[str, list[str]]) -> None:
 
 
 @pytest.mark.worlds
-async def test_leftovers_are_removed_at_the_next_start(engine: tuple[str, list[str]]) -> None:
-    tier, program = engine
+async def test_leftovers_are_removed_at_the_next_start(container_engine: tuple[str, list[str]]) -> None:
+    tier, program = container_engine
     head, _, _, tail = new_name().rsplit("-", 3)
     old, other = f"{head}-{2**22 - 1}-7-{tail}", f"ludus-00000000-1-7-{tail}"
     for name in (old, other):

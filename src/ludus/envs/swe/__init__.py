@@ -4,28 +4,44 @@ The agent has a shell and the file tools in a sandbox session whose working dire
 it submits, hidden tests run on its files in a fresh session: those that the bug breaks (fail-to-pass) and all
 others (pass-to-pass), as in SWE-bench. The reward is 1 if it ended by itself and all of them pass.
 
-`training_tasks` and `held_out_tasks` are bundled; `ludus.envs.swe.instances` loads tasks in SWE-bench's form.
+`training_tasks` and `held_out_tasks` are bundled; `instance_tasks` loads tasks in SWE-bench's form.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ludus.core.failures import ToolFault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env, own_tools
+from ludus.envs.swe.instances import (
+    PytestTests,
+    apply_patch,
+    base_commit,
+    instance_tasks,
+    load_instance,
+    read_patch,
+    without_protected,
+)
 from ludus.envs.swe.repository import HELD_OUT, find_bug, repositories
-from ludus.envs.swe.scoring import BadTree, ExampleTests, HiddenTests, Tree, read_tree
+from ludus.envs.swe.scoring import BadTree, ExampleTests, RepositoryTask, Tree, read_tree
 from ludus.rewards import reward
 from ludus.rewards.code_tests.fault_attribution import SandboxFactory, score_with_control
 from ludus.sandbox import Limits, SandboxConfig, Session, SessionEnded
 from ludus.tools import tool
 from ludus.tools.library.files import FILES, FileOptions
-from ludus.tools.library.sandbox import BASH, EpisodeSessions, ProgramOptions, SessionLease
+from ludus.tools.library.sandbox import (
+    BASH,
+    EpisodeSessions,
+    ProgramOptions,
+    SessionLease,
+    SessionStart,
+)
 
 STEP_SECONDS, REWARD_SECONDS = 90.0, 300.0
 """As VerlTool has them; the episode's 20 minutes are `budgets.max_seconds`."""
@@ -44,16 +60,15 @@ SYSTEM = (
 )
 _OVER = "The work is submitted, and the episode is over."
 _SESSION = "repository"
-
-
-@dataclass(frozen=True, slots=True)
-class RepositoryTask:
-    """What the agent starts with, and the tests it does not see."""
-
-    files: Tree
-    tests: HiddenTests
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
+_NOTHING = {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}
+__all__ = [
+    "SWE",
+    "expert",
+    "held_out_tasks",
+    "instance_tasks",
+    "success",
+    "training_tasks",
+]
 
 
 class SWE(Env):
@@ -77,7 +92,8 @@ class SWE(Env):
         self.reward_seconds = reward_seconds
         self.problem: RepositoryTask | None = None
         self.submitted = False
-        self._tree: Tree | None = None
+        self._submission: Tree | str | None = None
+        """The files, or a patch where the repository lies in an image."""
         self._workspace = _Workspace(self)
         options = ProgramOptions(seconds=step_seconds)
         self._tools = [
@@ -85,13 +101,19 @@ class SWE(Env):
             *FILES.build(FileOptions(), self._workspace),
         ]
 
-    async def reset(self, task: Task, repository: str, bug: str) -> None:
+    async def reset(
+        self,
+        task: Task,
+        repository: str = "",
+        bug: str = "",
+        instance: Mapping[str, Any] | None = None,
+    ) -> None:
         await self._workspace.leave()
-        found, its = find_bug(repository, bug)
-        files = {name: text.encode() for name, text in found.with_bug(its).items()}
-        others = tuple(name for name in found.tests if name not in its.fails)
-        self.problem = RepositoryTask(files, ExampleTests(found.tests, found.setup), its.fails, others)
-        self.submitted, self._tree = False, None
+        if instance is not None:
+            self.problem = await asyncio.to_thread(load_instance, instance)
+        else:
+            self.problem = _bundled(repository, bug)
+        self.submitted, self._submission = False, None
 
     def tools(self) -> list[Any]:
         return [*self._tools, *own_tools(self)]
@@ -102,7 +124,7 @@ class SWE(Env):
         if self.submitted:
             return ToolResult(_OVER, terminated=True)
         try:
-            self._tree = await self._workspace.tree()
+            self._submission = await self._workspace.submission()
         except (BadTree, SessionEnded) as error:
             self.submitted = True  # without files: it scores 0
             return ToolResult(f"Submitted, but {error}.", terminated=True)
@@ -111,17 +133,19 @@ class SWE(Env):
 
     async def score(self) -> dict[str, float]:
         """What hidden tests say of the submitted files: `reward` and the shares of both kinds that pass."""
-        problem, tree = self._now(), self._tree
-        if tree is None:
-            return {"reward": 0.0, "fail_to_pass": 0.0, "pass_to_pass": 0.0}
+        problem, submission = self._now(), self._submission
+        if submission is None:
+            return dict(_NOTHING)
 
         async def scored(which: str, sandboxes: SandboxFactory) -> dict[str, float]:
-            files = tree if which == "submitted" else problem.files
+            changes = submission if which == "submitted" else "" if problem.image else problem.files
             limits = self.config.limits.model_copy(
                 update={"cpu_seconds": self.reward_seconds, "output_bytes": 4 << 20}
             )
-            async with await sandboxes(self.config).session(limits=limits) as session:
-                await session.put(files)
+            sandbox = sandboxes(self.config)
+            async with await sandbox.session(limits=limits, image=problem.image) as session:
+                if not await _prepared(session, problem, changes):
+                    return dict(_NOTHING)
                 passed = await problem.tests.run(session, self.reward_seconds)
             return _shares(problem, passed)
 
@@ -146,6 +170,8 @@ class _Workspace(EpisodeSessions):
     def __init__(self, env: SWE) -> None:
         super().__init__(env.config)
         self._env = env
+        self._base = ""
+        """The commit of an image's repository."""
 
     @asynccontextmanager
     async def use(self, context: ToolContext) -> AsyncIterator[SessionLease]:
@@ -154,25 +180,48 @@ class _Workspace(EpisodeSessions):
         async with super().use(replace(context, episode=_SESSION)) as lease:
             yield lease
 
-    async def tree(self) -> Tree:
-        """The files as they are now; the original ones where nothing was done."""
-        held = self._held.get(_SESSION)
+    async def submission(self) -> Tree | str:
+        """The files, or the changes, as they are now; the original ones where nothing was done."""
+        held, problem = self._held.get(_SESSION), self._env._now()
         if held is None or held.session is None:
-            return self._env._now().files
+            return "" if problem.image else problem.files
         async with held.turn:
+            if problem.image:
+                return await read_patch(held.session, self._base)
             return await read_tree(held.session)
 
     async def leave(self) -> None:
         await self.close(ToolContext(_SESSION, Task()))
 
+    def start_of(self, task: Task) -> SessionStart:
+        problem = self._env._now()
+        return SessionStart(files=dict(problem.files), image=problem.image)
+
     async def _opened(self, task: Task) -> Session:
         session = await super()._opened(task)
         try:
-            await session.put(self._env._now().files)
+            if self._env._now().image:
+                self._base = await base_commit(session)
         except BaseException:
             await session.close()
             raise
         return session
+
+
+def _bundled(repository: str, bug: str) -> RepositoryTask:
+    found, its = find_bug(repository, bug)
+    files = {name: text.encode() for name, text in found.with_bug(its).items()}
+    others = tuple(name for name in found.tests if name not in its.fails)
+    return RepositoryTask(files, ExampleTests(found.tests, found.setup), its.fails, others)
+
+
+async def _prepared(session: Session, problem: RepositoryTask, changes: Tree | str) -> bool:
+    """Put the changes into a fresh session; whether they fit."""
+    if not isinstance(changes, str):
+        await session.put(problem.taken_over(changes))
+        return True
+    assert isinstance(problem.tests, PytestTests)
+    return await apply_patch(session, without_protected(changes, problem.tests))
 
 
 def _shares(problem: RepositoryTask, passed: Mapping[str, bool]) -> dict[str, float]:
@@ -216,6 +265,11 @@ def _tasks(split: str, held_out: bool) -> list[Task]:
 
 def expert(task: Task) -> Generator[ToolCall, str, None]:
     """The gold patch through the agent's own tools: look, edit, run the visible tests, submit."""
+    if "instance" in task.envs["swe"]:
+        patch = f"git apply <<'END_OF_PATCH'\n{task.metadata['patch'].rstrip()}\nEND_OF_PATCH"
+        yield ToolCall("bash", {"command": patch})
+        yield ToolCall("submit")
+        return
     repository, bug = find_bug(**task.envs["swe"])
     yield ToolCall("view_file", {"path": bug.edits[0].file})
     for edit in bug.edits:

@@ -41,6 +41,31 @@ class HiddenTests(Protocol):
     async def run(self, session: Session, seconds: float) -> dict[str, bool]:
         """Run in a session whose working directory is the repository; what is missing did not pass."""
 
+    def protects(self, path: str, is_new: bool) -> bool:
+        """Whether the agent's version of a file is not taken over, because it decides how tests run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryTask:
+    """What the agent starts with, and the tests it does not see."""
+
+    files: Tree
+    tests: HiddenTests
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    image: str | None = None
+    """Where the repository lies in an image, instead of files."""
+
+    def taken_over(self, tree: Tree) -> dict[str, bytes]:
+        """The submitted files, with the original ones where the tests protect them."""
+        own = {
+            path: body
+            for path, body in tree.items()
+            if not self.tests.protects(path, path not in self.files)
+        }
+        protected = {path: body for path, body in self.files.items() if self.tests.protects(path, False)}
+        return own | protected
+
 
 async def read_tree(session: Session) -> dict[str, bytes]:
     """The files of the agent's repository. `BadTree` where they cannot be had, which is the agent's doing."""
@@ -84,6 +109,9 @@ class ExampleTests:
 
     tests: Mapping[str, str]
     setup: str = ""
+
+    def protects(self, path: str, is_new: bool) -> bool:
+        return False
 
     async def run(self, session: Session, seconds: float) -> dict[str, bool]:
         examples = {

@@ -7,7 +7,7 @@ opened by the first call that needs it, so an episode that runs no code costs no
 with the episode.
 
 A task may say what a session starts with, in its metadata: `sandbox = {files = {path: text}, setup = "Python
-code"}`. The model is not shown it; what the code defines is there for the model's own code.
+code", image = "..."}`. The model is not shown it; what the code defines is there for the model's own code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ GONE = "[A new session was started: the earlier variables, processes and files a
 class SessionStart(Config):
     """What the session of a task starts with."""
 
-    files: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, str | bytes] = Field(default_factory=dict)
     """Files by path, relative to the working directory."""
+    image: str | None = None
+    """The image of its container, where the sandbox's tier has containers."""
     setup: str = ""
     """Python code that runs first."""
 
@@ -120,9 +122,9 @@ class EpisodeSessions:
             raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
 
     async def _opened(self, task: Task) -> Session:
-        start = SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
+        start = self.start_of(task)
         try:
-            session = await shared_sandbox(self.config).session(files=start.files)
+            session = await shared_sandbox(self.config).session(files=start.files, image=start.image)
         except (ConfigError, OSError) as error:  # such as too little isolation
             raise InfraError(Boundary.SANDBOX, str(error), retriable=False) from error
         if start.setup:
@@ -132,6 +134,10 @@ class EpisodeSessions:
                 message = f"the setup of the task {task.id!r} failed: {execution.text()}"
                 raise InfraError(Boundary.SANDBOX, message, retriable=False)
         return session
+
+    def start_of(self, task: Task) -> SessionStart:
+        """What the session of a task starts with."""
+        return SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
 
     async def close(self, context: ToolContext) -> None:
         """End the episode's session, if it ever had one."""
