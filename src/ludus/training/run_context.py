@@ -79,11 +79,15 @@ class RunContext:
         await close_shared_sandboxes()
 
     async def demonstrations(self, shown: Expert | Sequence[Conversation] | None) -> list[Trajectory]:
-        """Conversations, or what an expert plays on the training tasks, as trajectories."""
+        """Conversations, or what an expert plays on the training tasks of each set, as trajectories."""
         parts = replace(self.parts, demonstrations=shown)
-        tasks = list(self.task_sets[0].tasks)
-        most = self.recipe.max_failures
-        return await demonstrate(self.rollout, parts, tasks, self.recipe.seed, max_failures=most)
+        seed, most = self.recipe.seed, self.recipe.max_failures
+        sets = self.task_sets if callable(shown) else self.task_sets[:1]
+        found = [
+            await demonstrate(one.rollout, parts, list(one.tasks), seed, max_failures=most)
+            for one in sets
+        ]
+        return [trajectory for played in found for trajectory in played]
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
         """The held-out tasks of each task set, which may have none."""
