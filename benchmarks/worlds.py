@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -103,10 +104,14 @@ class Walk:
 
 
 def resident() -> float:
-    """Megabytes of this process and its children."""
+    """Megabytes of this process and its children; what they share counts once, where that is known."""
     gc.collect()
-    me = psutil.Process()
-    return sum(p.memory_info().rss for p in (me, *me.children(recursive=True))) / 1e6
+    me, total = psutil.Process(), 0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found = process.memory_full_info()
+            total += getattr(found, "pss", found.rss)
+    return total / 1e6
 
 
 async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, float]:

@@ -579,6 +579,9 @@ async def test_pages_reach_only_what_the_task_names(site: Site, visit: Visit) ->
         assert "is not allowed here" in await visit.do(f"goto [{other.url}]")
         assert "Not allowed" in await visit.do(f"goto [{site.url}/to-other]")
         assert other.asked == []
+        await visit.start(f"{site.url}/item", allowed=["*"])
+        assert "Not allowed" in await visit.do(f"goto [{other.url}/item]"), "our own network"
+        assert other.asked == []
         await visit.start(f"{site.url}/item", allowed=[other.url])
         assert "RootWebArea 'Lamp'" in await visit.do(f"goto [{other.url}/item]")
         assert other.asked[0] == "/item"

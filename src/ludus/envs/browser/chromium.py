@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,6 +61,11 @@ class Chromium:
 
     def __init__(self, browser: Browser, pid: int) -> None:
         self.browser, self.pid = browser, pid
+        self._handle: int | None = None
+        """Of the process, where there are such: its number may become another one's."""
+        if hasattr(os, "pidfd_open"):
+            self._handle = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._handle)
         self.contexts = 0
         """Open now."""
         self.made = 0
@@ -82,7 +88,10 @@ class Chromium:
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            elif self.is_alive:
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class BrowserHost:

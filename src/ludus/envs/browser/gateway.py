@@ -10,11 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mimetypes
+import socket
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from ludus.tools.library.web import is_public
 
 _HEAD_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
@@ -28,7 +32,7 @@ class NetworkPolicy:
     """What a task's pages may reach."""
 
     origins: tuple[str, ...] = ()
-    """`http://localhost:7770`; `*` in a host stands for any characters, and `*` alone for every address."""
+    """`http://localhost:7770`; `*` in a host stands for any characters; `*` alone is every public address."""
     folders: tuple[tuple[str, str], ...] = ()
     """Names of hosts that are folders on this machine."""
 
@@ -46,9 +50,11 @@ class NetworkPolicy:
         return self.allows_port(parts.hostname, port, parts.scheme)
 
     def allows_port(self, host: str, port: int, *schemes: str) -> bool:
+        return "*" in self.origins or self.names_port(host, port, *schemes)
+
+    def names_port(self, host: str, port: int, *schemes: str) -> bool:
+        """Whether one of the origins is this one; `*` alone names nothing."""
         for origin in self.origins:
-            if origin == "*":
-                return True
             wanted = urlsplit(origin)
             own_port = wanted.port or _PORTS.get(wanted.scheme, 0)
             is_host = fnmatchcase(host.lower(), (wanted.hostname or "").lower())
@@ -153,7 +159,17 @@ class Gateway:
         """Connect to the site and pass on both directions; without a request, as a tunnel."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                site_reader, site_writer = await asyncio.open_connection(host, port)
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses = [str(one[4][0]) for one in found]
+                if not self.policy.names_port(host, port):  # our own network is nobody's to find
+                    addresses = [
+                        one for one in addresses if is_public(ip_address(one.partition("%")[0]))
+                    ]
+                if not addresses:
+                    await self._refuse(writer, f"{host}:{port}")
+                    return
+                site_reader, site_writer = await asyncio.open_connection(addresses[0], port)
         except (OSError, TimeoutError):
             await _answer(writer, 502, _page("No answer", f"{host}:{port} cannot be reached."))
             return

@@ -27,6 +27,7 @@ from ludus.core.failures import ConfigError, not_there
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.envs.browser.gateway import origin_of
+from ludus.envs.browser.tasks import SYSTEM
 
 TASKS = "LUDUS_WEBARENA_TASKS"
 """The environment variable with the path of a task file or a folder of them."""
@@ -72,7 +73,7 @@ def webarena_tasks(
     *,
     sites: Mapping[str, str] | None = None,
     judged: bool = True,
-    system: str | None = None,
+    system: str = SYSTEM,
 ) -> list[Task]:
     """The tasks of a file or folder; those of sites without an address are left out, and with `judged=False`
     those that need a judge."""
@@ -100,9 +101,7 @@ def webarena_tasks(
     return found
 
 
-def task_of(
-    raw: Mapping[str, Any], sites: Mapping[str, str], path: Path, system: str | None = None
-) -> Task:
+def task_of(raw: Mapping[str, Any], sites: Mapping[str, str], path: Path, system: str) -> Task:
     """A task from WebArena's form."""
     text = json.dumps(raw)
     for name, url in sites.items():
@@ -136,7 +135,7 @@ def task_of(
     used = "+".join(given.get("sites") or ["web"])
     return Task(
         f"webarena-{given['task_id']}",
-        (Message("system", system),) if system else (),
+        (Message("system", system),),
         envs={"browser": arguments},
         metadata={"subtask": used, "template": given.get("intent_template_id")},
     )
