@@ -279,6 +279,7 @@ class EnvPool:
         if size < 1:
             raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
         self.name, self.size, self.max_wait = name, size, max_wait
+        self._close_factory = getattr(factory, "aclose", None)
         self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses
         self.reset_timeout, self._reset_retries = reset_timeout, reset_retries
         own: float = getattr(factory, "step_timeout", Env.step_timeout)
@@ -398,6 +399,8 @@ class EnvPool:
             self._retire(self._take_idle(self._idle[-1]))
         while tasks := self._making | self._closing:
             await asyncio.wait(tasks)
+        if self._close_factory is not None:  # one that holds something for all instances: connections
+            await self._close_factory()
 
     # Getting an instance --------------------------------------------------------------------------
 

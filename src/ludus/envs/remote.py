@@ -59,6 +59,11 @@ class RemoteEnvs:
             self._described = await self._describe(tools)
         return RemoteEnv(tools, self._described)
 
+    async def aclose(self) -> None:
+        """Close the connections; the next instance opens others."""
+        for tools in self._tools.values():
+            await tools.aclose()
+
     async def _describe(self, tools: RemoteTools) -> Json:
         listed = await tools.envs()
         names = [str(one.get("name")) for one in listed]
