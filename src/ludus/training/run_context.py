@@ -17,6 +17,7 @@ from torch import nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import ToolContext, ToolSpec
+from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import Trajectory
@@ -78,16 +79,24 @@ class RunContext:
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
 
-    async def demonstrations(self, shown: Expert | Sequence[Conversation] | None) -> list[Trajectory]:
-        """Conversations, or what an expert plays on the training tasks of each set, as trajectories."""
+    async def demonstrations(
+        self, shown: Expert | Sequence[Conversation] | None, needed: int | None = None
+    ) -> list[Trajectory]:
+        """Conversations, or what an expert plays on the training tasks of each set, as trajectories.
+
+        An expert plays no more than `needed` tasks, drawn from all: some take minutes for a few.
+        """
         parts = replace(self.parts, demonstrations=shown)
         seed, most = self.recipe.seed, self.recipe.max_failures
-        sets = self.task_sets if callable(shown) else self.task_sets[:1]
-        found = [
-            await demonstrate(one.rollout, parts, list(one.tasks), seed, max_failures=most)
-            for one in sets
-        ]
-        return [trajectory for played in found for trajectory in played]
+        if not callable(shown):
+            return await demonstrate(self.rollout, parts, [], seed, max_failures=most)
+        places = [(one, task) for one in self.task_sets for task in one.tasks]
+        drawn = set(shuffled(len(places), key(seed, "demonstrations"))[:needed])
+        found: list[Trajectory] = []
+        for one in self.task_sets:
+            tasks = [t for place, (of, t) in enumerate(places) if of is one and place in drawn]
+            found += await demonstrate(one.rollout, parts, tasks, seed, max_failures=most) if tasks else []
+        return found
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
         """The held-out tasks of each task set, which may have none."""

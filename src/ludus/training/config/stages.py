@@ -122,6 +122,12 @@ class SFTConfig(BaseStageConfig):
         steps = max(1, math.ceil(self.epochs * learned / self.batch))
         return self.model_copy(update={"steps": steps, "epochs": None})
 
+    @property
+    def demonstrations_needed(self) -> int:
+        """As many as the steps can use once, and the share that is kept out of training."""
+        share = self.held_out if isinstance(self.held_out, float) else 0.0
+        return math.ceil(self.steps * self.batch / (1 - share))
+
     def held_out_count(self, found: int) -> int:
         """How many of the demonstrations are kept out of training to measure the loss on."""
         share = self.held_out if isinstance(self.held_out, float) else 0.0

@@ -60,8 +60,9 @@ class SFTStage(Stage[SFTConfig]):
     @classmethod
     async def check_data(cls, context: RunContext, config: SFTConfig) -> None:
         await load_held_out(context, config)
-        if has_expert(context, config):  # plays each task of the first set once
-            found = len(context.task_sets[0].tasks)
+        if has_expert(context, config):  # plays each task once, as far as they are needed
+            played = sum(len(one.tasks) for one in context.task_sets)
+            found = min(played, config.demonstrations_needed)
         else:
             found = len(await load_demonstrations(context, config))
         warn_of_large_batch(context, config, found - config.held_out_count(found), "demonstrations")
@@ -122,7 +123,7 @@ def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
 async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
     """The trajectories to imitate."""
     source = demonstrations_of(config, context.recipe, context.parts)
-    shown = await context.demonstrations(source)
+    shown = await context.demonstrations(source, config.demonstrations_needed)
     if not shown:
         raise ConfigError("there are no demonstrations to imitate: set demonstrations, or pass them")
     if isinstance(config.held_out, float) and len(shown) < 2:
