@@ -489,7 +489,7 @@ def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
 
     parts = {**code(), "demonstrations": shaky({"0", "3", "5"})}
     tables = {"model": str(trained(tmp_path)), "rl": {"steps": 0}}
-    warm = {"steps": 1, "batch": 3}
+    warm = {"steps": 2, "batch": 3}
     result = ludus.train(**settings(tmp_path / "run", warm_start=warm, **tables), **parts)
     assert any("sft/loss" in row for row in result.metrics)
     assert "of 3 of 6 tasks are left out" in RunFolder(tmp_path / "run").log_path.read_text()
@@ -513,7 +513,7 @@ def test_demonstrations_follow_the_agents_loop(tmp_path: Path) -> None:
 
     tables = settings(tmp_path / "run", model=str(trained(tmp_path)), rl={"steps": 0})
     ludus.train(**tables, **code(), demonstrations=sure, agent=Twice(),
-                warm_start={"steps": 1, "batch": 2})  # fmt: skip
+                warm_start={"steps": 3, "batch": 2})  # fmt: skip
     assert heard == ["Sure?"] * 6
 
 
@@ -652,7 +652,7 @@ def test_an_optimizer_that_does_not_fit_on_the_disk_is_told_in_those_words(tmp_p
 
 @pytest.mark.parametrize(
     ("limit", "what"),
-    [(3_000, "parquet|jsonl"), (60_000, "the model"), (120_000, "optimizer")],
+    [(5_000, "parquet|jsonl"), (60_000, "the model"), (120_000, "optimizer")],
 )
 def test_a_run_that_finds_no_room_says_where_and_how_to_go_on(
     tmp_path: Path, limit: int, what: str

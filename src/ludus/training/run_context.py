@@ -95,7 +95,9 @@ class RunContext:
         found: list[Trajectory] = []
         for one in self.task_sets:
             tasks = [t for place, (of, t) in enumerate(places) if of is one and place in drawn]
-            found += await demonstrate(one.rollout, parts, tasks, seed, max_failures=most) if tasks else []
+            found += (
+                await demonstrate(one.rollout, parts, tasks, seed, max_failures=most) if tasks else []
+            )
         return found
 
     def held_out(self, most: int | None = None) -> list[list[Task]]:
