@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,9 @@ def test_a_tiny_model_learns_in_one_room(tmp_path: Path) -> None:
     stages = {str(row[0]): float(str(row[2]).rstrip("%")) for row in ludus.train(recipe).report.rows}
     assert stages["after RL"] >= 70
     assert stages["after RL"] >= stages["after the warm start"] + 20
+
+
+def test_the_planner_gives_up_where_it_goes_in_circles() -> None:
+    """Putting a box beside another one that it cannot see: it went back and forth for ever."""
+    (task,) = [one for one in WORLDS["babyai"].tasks("train") if one.id == "babyai-train-SynthLoc-44"]
+    assert len(list(islice(WORLDS["babyai"].expert(task), 100))) < 20

@@ -498,6 +498,25 @@ def test_an_expert_may_fail_on_some_tasks(tmp_path: Path) -> None:
         ludus.train(**strict, **parts)
 
 
+def test_an_expert_that_goes_in_circles_is_cut_off_and_not_imitated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludus.training.run_context.EXPERT_TURNS", 20)
+
+    def lost(task: ludus.Task) -> Any:
+        while task.id in ("1", "4"):
+            yield ludus.ToolCall("add", {"a": 1, "b": 1})
+        yield "5"
+
+    tables = {"model": str(trained(tmp_path)), "rl": {"steps": 0}}
+    tables["warm_start"] = {"steps": 2, "batch": 3}
+    ludus.train(**settings(tmp_path / "run", **tables), **code(), demonstrations=lost)
+    said = RunFolder(tmp_path / "run").log_path.read_text()
+    assert (
+        "task '1': it came to no end within 20 turns" in said and "of 2 of 6 tasks are left out" in said
+    )
+
+
 def test_demonstrations_follow_the_agents_loop(tmp_path: Path) -> None:
     class Twice(ludus.Agent):
         async def run(self, episode: ludus.Episode) -> None:

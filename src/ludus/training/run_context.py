@@ -20,7 +20,7 @@ from ludus.core.messages import ToolContext, ToolSpec
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 FITTING_SAMPLE = 64
 """How many demonstrations a tokenizer made from scratch is fitted to."""
+EXPERT_TURNS, EXPERT_TOKENS = 1_000, 1_000_000
+"""Where an expert's episode is cut off, and is no demonstration."""
 
 
 @dataclass(slots=True)
@@ -276,23 +278,33 @@ async def play_expert(
 ) -> list[Trajectory]:
     """One demonstration for each task, as long as the expert needs: budgets on turns are for the model.
 
-    Episodes that failed are left out, with a warning; more than a share of `max_failures` is an error.
+    Episodes that failed, or came to no end within a thousand turns, are left out, with a warning; more than a
+    share of `max_failures` is an error.
     """
-    budgets = rollout.budgets.model_copy(update={"max_turns": 10_000, "max_tokens": 1_000_000})
+    budgets = rollout.budgets.model_copy(update={"max_turns": EXPERT_TURNS, "max_tokens": EXPERT_TOKENS})
     playing = replace(rollout, agent=Demonstrator(expert, rollout.agent), budgets=budgets, attempts=1)
     played = [t async for group in playing.groups(tasks, seed) for t in group.trajectories]
     order = {task.id: place for place, task in enumerate(tasks)}
     played.sort(key=lambda trajectory: order[trajectory.task.id])
-    failed = [(t.task.id, t.failure) for t in played if t.failure is not None]
+    failed = {t.task.id: reason for t in played if (reason := _no_demonstration(t)) is not None}
     if failed:
-        task, failure = failed[0]
-        told = f"the expert failed on task {task!r}: {failure.message}"
+        task, reason = next(iter(failed.items()))
+        told = f"the expert failed on task {task!r}: {reason}"
         share = f"{len(failed)} of {len(played)} tasks"
         if len(failed) / len(played) > max_failures:
             # of code, not of settings: the run's log says where it was
             raise LudusError(f"{told}. {share} failed; max_failures = {max_failures:g}")
         log.warning("%s; demonstrations of %s are left out", told, share)
-    return [trajectory for trajectory in played if trajectory.failure is None]
+    return [trajectory for trajectory in played if trajectory.task.id not in failed]
+
+
+def _no_demonstration(trajectory: Trajectory) -> str | None:
+    """Why an expert's episode is none; an expert that goes in circles would otherwise be imitated."""
+    if trajectory.failure is not None:
+        return trajectory.failure.message
+    if trajectory.stop in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS):
+        return f"it came to no end within {EXPERT_TURNS} turns or {EXPERT_TOKENS} tokens"
+    return None
 
 
 async def _corpus(recipe: Recipe, parts: Parts) -> list[str]:

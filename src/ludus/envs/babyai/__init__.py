@@ -6,6 +6,7 @@ those of AgentGym (Xi et al., 2024).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -160,11 +161,17 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
     game = MazeGame(**task.envs["babyai"])
     planner = Planner(game)
+    tried: Counter[str] = Counter()
     while not game.done and (action := planner.next_action()) is not None:
+        tried[f"{game.view} {action}"] += 1
+        if tried.most_common(1)[0][1] > _CIRCLES:
+            return  # what it wants cannot be had in this maze: 1 of 1,200 training tasks
         yield ToolCall("step", {"action": action})
         game.act(action)
 
 
+_CIRCLES = 3
+"""How often the planner does the same in the same place before it gives up."""
 DOUBT = 0.5
 """How often `hesitant_expert` does something else first."""
 
