@@ -255,4 +255,4 @@ def test_a_tiny_model_learns_in_one_room(tmp_path: Path) -> None:
 def test_the_planner_gives_up_where_it_goes_in_circles() -> None:
     """Putting a box beside another one that it cannot see: it went back and forth for ever."""
     (task,) = [one for one in WORLDS["babyai"].tasks("train") if one.id == "babyai-train-SynthLoc-44"]
-    assert len(list(islice(WORLDS["babyai"].expert(task), 100))) < 20
+    assert len(list(islice(WORLDS["babyai"].expert(task), 200))) < 40

@@ -161,16 +161,17 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
     game = MazeGame(**task.envs["babyai"])
     planner = Planner(game)
-    tried: Counter[str] = Counter()
+    tried: Counter[object] = Counter()
     while not game.done and (action := planner.next_action()) is not None:
-        tried[f"{game.view} {action}"] += 1
-        if tried.most_common(1)[0][1] > _CIRCLES:
+        state = game.place, int(game.env.agent_dir), game.env.carrying is None, action
+        tried[state] += 1
+        if tried[state] > _CIRCLES:
             return  # what it wants cannot be had in this maze: 1 of 1,200 training tasks
         yield ToolCall("step", {"action": action})
         game.act(action)
 
 
-_CIRCLES = 3
+_CIRCLES = 8
 """How often the planner does the same in the same place before it gives up."""
 DOUBT = 0.5
 """How often `hesitant_expert` does something else first."""
