@@ -222,9 +222,19 @@ async def _feed(process: Process, data: bytes) -> None:
 
 
 async def end_process(process: Process) -> None:
-    """End a command of the engine and wait for it."""
+    """End a command of the engine and wait for it.
+
+    asyncio says that it ended when its outputs have, and stops to read from one that nobody takes in: after a
+    flood of output they have to be read to their ends.
+    """
     kill(process.pid)
-    await process.wait()
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    await asyncio.gather(process.wait(), *(_drain(stream) for stream in streams))
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(_CHUNK):
+        pass
 
 
 def kill(pid: int) -> None:

@@ -368,7 +368,7 @@ class ContainerSession(Session):
             return self._ended
         if ended is None:
             probe = await self._guarded(self._entered(["true"], b"", _PROBE_SECONDS, 4_000))
-            if probe.out.is_marked:  # the code killed the wrapper, or there is no such program
+            if probe.out.report == b"0":  # the code killed the wrapper, or there is no such program
                 return None
             if probe.status in (126, 127):  # not even bash is left
                 self._ended = Outcome.KILLED
@@ -394,7 +394,7 @@ class ContainerSession(Session):
                 await self._holder.stdin.drain()
             await asyncio.sleep(0.2 + attempt)
             probe = await self._guarded(self._entered(["true"], b"", _PROBE_SECONDS, 4_000))
-            if probe.out.is_marked:
+            if probe.out.report == b"0":
                 return True
         return False
 
