@@ -323,6 +323,7 @@ def http_json(body: Any) -> bytes:
         (http_json({"envs": [{"name": "x", "tools": 3}]}), "does not give"),
         (http_json([1]), "no object|no answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n<a>", "not JSON|no answer"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\n<a>", r"http://.* answered 404.*address right"),
         (b"hello\r\n\r\n", "BadStatusLine|BadHttp|Expected HTTP|no answer"),
     ],
 )  # fmt: skip

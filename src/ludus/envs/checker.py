@@ -87,7 +87,7 @@ class _Check:
                 await self._close(env)
 
     async def _make(self) -> Any:
-        env = await self._try("the factory failed", "make it work without arguments", self._factory)
+        env = await self._try("the factory failed", "it is called without arguments", self._factory)
         self._open.append(env)
         return env
 

@@ -195,6 +195,16 @@ async def _read(response: aiohttp.ClientResponse) -> ServerResponse:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
+        if response.status in (
+            404,
+            405,
+        ):  # an answer of something else, which trying again does not change
+            raise InfraError(
+                Boundary.SERVER,
+                f"{response.url} answered {response.status}, and not in JSON: no tool or environment server of "
+                "Ludus; is the address right?",
+                retriable=False,
+            ) from error
         raise ResponseLost(f"status {response.status} with a body that is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ResponseLost(f"status {response.status} with a body that is no object")
@@ -286,7 +296,7 @@ class RetryBudget:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
             if self._http.has_answered:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
-            message += "; is the address right, and was it started (ludus serve tools ...)?"
+            message += "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
             raise InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)
         longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self.attempts, 20))
         delay = at_least + random.uniform(0.0, longest)
