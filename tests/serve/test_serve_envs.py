@@ -371,3 +371,20 @@ async def test_drain_closes_the_instances() -> None:
             server.signal(signal.SIGTERM)
             await until(lambda: server.process.poll() is not None)
             assert server.process.returncode == 0
+
+
+async def test_a_server_that_is_gone_is_named_as_the_cause_of_a_failed_reset() -> None:
+    """The pool's own deadline for a reset must not hide what the client knows."""
+    task = held_out_tasks()[0]
+    with serving("safe", what="env") as server:
+        options = {"unreachable_seconds": 0.3}
+        pool = EnvPool(load_env(f"{server.address}/safe"), name="safe", size=1, options=options)
+        async with pool.lease("one", task):
+            pass
+    try:
+        with pytest.raises(InfraError, match=r"could not be reset: .*tool server") as failure:
+            async with pool.lease("two", task):
+                pass
+        assert failure.value.boundary is Boundary.SERVER
+    finally:
+        await pool.close()

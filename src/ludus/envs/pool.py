@@ -419,10 +419,14 @@ class EnvPool:
                 if not isinstance(error, InfraError):
                     log_once(_log, f"resetting the environment {self.name!r}", error)
                 if attempt > self._reset_retries:
-                    message = (
-                        f"the environment {self.name!r} could not be reset: {error_with_location(error)}"
+                    boundary = error.boundary if isinstance(error, InfraError) else Boundary.ENV
+                    why = (
+                        f"it took more than {self.reset_timeout:g} seconds (reset_timeout)"
+                        if isinstance(error, TimeoutError) and self.reset_timeout is not None
+                        else error_with_location(error)
                     )
-                    raise InfraError(Boundary.ENV, message, attempts=attempt) from error
+                    message = f"the environment {self.name!r} could not be reset: {why}"
+                    raise InfraError(boundary, message, attempts=attempt) from error
                 continue
             if self._is_closed:
                 self._retire(instance)

@@ -44,10 +44,11 @@ class RemoteEnvs:
         token: str | None = None,
         token_file: str | None = None,
         deadline: float = 300.0,
-        unreachable_seconds: float = 60.0,
+        unreachable_seconds: float = 30.0,
     ) -> RemoteEnv:
         """The token is `LUDUS_TOKEN` when left out, on loopback our user's own. `deadline` bounds a call with
-        all its attempts; a server that cannot be reached is tried for `unreachable_seconds`."""
+        all its attempts; a server that cannot be reached is tried for `unreachable_seconds`, which is less
+        than a pool waits for a reset."""
         settings = (token, token_file, deadline, unreachable_seconds)
         if settings not in self._tools:
             given = token if token_file is None else _read_token(token_file)
