@@ -36,7 +36,14 @@ from ludus.envs.browser.actions import ActionProblem, BrowserAction, key_combina
 from ludus.envs.browser.chromium import find_chromium
 from ludus.envs.browser.gateway import NetworkPolicy
 from ludus.envs.browser.tab import cut
-from ludus.envs.browser.webarena import evaluate, needs_judge, reddit_post_url, string_match, url_match
+from ludus.envs.browser.webarena import (
+    PageProblem,
+    evaluate,
+    needs_judge,
+    reddit_post_url,
+    string_match,
+    url_match,
+)
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.tools import as_toolset
@@ -371,6 +378,29 @@ class PaperPage:
 
     async def evaluate(self, expression: str) -> Any:
         return "Tom &amp; Jerry" if "title" in expression else None
+
+
+class DownPage(PaperPage):
+    """A page from which no other can be opened."""
+
+    async def goto(self, url: str) -> None:
+        raise PageProblem("status 502")
+
+
+async def test_a_site_that_is_down_while_judging_is_no_verdict() -> None:
+    async def judged(url: str) -> float:
+        target = {"url": url, "locator": "", "required_contents": {"must_include": ["x"]}}
+        evaluation = {"eval_types": ["program_html"], "program_html": [target]}
+        return await evaluate(evaluation, "", DownPage("http://a.b/1"), sites={"REDDIT": "http://a.b"})
+
+    with pytest.raises(
+        InfraError, match=r"could not open http://a\.b/2: status 502; is the site up"
+    ) as failure:
+        await judged("http://a.b/2")
+    assert failure.value.boundary is Boundary.REWARD
+    assert await judged("func:reddit_get_post_url('__last_url__')") == 0.0, (
+        "made from the page it ended on"
+    )
 
 
 async def test_program_html(site: Site) -> None:

@@ -344,10 +344,12 @@ class _JudgedPage:
         if self._own is None:
             self._own = await self._session.hidden_page()
         try:
-            await self._session.guarded(self._own.goto(url, wait_until="load", timeout=10_000))
-            await asyncio.sleep(0.2)  # scripts that fill the page; the original sleeps for 3 seconds
-        except (Notice, ActionProblem):
-            pass  # what is not there cannot be right
+            answer = await self._session.guarded(self._own.goto(url, wait_until="load", timeout=10_000))
+        except (Notice, ActionProblem) as error:
+            raise PageProblem(str(error)) from error
+        if answer is not None and answer.status in (502, 503, 504):  # of our gateway, or of a site's own
+            raise PageProblem(f"status {answer.status}")
+        await asyncio.sleep(0.2)  # scripts that fill the page; the original sleeps for 3 seconds
 
     async def content(self) -> str:
         try:

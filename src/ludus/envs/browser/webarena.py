@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import Boundary, ConfigError, InfraError, not_there
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.envs.browser.gateway import origin_of
@@ -277,7 +277,13 @@ async def program_html(
                 url.split("func:", 1)[1].replace("__last_url__", await page.url()), page, sites
             )
         if url != "last":
-            await page.goto(url)
+            try:
+                await page.goto(url)
+            except PageProblem as error:
+                if not str(target["url"]).startswith("func"):  # the task's own, so the site is at fault
+                    message = f"the evaluator could not open {url}: {error}; is the site up?"
+                    raise InfraError(Boundary.REWARD, message) from error
+                return 0.0  # made from the page that the episode ended on, which was the wrong one
         seen = html.unescape(await _located(target, page, sites))
         wanted = target["required_contents"]
         if "exact_match" in wanted:
