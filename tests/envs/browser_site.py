@@ -57,6 +57,12 @@ PAGES = {
         window.MutationObserver = Element.prototype.getBoundingClientRect = document.getElementsByTagName =
           Document.prototype.getElementsByTagName = () => { throw 1 };
         Object.defineProperty(Document.prototype, 'title', {get: () => 'forged'});</script>""",
+    "/links": "<title>Links</title>"
+    + "".join(
+        f"<a href='{to}'>{name}</a> "
+        for name, to in (("Item", "/item"), ("Broken", "/status/502"), ("Cut", "/cut"))
+    )
+    + "<a href='/item' target=_blank>New tab</a><form action='/search'><input name=q aria-label=Search></form>",
     "/download": "<title>Download</title><a href='/data.bin'>Data</a>",
     "/upload": "<title>Upload</title><input type=file aria-label=File>",
 }
@@ -65,8 +71,10 @@ PAGES = {
 class Site:
     """The server, and what it was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.asked: list[str] = []
+        self.status: int | None = None
+        """What all pages answer with, if not as usual."""
         self.other = ""
         site = self
 
@@ -74,6 +82,12 @@ class Site:
             def do_GET(self) -> None:
                 site.asked.append(self.path)
                 parts = urlsplit(self.path)
+                if site.status is not None or parts.path.startswith("/status/"):
+                    self.send_error(site.status or int(parts.path.rpartition("/")[2]))
+                    return
+                if parts.path == "/cut":
+                    self.close_connection = True
+                    return
                 if parts.path == "/to-other":
                     self.send_response(302)
                     self.send_header("Location", site.other)
@@ -110,7 +124,7 @@ class Site:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

@@ -19,7 +19,7 @@ import pytest
 from browser_site import Site, running_site
 from world_play import play_expert
 
-from ludus.core import Boundary, ByteTokenizer, ConfigError, InfraError, Task
+from ludus.core import Boundary, ByteTokenizer, ConfigError, Failure, InfraError, Task
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, check_env, reset_env
 from ludus.envs.browser import (
@@ -789,6 +789,70 @@ async def test_playwrights_driver_may_die_too(site: Site, visit: Visit) -> None:
 async def test_a_start_page_that_does_not_load_is_not_the_models_fault(visit: Visit) -> None:
     with pytest.raises(InfraError, match="did not load"):
         await visit.start("http://127.0.0.1:9876/")
+
+
+def site_down(caught: pytest.ExceptionInfo[InfraError]) -> bool:
+    failure = Failure.of(caught.value, Boundary.AGENT)
+    is_replayed = caught.value.replay and not caught.value.retriable
+    return is_replayed and (failure.boundary, failure.kind) == (Boundary.ENV, "SiteDown")
+
+
+@chromium
+@pytest.mark.parametrize("way", ["click", "goto", "form", "tab"])
+async def test_a_site_that_goes_down_within_an_episode_is_no_page_to_read(
+    visit: Visit, way: str
+) -> None:
+    with running_site() as site:
+        await visit.start(f"{site.url}/links")
+        actions = {
+            "click": f"click [{visit.id('Item')}]",
+            "goto": f"goto [{site.url}/item]",
+            "form": f"type [{visit.id('textbox')}] [lamp] [1]",
+            "tab": f"click [{visit.id('New tab')}]",
+        }
+        action = actions[way]
+    with pytest.raises(InfraError, match=rf"the site {site.url} is down: {site.url}") as caught:
+        await visit.do(action)
+    assert site_down(caught)
+
+
+@chromium
+async def test_a_site_whose_every_page_is_a_gateway_error_is_down(site: Site, visit: Visit) -> None:
+    await visit.start(f"{site.url}/links")
+    site.status = 503
+    with pytest.raises(InfraError, match="status 503") as caught:
+        await visit.do(f"click [{visit.id('Item')}]")
+    assert site_down(caught)
+    site.status = None
+    assert "RootWebArea 'Links'" in await visit.start(f"{site.url}/links")
+
+
+@chromium
+async def test_a_page_that_answers_with_an_error_is_a_page(site: Site, visit: Visit) -> None:
+    await visit.start(f"{site.url}/links", allowed=["http://*.invalid"])
+    await visit.do(f"click [{visit.id('Broken')}]")
+    assert "Error code: 502" in visit.text
+    for status in (403, 404, 500, 503, 504):
+        assert f"Error code: {status}" in await visit.do(f"goto [{site.url}/status/{status}]")
+    assert "RootWebArea 'Links'" in await visit.do(f"goto [{site.url}/links]")
+    await visit.do(f"click [{visit.id('Cut')}]")
+    assert "OBSERVATION" in visit.text, "it broke off, and its site is up"
+    # a host that only the agent named: any in the pattern may be meant, so that none is missed
+    assert "cannot be reached" in await visit.do("goto [http://nowhere.invalid/]")
+
+
+@chromium
+async def test_a_site_that_is_down_while_judging_is_a_failure_of_the_reward(visit: Visit) -> None:
+    with running_site() as site:
+        for url in (f"{site.url}/item", "func:reddit_get_post_url('__last_url__')"):
+            target = {"url": url, "locator": "", "required_contents": {"must_include": ["x"]}}
+            evaluation = {"eval_types": ["program_html"], "program_html": [target]}
+            await visit.start(f"{site.url}/links", evaluation=evaluation)
+            assert await visit.env.score() == 0.0
+        await visit.start(f"{site.url}/links", evaluation=evaluation)
+    with pytest.raises(InfraError, match=f"could not open {site.url}/links") as caught:
+        await visit.env.score()
+    assert caught.value.boundary is Boundary.REWARD
 
 
 @chromium

@@ -22,7 +22,7 @@ from ludus.core.task import Task
 from ludus.envs.browser.accessibility import Element, offered_actions
 from ludus.envs.browser.actions import ActionProblem, BrowserAction, parse_action
 from ludus.envs.browser.chromium import BrowserHost, acquire_host, release_host
-from ludus.envs.browser.gateway import NetworkPolicy, origin_of
+from ludus.envs.browser.gateway import GATEWAY_ERRORS, NetworkPolicy, origin_of
 from ludus.envs.browser.session import BrowserSession, BrowserView
 from ludus.envs.browser.tab import Notice
 from ludus.envs.browser.tasks import HOMEPAGE, SYSTEM, SeenPage, expert, held_out_tasks, training_tasks
@@ -234,7 +234,7 @@ class Browser(Env):
                 raise ConfigError(f"task {self._task!r}: {error}") from error
             except Notice as error:
                 raise self._site_failure(url, str(error)) from error
-            if status in (0, 502, 503, 504):
+            if status == 0 or status in GATEWAY_ERRORS:
                 raise self._site_failure(
                     url, f"status {status}" if status else "; ".join(session.notices)
                 )
@@ -242,9 +242,8 @@ class Browser(Env):
             await session.act(BrowserAction("tab_focus", element=0))
 
     def _site_failure(self, url: str, how: str) -> InfraError:
-        return InfraError(
-            Boundary.ENV, f"the start page {url} of task {self._task!r} did not load: {how}"
-        )
+        message = f"the start page {url} of task {self._task!r} did not load: {how}"
+        return InfraError(Boundary.ENV, message, kind="SiteDown")
 
     async def _leave(self) -> None:
         session, self._session = self._session, None
@@ -346,10 +345,19 @@ class _JudgedPage:
         try:
             answer = await self._session.guarded(self._own.goto(url, wait_until="load", timeout=10_000))
         except (Notice, ActionProblem) as error:
+            await self._check_sites(url)
             raise PageProblem(str(error)) from error
-        if answer is not None and answer.status in (502, 503, 504):  # of our gateway, or of a site's own
+        if answer is not None and answer.status in GATEWAY_ERRORS:
+            await self._check_sites(url)
             raise PageProblem(f"status {answer.status}")
         await asyncio.sleep(0.2)  # scripts that fill the page; the original sleeps for 3 seconds
+
+    async def _check_sites(self, url: str) -> None:
+        try:
+            await self._session.check_sites()
+        except InfraError as error:
+            message = f"the evaluator could not open {url}: {error}"
+            raise InfraError(Boundary.REWARD, message, kind=error.kind) from error
 
     async def content(self) -> str:
         try:

@@ -144,6 +144,10 @@ class BrowserHost:
             raise
         return chromium, context
 
+    def gateway_of(self, policy: NetworkPolicy) -> Gateway:
+        """What the contexts of a policy go through."""
+        return self._gateways[policy]
+
     async def close_context(
         self, policy: NetworkPolicy, chromium: Chromium, context: BrowserContext
     ) -> None:

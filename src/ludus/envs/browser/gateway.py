@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import mimetypes
 import socket
+import ssl
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
@@ -23,6 +25,8 @@ from ludus.tools.library.web import is_public
 _HEAD_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 120.0
+GATEWAY_ERRORS = frozenset((502, 503, 504))
+"""What stands before a site, or we, answer where the site itself does not."""
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 502: "Bad Gateway"}
 
@@ -62,6 +66,11 @@ class NetworkPolicy:
                 return True
         return False
 
+    def names_site(self, url: str) -> bool:
+        """Whether the task names the origin of this address in full, and so relies on it."""
+        named = [(urlsplit(one).scheme, _host_and_port(one)) for one in self.origins if "*" not in one]
+        return (urlsplit(url).scheme, _host_and_port(url)) in named
+
     def described(self) -> str:
         """For the model."""
         return ", ".join([*(f"http://{host}" for host, _ in self.folders), *self.origins]) or "none"
@@ -71,6 +80,32 @@ def origin_of(url: str) -> str:
     """Scheme, host and port of an address."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return (parts.hostname or "").lower(), parts.port or _PORTS.get(parts.scheme, 0)
+
+
+async def is_up(url: str) -> bool:
+    """Whether the site of an address answers at its root, whatever it answers, gateway errors apart."""
+    host, port = _host_and_port(url)
+    context = None
+    if urlsplit(url).scheme == "https":
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is read or sent
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            try:
+                name = urlsplit(url).netloc.rpartition("@")[2]
+                writer.write(f"GET / HTTP/1.1\r\nHost: {name}\r\nConnection: close\r\n\r\n".encode())
+                status = (await reader.readline()).split()[1]
+            finally:
+                writer.close()
+        return int(status) not in GATEWAY_ERRORS
+    except (OSError, TimeoutError, ValueError, IndexError):
+        return False
 
 
 class Gateway:
@@ -83,6 +118,8 @@ class Gateway:
         """Contexts that go through it."""
         self.refused: list[str] = []
         """The last addresses that were refused."""
+        self._unreached: dict[tuple[str, int], float] = {}
+        """When a site could last not be connected to, by host and port."""
         self._folders = {host: Path(folder).resolve() for host, folder in policy.folders}
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
@@ -97,6 +134,10 @@ class Gateway:
         for task in list(self._open):
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
+
+    def was_unreached(self, url: str, since: float) -> bool:
+        """Whether the site of an address could not be connected to at a time after `since`."""
+        return self._unreached.get(_host_and_port(url), 0.0) >= since
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -171,6 +212,7 @@ class Gateway:
                     return
                 site_reader, site_writer = await asyncio.open_connection(addresses[0], port)
         except (OSError, TimeoutError):
+            self._unreached[host, port] = time.monotonic()
             await _answer(writer, 502, _page("No answer", f"{host}:{port} cannot be reached."))
             return
         try:

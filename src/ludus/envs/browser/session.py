@@ -1,8 +1,8 @@
 """One episode's browser: a context with its tabs, what can be done in it and what is seen of it.
 
 All of this runs in the thread of `BrowserHost`. Pages are not trusted: every call has a deadline, and a page
-that hangs, crashes or floods is answered with a notice. Only a browser that is dead or stuck is a failure of
-ours.
+that hangs, crashes or floods is answered with a notice. Only a browser that is dead or stuck, or a site of
+the task that is down, is a failure of ours.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ludus.core.failures import Boundary, InfraError
 from ludus.envs.browser.accessibility import Element, Numbers
 from ludus.envs.browser.actions import ActionProblem, BrowserAction
 from ludus.envs.browser.chromium import BrowserHost, Chromium
-from ludus.envs.browser.gateway import NetworkPolicy
+from ludus.envs.browser.gateway import GATEWAY_ERRORS, NetworkPolicy, is_up, origin_of
 from ludus.envs.browser.tab import Notice, Tab
 
 if TYPE_CHECKING:
-    from playwright.async_api import Dialog, Page
+    from playwright.async_api import Dialog, Page, Request, Response
 
 T = TypeVar("T")
 
@@ -65,6 +66,10 @@ class BrowserSession:
         self._clipboard = ""
         self._dialogs = 0
         self._status = 0
+        self._unanswered: list[tuple[str, str]] = []
+        """Navigations to sites of the task that did not get a page, and why."""
+        self._checked = time.monotonic()
+        """When `check_sites` last looked at them."""
         self._finds = asyncio.Event()
         self._found = 0
         """Pages that were opened, by us or by pages."""
@@ -77,6 +82,8 @@ class BrowserSession:
     async def start(self, executable: str | None, options: dict[str, Any]) -> None:
         self._chromium, self._context = await self.host.new_context(self.policy, executable, options)
         self._context.on("page", self._found_page)
+        self._context.on("response", self._note_response)
+        self._context.on("requestfailed", self._note_failed_request)
         await self.guarded(self._open_tab())
 
     async def close(self) -> None:
@@ -109,6 +116,14 @@ class BrowserSession:
 
     async def act(self, action: BrowserAction) -> None:
         """Do it and wait for the page; `ActionProblem` or `Notice` where it cannot be done."""
+        try:
+            await self._act(action)
+        except (ActionProblem, Notice):
+            await self.check_sites()
+            raise
+        await self.check_sites()
+
+    async def _act(self, action: BrowserAction) -> None:
         self._dialogs = 0
         await self._need_tab()
         before, tab = set(self._tabs), self.tab
@@ -128,7 +143,23 @@ class BrowserSession:
     async def open(self, url: str) -> int:
         """Open a start page; the status that its site answered with, 0 where it did not."""
         await self.guarded(self._goto(url))
+        self._unanswered, self._checked = [], time.monotonic()  # the caller's to tell
         return self._status
+
+    async def check_sites(self) -> None:
+        """Raise an `InfraError` where a navigation failed because a site of the task is down.
+
+        A site that could not be connected to is down. One that answered with a gateway error, or broke off, may
+        do so for that page alone: it is down if its root does not answer either.
+        """
+        unanswered, since = self._unanswered, self._checked
+        self._unanswered, self._checked = [], time.monotonic()
+        assert self._chromium is not None, "the session is closed"
+        gateway = self.host.gateway_of(self.policy)
+        for url, how in unanswered:
+            if gateway.was_unreached(url, since) or not await is_up(url):
+                message = f"the site {origin_of(url)} is down: {url[:200]}: {how}"
+                raise InfraError(Boundary.ENV, message, retriable=False, replay=True, kind="SiteDown")
 
     async def _do(self, action: BrowserAction) -> None:
         tab = self.tab
@@ -179,6 +210,8 @@ class BrowserSession:
             self._status = response.status if response is not None else 200
         except Error as error:
             self.notices.append(f"{url[:200]}: {_first_line(error)}")
+            if self.policy.names_site(url):
+                self._unanswered.append((url, _first_line(error)))
 
     async def _travel(self, way: Callable[..., Awaitable[Any]]) -> None:
         from playwright.async_api import Error
@@ -226,6 +259,8 @@ class BrowserSession:
             if not tab.requests:
                 return
             await asyncio.sleep(0.02)
+        for request in list(self._current.requests) if self._current is not None else ():
+            self._note_unanswered(request, f"no answer within {LOAD_SECONDS:g} seconds")
 
     async def view(
         self, *, in_view: bool, unnamed_clickables: bool, most_characters: int
@@ -293,6 +328,24 @@ class BrowserSession:
         self._finds.set()
         if not self._is_hiding:
             self._adopt(page)
+
+    def _note_response(self, response: Response) -> None:
+        if response.status in GATEWAY_ERRORS:
+            self._note_unanswered(response.request, f"status {response.status}")
+
+    def _note_failed_request(self, request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # as when the page, or the agent, went elsewhere
+            self._note_unanswered(request, str(request.failure))
+
+    def _note_unanswered(self, request: Request, how: str) -> None:
+        """Note it if it was to be the page of a tab, from a site of the task."""
+        from playwright.async_api import Error
+
+        if request.is_navigation_request() and self.policy.names_site(request.url):
+            with contextlib.suppress(Error):  # a frame that is gone, or not there yet: of a new tab
+                if request.frame.parent_frame is not None:
+                    return
+            self._unanswered.append((request.url, how))
 
     def _adopt(self, page: Page, *, keep: bool = False) -> Tab:
         """A tab that we or a page opened; one too many is closed, unless we opened it."""
