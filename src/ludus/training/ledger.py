@@ -1,0 +1,259 @@
+"""The ledger of asynchronous training: which groups may be played, and which are trained next.
+
+A pure state machine: no clocks, no tasks, no tensors. Whoever drives it tells it what happened.
+
+    deal      a group gets the next ordinal and takes one of (S + 1) * B slots
+    start     somebody plays it
+    finish    it has been played; or `fail`: it is played again, and given up after so many tries
+    replace   it is left out (a refill): its slot is free, and a further ordinal takes its place
+    take      the next B finished groups become a batch
+    train     the batch has been trained: one version more, and its slots are free
+
+S is the staleness, B the groups of a batch. A slot is held until its group is *trained*, so at most (S + 1) * B
+groups are under way. Batches are taken in a windowed FIFO: the next group of a batch is the oldest finished one
+among the W ordinals that begin with the oldest group not yet taken; W = 1 is strict order. The rule is that of
+torchtitan's RL (its `windowed_fifo`), the slots too.
+
+The lag of a group is the number of versions between its dealing and its training, and never above
+
+    S + ceil((W - 1) / B)
+
+because when a group is dealt at most (S + 1) * B - 1 others hold slots, and at most W - 1 younger ones can be
+taken before it: those within W ordinals. So at most (S + 1) * B + W - 2 groups are trained before it, which are
+that many whole batches. Nothing is dropped for its age, and a slow task is waited for rather than starved.
+
+It cannot get stuck: as long as it has not ended, a group can be dealt, or one is to be played or being played,
+or a batch can be taken. `tests/training/test_ledger.py` explores every sequence of events for small bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Phase(StrEnum):
+    """Where a stage is, as far as groups go."""
+
+    OPEN = "open"
+    """Groups are dealt."""
+    DRAINING = "draining"
+    """All groups have been dealt, or the tasks have ended: what is under way is played and trained."""
+    ENDED = "ended"
+    """Nothing is under way, and nothing will be."""
+
+
+class GroupState(StrEnum):
+    """Where a group is, from its dealing to its training."""
+
+    TO_PLAY = "to_play"
+    IN_FLIGHT = "in_flight"
+    FINISHED = "finished"
+    GIVEN_UP = "given_up"
+    """It failed too often. It counts as finished, and has nothing to learn from."""
+
+
+_TAKEABLE = (GroupState.FINISHED, GroupState.GIVEN_UP)
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group that holds a slot."""
+
+    version: int
+    """Batches that had been trained when it was dealt."""
+    state: GroupState = GroupState.TO_PLAY
+    tries: int = 0
+    """How often it has failed as a whole."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Groups by ordinal. `total` is how many groups are to be trained; None for no end."""
+
+    batch: int
+    staleness: int = 0
+    window: int = 1
+    total: int | None = None
+    max_tries: int = 2
+    """A group that failed so often is given up."""
+    entries: dict[int, Entry] = field(default_factory=dict)
+    """The groups that hold slots, by ordinal, the oldest first."""
+    taken: list[int] = field(default_factory=list)
+    """The ordinals of the batch that is being put together, or trained."""
+    next_ordinal: int = 0
+    version: int = 0
+    """Batches that have been trained."""
+    settled: int = 0
+    """Groups that have been trained."""
+    no_more_tasks: bool = False
+    is_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.staleness < 0 or self.window < 1 or self.max_tries < 1:
+            raise ValueError(
+                f"a ledger of batch {self.batch}, staleness {self.staleness}, window {self.window}"
+            )
+
+    @property
+    def capacity(self) -> int:
+        """How many groups may be under way."""
+        return (self.staleness + 1) * self.batch
+
+    @property
+    def max_lag(self) -> int:
+        """The proven bound on the lag of a group. With a staleness of 0 a window changes nothing."""
+        return self.staleness + math.ceil((self.window - 1) / self.batch) if self.staleness else 0
+
+    @property
+    def phase(self) -> Phase:
+        if self.is_stopped or (not self.entries and not self._has_demand):
+            return Phase.ENDED
+        return Phase.OPEN if self._has_demand else Phase.DRAINING
+
+    @property
+    def _has_demand(self) -> bool:
+        """Whether further groups will be dealt, now or when slots are free."""
+        is_dealt = self.total is not None and self.settled + len(self.entries) >= self.total
+        return not (self.is_stopped or self.no_more_tasks or is_dealt)
+
+    @property
+    def can_deal(self) -> bool:
+        return self._has_demand and len(self.entries) < self.capacity
+
+    @property
+    def next_step(self) -> int:
+        """The step in which a group that is dealt now will be trained, if the order is kept."""
+        return (self.settled + len(self.entries)) // self.batch
+
+    def deal(self) -> int:
+        """A new ordinal, which takes a slot."""
+        if not self.can_deal:
+            raise ValueError(f"no group can be dealt: {self!r}")
+        ordinal = self.next_ordinal
+        self.entries[ordinal] = Entry(self.version)
+        self.next_ordinal += 1
+        return ordinal
+
+    def to_play(self) -> list[int]:
+        """The ordinals that nobody plays, the oldest first."""
+        return self._in_state(GroupState.TO_PLAY)
+
+    def in_flight(self) -> list[int]:
+        return self._in_state(GroupState.IN_FLIGHT)
+
+    def finished(self) -> list[int]:
+        """The ordinals that have been played and not been trained."""
+        return self._in_state(*_TAKEABLE)
+
+    def _in_state(self, *states: GroupState) -> list[int]:
+        return [ordinal for ordinal, entry in self.entries.items() if entry.state in states]
+
+    def start(self, ordinal: int) -> None:
+        self._entry(ordinal, GroupState.TO_PLAY).state = GroupState.IN_FLIGHT
+
+    def finish(self, ordinal: int) -> None:
+        self._entry(ordinal, GroupState.IN_FLIGHT).state = GroupState.FINISHED
+
+    def fail(self, ordinal: int) -> bool:
+        """The group could not be played. Whether it is to be played again, under its ordinal."""
+        entry = self._entry(ordinal, GroupState.IN_FLIGHT)
+        entry.tries += 1
+        again = entry.tries < self.max_tries
+        entry.state = GroupState.TO_PLAY if again else GroupState.GIVEN_UP
+        return again
+
+    def interrupt(self, ordinal: int) -> None:
+        """Who played it is gone, through no fault of the group's: it is played again."""
+        self._entry(ordinal, GroupState.IN_FLIGHT).state = GroupState.TO_PLAY
+
+    def replace(self, ordinal: int) -> None:
+        """Leave out a finished group; as it will not be trained, another one will be dealt in its place."""
+        self._entry(ordinal, GroupState.FINISHED)
+        if ordinal in self.taken:
+            raise ValueError(f"group {ordinal} is part of a batch already")
+        del self.entries[ordinal]
+
+    def take(self) -> list[int] | None:
+        """The next batch in the order of its ordinals, once it is complete; it stays until `train`."""
+        staged = set(self.taken)
+        left = [ordinal for ordinal in self.entries if ordinal not in staged]
+        while len(self.taken) < self._size and (ordinal := self._first_finished(left)) is not None:
+            left.remove(ordinal)
+            self.taken.append(ordinal)
+        return sorted(self.taken) if self.taken and len(self.taken) == self._size else None
+
+    def _first_finished(self, left: list[int]) -> int | None:
+        """The oldest finished group within the window, which begins with the oldest one that is left."""
+        for ordinal in left:
+            if ordinal >= left[0] + self.window:
+                return None
+            if self.entries[ordinal].state in _TAKEABLE:
+                return ordinal
+        return None
+
+    @property
+    def _size(self) -> int:
+        """Groups of the next batch: fewer than usual where the tasks have ended."""
+        return self.batch if self._has_demand else min(self.batch, len(self.entries))
+
+    def lag(self, ordinal: int) -> int:
+        """Versions since it was dealt."""
+        return self.version - self.entries[ordinal].version
+
+    def train(self, ordinals: Iterable[int]) -> None:
+        """The batch has been trained: its slots are free."""
+        if sorted(ordinals) != sorted(self.taken) or not self.taken:
+            raise ValueError(f"the batch to train is {sorted(self.taken)}")
+        for ordinal in self.taken:
+            del self.entries[ordinal]
+        self.settled += len(self.taken)
+        self.taken = []
+        self.version += 1
+
+    def end_tasks(self) -> None:
+        """There are no more tasks: what is under way is trained, the last batch may be smaller."""
+        self.no_more_tasks = True
+
+    def stop(self) -> list[int]:
+        """End now, whatever is under way; the ordinals that are left untrained."""
+        left = list(self.entries)
+        self.entries, self.taken, self.is_stopped = {}, [], True
+        return left
+
+    def _entry(self, ordinal: int, state: GroupState) -> Entry:
+        entry = self.entries.get(ordinal)
+        if entry is None or entry.state is not state:
+            found = "nowhere" if entry is None else entry.state.value
+            raise ValueError(f"group {ordinal} is {found}, and should be {state.value}")
+        return entry
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs. What is in flight will be played again."""
+        return {
+            "next_ordinal": self.next_ordinal,
+            "version": self.version,
+            "settled": self.settled,
+            "no_more_tasks": self.no_more_tasks,
+            "entries": [
+                {
+                    "ordinal": ordinal,
+                    "version": entry.version,
+                    "tries": entry.tries,
+                    "state": GroupState.TO_PLAY if entry.state is GroupState.IN_FLIGHT else entry.state,
+                }
+                for ordinal, entry in self.entries.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.next_ordinal, self.version = int(state["next_ordinal"]), int(state["version"])
+        self.settled, self.no_more_tasks = int(state["settled"]), bool(state["no_more_tasks"])
+        self.entries = {
+            int(one["ordinal"]): Entry(one["version"], GroupState(one["state"]), one["tries"])
+            for one in state["entries"]
+        }
+        self.taken = []
