@@ -12,7 +12,7 @@ import pytest
 from world_play import play_expert
 
 import ludus
-from ludus.core import ConfigError, Task
+from ludus.core import ConfigError, Task, ToolCall
 from ludus.envs import WORLDS, check_env
 from ludus.training import load_recipe
 
@@ -22,6 +22,7 @@ from ludus.envs.babyai import (
     LEVELS,
     BabyAI,
     expert,
+    explorer,
     held_out_tasks,
     hesitant_expert,
     room_training_tasks,
@@ -256,3 +257,47 @@ def test_the_planner_gives_up_where_it_goes_in_circles() -> None:
     """Putting a box beside another one that it cannot see: it went back and forth for ever."""
     (task,) = [one for one in WORLDS["babyai"].tasks("train") if one.id == "babyai-train-SynthLoc-44"]
     assert len(list(islice(WORLDS["babyai"].expert(task), 200))) < 40
+
+
+def test_the_explorer_does_not_look_behind_doors() -> None:
+    """Moving what it cannot see changes nothing about what it does next."""
+    from ludus.envs.babyai.explorer import Explorer
+    from ludus.envs.babyai.game import MazeGame
+
+    moved = 0
+    for task in held_out_tasks()[3:60:6]:  # FindObjS7: the object is in one of nine rooms
+        game = MazeGame(**task.envs["babyai"])
+        seen = game.visible_cells()
+        goal = game.env.instrs.desc.obj_set[0]
+        before = Explorer(game).next_action()
+        if tuple(goal.cur_pos) in seen:
+            continue
+        free = [
+            (x, y)
+            for x in range(game.env.width)
+            for y in range(game.env.height)
+            if game.env.grid.get(x, y) is None and (x, y) not in seen
+        ]
+        for cell in (free[0], free[-1]):
+            game.env.grid.set(*goal.cur_pos, None)
+            game.env.grid.set(*cell, goal)
+            goal.cur_pos = cell
+            game.env.instrs.desc.obj_poss = [cell]
+            assert Explorer(game).next_action() == before
+            moved += 1
+    assert moved >= 6
+
+
+def test_the_explorer_finds_most_goals_in_time() -> None:
+    tasks = held_out_tasks()[:36]
+    won = [_plays(task, list(islice(explorer(task), 20))) for task in tasks]
+    assert sum(won) >= 28
+
+
+def _plays(task: Task, calls: list[ToolCall]) -> bool:
+    env = BabyAI()
+    env.reset(task, **task.envs["babyai"])
+    assert env.game is not None
+    for call in calls:
+        env.game.act(call.arguments["action"])
+    return env.won

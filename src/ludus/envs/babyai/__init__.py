@@ -18,6 +18,7 @@ from ludus.rewards import reward
 
 if TYPE_CHECKING:
     from ludus.envs.babyai.game import MazeGame
+    from ludus.envs.babyai.planner import Planner
 
 LEVELS = {
     "GoTo": (
@@ -159,8 +160,19 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
     from ludus.envs.babyai.game import MazeGame
     from ludus.envs.babyai.planner import Planner
 
-    game = MazeGame(**task.envs["babyai"])
-    planner = Planner(game)
+    yield from _played(Planner(MazeGame(**task.envs["babyai"])))
+
+
+def explorer(task: Task) -> Generator[ToolCall, str, None]:
+    """The same, but it knows only what it has seen so far, as an agent does, and searches for the rest."""
+    from ludus.envs.babyai.explorer import Explorer
+    from ludus.envs.babyai.game import MazeGame
+
+    yield from _played(Explorer(MazeGame(**task.envs["babyai"])))
+
+
+def _played(planner: Planner) -> Generator[ToolCall, str, None]:
+    game = planner.game
     tried: Counter[object] = Counter()
     while not game.done and (action := planner.next_action()) is not None:
         state = game.place, int(game.env.agent_dir), game.env.carrying is None, action

@@ -202,17 +202,31 @@ class MazeGame:
         self._offer(view)
         return view
 
+    def visible_cells(self) -> set[Cell]:
+        """The cells in view, empty ones too, and the agent's own."""
+        _, mask = self.env.gen_obs_grid()
+        size = self.env.agent_view_size
+        return {
+            self._cell_in_view(size - 1 - j, i - size // 2)
+            for j in range(size)
+            for i in range(size)
+            if mask[i, j]
+        }
+
+    def _cell_in_view(self, ahead: int, right: int) -> Cell:
+        (x, y), (fx, fy) = self.place, VECTORS[self.env.agent_dir]
+        rx, ry = VECTORS[(self.env.agent_dir + 1) % 4]
+        return x + fx * ahead + rx * right, y + fy * ahead + ry * right
+
     def _visible(self) -> Iterator[tuple[Any, Cell, int, int]]:
         """Things in view with their cell, and how far ahead and to the right they are; the far row first."""
         grid, mask = self.env.gen_obs_grid()
         size = self.env.agent_view_size
-        (x, y), (fx, fy) = self.place, VECTORS[self.env.agent_dir]
-        rx, ry = VECTORS[(self.env.agent_dir + 1) % 4]
         for j in range(size):
             for i in range(size):
                 ahead, right = size - 1 - j, i - size // 2
                 thing = grid.get(i, j)
-                cell = (x + fx * ahead + rx * right, y + fy * ahead + ry * right)
+                cell = self._cell_in_view(ahead, right)
                 inside = 0 <= cell[0] < self.env.width and 0 <= cell[1] < self.env.height
                 if thing is not None and mask[i, j] and inside and (ahead or right):
                     yield thing, cell, ahead, right

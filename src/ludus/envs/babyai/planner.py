@@ -31,16 +31,28 @@ class Planner:
         carried = self.env.carrying
         match type(instruction).__name__:
             case "GoToInstr":
-                return self._face(instruction.desc.obj_poss, "go to")
+                return self._face(self._known(instruction.desc.obj_poss), "go to")
             case "OpenInstr":
                 doors = [door for door in instruction.desc.obj_set if not door.is_open]
-                return self._open(doors)
+                return self._open([door for door in doors if self._is_known(_cell(door.cur_pos))])
             case "PickupInstr":
                 return self._fetch(instruction.desc.obj_set)
             case "PutNextInstr":
                 if carried is None or not any(carried is one for one in instruction.desc_move.obj_set):
                     return self._fetch(instruction.desc_move.obj_set)
-                return self._put_beside(instruction.desc_fixed.obj_poss)
+                return self._put_beside(self._known(instruction.desc_fixed.obj_poss))
+        return None
+
+    # What it knows: everything. `Explorer` knows less.
+
+    def _known(self, places: Iterable[Any]) -> list[Cell]:
+        return [cell for cell in map(_cell, places) if self._is_known(cell)]
+
+    def _is_known(self, cell: Cell) -> bool:
+        return True
+
+    def _search(self) -> str | None:
+        """What to do when nothing that is wanted is known of."""
         return None
 
     # Parts of missions
@@ -49,13 +61,15 @@ class Planner:
         """Pick up one of these."""
         # "a grey object" may also be a wall
         loose = [one for one in things if one.type in ("ball", "box", "key")]
-        cells = [_cell(one.cur_pos) for one in loose if one is not self.env.carrying]
+        cells = self._known(one.cur_pos for one in loose if one is not self.env.carrying)
         if self.env.carrying is not None:
             return self._put_away()
         return self._face(cells, "pickup")
 
     def _open(self, doors: list[Any], keys: tuple[str, ...] = ()) -> str | None:
         """Toggle one of these doors; with its key, where it is locked. `keys` are those it is done for."""
+        if not doors:
+            return self._search()
         free = [door for door in doors if not door.is_locked or self._has_key(door.color)]
         if free:
             return self._face([_cell(door.cur_pos) for door in free], "toggle and go through", keys)
@@ -76,7 +90,11 @@ class Planner:
         return self._drop_on(is_out_of_the_way)
 
     def _drop_on(self, fits: Callable[[Cell], bool]) -> str | None:
-        cells = [cell for cell in self._cells() if self._thing(cell) is None and fits(cell)]
+        cells = [
+            cell
+            for cell in self._cells()
+            if self._is_known(cell) and self._thing(cell) is None and fits(cell)
+        ]
         ahead = _ahead((self.game.place, self._direction))
         if ahead in cells and "drop" in self.game.view.actions:
             return "drop"
@@ -97,6 +115,8 @@ class Planner:
     def _face(self, targets: Iterable[Any], verb: str, keys: tuple[str, ...] = ()) -> str | None:
         """One action towards facing a target; `verb` does the last part at once where it is offered."""
         cells = {_cell(target) for target in targets}
+        if not cells:
+            return self._search()
         offered = [
             (len(path), f"{verb} {one}")
             for one in self.game.view.objects
