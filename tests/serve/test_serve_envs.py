@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,24 @@ from server_process import ServerProcess, serving, until
 from ludus.core import Boundary, ByteTokenizer, ConfigError, InfraError, Task, ToolCall, ToolContext
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
-from ludus.envs import Env, EnvPool, EnvTools, RemoteEnv, load_env, reset_env, step_env, tools_of
+from ludus.envs import (
+    Env,
+    EnvPool,
+    EnvTools,
+    RemoteEnv,
+    load_env,
+    reset_env,
+    step_env,
+    tools_of,
+)
+from ludus.envs.pool import probe_env
 from ludus.envs.safe import expert, found, held_out_tasks, opened
+from ludus.envs.served import load_served
 from ludus.rewards import Scorer
 from ludus.rollouts import Agent, Budgets, Renderer, Rollout, load_format
 from ludus.rollouts.agent import Demonstrator
 from ludus.tools import as_toolset
+from ludus.tools.hosting import LocalHost
 from ludus.tools.remote import EpisodeLost
 
 ENVS = Path(__file__).parent / "served_envs.py"
@@ -272,11 +285,13 @@ async def test_a_token_and_loopback() -> None:
         serving("safe", options=("--host", "0.0.0.0", "--no-token"), what="env").__enter__()
     token = "0123456789abcdef"
     with serving("safe", env={"LUDUS_TOKEN": token}, what="env") as server:
-        with pytest.raises(ConfigError, match="Authorization"):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:.* LUDUS_TOKEN .*token_file = ") as refused:
             async with remote(server.address, token="another-token-of-mine"):
                 pass
+        assert "Authorization" not in str(refused.value), "a header is for those who write HTTP by hand"
         async with remote(server.address, token=token) as env:
             assert isinstance(env, RemoteEnv)
+        assert server.logs() == [], "calls are logged on demand (--verbose)"
 
 
 async def test_a_restarted_server_costs_a_replay(tmp_path: Path) -> None:
@@ -298,7 +313,7 @@ async def test_a_restarted_server_costs_a_replay(tmp_path: Path) -> None:
             await pool.close()
 
 
-async def hostile(answer: bytes) -> tuple[asyncio.Server, str]:
+async def hostile(answer: bytes, port: int = 0) -> tuple[asyncio.Server, str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
@@ -306,7 +321,7 @@ async def hostile(answer: bytes) -> tuple[asyncio.Server, str]:
                 writer.write(answer)
                 await writer.drain()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
     return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
@@ -362,6 +377,86 @@ async def test_a_file_lists_environments_for_tools(tmp_path: Path) -> None:
         async with RemoteTools(server.address) as tools:
             result = await tools.call(ToolCall("wants_any"), ToolContext("one", Task.of("x")))
             assert result.content == "Shop"
+
+
+async def test_a_class_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "import ludus\n\nclass Licensed(ludus.Env):\n    def __init__(self):\n        open('/no/licence')\n\n"
+        "def several():\n    return [1, 2]\n"
+    )
+    with pytest.raises(RuntimeError) as ended:
+        serving(f"{file}:Licensed", what="env").__enter__()
+    *_, told = str(ended.value).splitlines()
+    assert told.startswith("error: the environment 'licensed' (Licensed) cannot be served"), told
+    assert "FileNotFoundError" in told and f"{file}:5 in __init__" in told
+    assert "\nTraceback" not in str(ended.value)
+    for name, pool, message in (
+        ("Licensed", {"isolation": "process"}, r"FileNotFoundError.*broken\.py:5 in __init__\)$"),
+        ("several", {}, r"returned \[1, 2\], which has no method reset"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            await LocalHost(partial(load_served, [{"env": f"{file}:{name}", "pool": pool}])).start()
+
+
+@pytest.mark.parametrize(
+    "address", ["http://", "http:///x", "ftp://host:3/x", "http://host:0", "file:///x"]
+)
+def test_what_is_no_address_of_an_environment_is_refused_when_it_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address of an environment.*http://host:port"):
+        load_env(address)
+
+
+@pytest.mark.parametrize("scheme", ["", "agentgym:", "openenv:"])
+async def test_a_probe_waits_for_a_server_that_is_starting_but_not_for_a_wrong_address(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = {
+        "name": "x",
+        "tools": [],
+        "takes_text": True,
+        "step_rewards": "sum",
+        "show_actions": "no",
+    }
+    first, address = await hostile(b"")
+    first.close()
+    await first.wait_closed()
+    monkeypatch.setattr("ludus.envs.pool.PROBE_SECONDS", 0.3)
+    with pytest.raises(ConfigError, match=rf"no environment server at {address}.*was it started"):
+        await probe_env(load_env(scheme + address), "mine", {})
+    monkeypatch.setattr("ludus.envs.pool.PROBE_SECONDS", 20.0)
+    with pytest.raises(ConfigError, match=r"no environment server at http://nowhere\.invalid"):
+        await probe_env(load_env(f"{scheme}http://nowhere.invalid:80"), "mine", {})
+    with pytest.raises(ConfigError, match=r"agent\.pools\.mine\.options: .*timeout|token_file"):
+        await probe_env(load_env(scheme + address), "mine", {"colour": "red"})
+    probing = asyncio.create_task(probe_env(load_env(scheme + address), "mine", {}))
+    await asyncio.sleep(0.3)
+    assert not probing.done()
+    second, _ = await hostile(http_json({"envs": [described]}), int(address.rpartition(":")[2]))
+    async with second:
+        await probing
+
+
+async def test_a_server_that_never_answered_is_asked_once_and_not_for_each_retry() -> None:
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            asked += 1
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\n<a>")
+            await writer.drain()
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        pool = EnvPool(load_env(address), name="safe", size=1)
+        [episode] = await played(rollout({"safe": pool}, Demonstrator(expert), []), held_out_tasks()[:1])
+        assert episode.failure is not None and episode.failure.boundary is Boundary.SERVER
+        assert asked == 1
+        await pool.close()
 
 
 async def test_drain_closes_the_instances() -> None:

@@ -205,7 +205,8 @@ async def test_a_grace_that_ends_cancels(http: aiohttp.ClientSession, tmp_path: 
 async def test_a_token_opens_the_door(http: aiohttp.ClientSession, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("correct-horse-battery\n")
-    with serving("echo", options=("--token-file", str(file), "--host", "0.0.0.0")) as server:
+    options = ("--token-file", str(file), "--host", "0.0.0.0", "--verbose")
+    with serving("echo", options=options) as server:
         address = server.address
         assert "0.0.0.0" not in address  # it can be opened, from here as from elsewhere
         for path, status in (("/healthz", 200), ("/openapi.json", 200), ("/metrics", 401)):

@@ -24,6 +24,7 @@ from ludus.core.user_code import first_call_errors, pending_locations, reset_err
 from ludus.envs import WORLDS, PoolConfig, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
+from ludus.envs.pool import probe_env
 from ludus.rewards import check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
@@ -61,7 +62,7 @@ def recipe_findings(
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
     from ludus.training.models.loading import check_source
-    from ludus.training.preflight import check_parts
+    from ludus.training.preflight import check_parts, check_servers
     from ludus.training.report import idle_patience
 
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
@@ -71,6 +72,11 @@ def recipe_findings(
     plans = task_set_specs(recipe, parts)
 
     async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it
+        try:
+            await check_servers(recipe, parts)
+        except LudusError as error:  # whatever is tried would wait for the server, and fail by it
+            findings.append(("error", str(error)))
+            return
         for plan in plans:
             of_set = f"{plan.name}: " if len(plans) > 1 else ""
             found = await _set_findings(plan, call_tools, seconds)
@@ -104,9 +110,9 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
         settings = recipe.agent.pools.get(name, PoolConfig())
         found = _env(factory, parts.tasks[:1], name, settings.isolation)
         findings += await _within(seconds, f"the check of the environment {name!r}", found)
-    if parts.tasks:
+    # where an environment is broken, an episode would fail by it; so would the expert's, and each of the calls
+    if parts.tasks and not any(severity == "error" for severity, _ in findings):
         findings += await _within(seconds, "an episode", _episode(recipe, parts))
-        # where an episode failed, so would the expert's, and each of the calls
         if not any(severity == "error" for severity, _ in findings):
             findings += await _within(seconds, "the check of the rewards", _scores(recipe, parts))
         if call_tools and not any(severity == "error" for severity, _ in findings):
@@ -272,6 +278,7 @@ def env_findings(
     given = load_tasks(tasks) if tasks else world.tasks("held_out") if world is not None else []
     called = name or _name_in(given, reference)
     if factory is not None:
+        asyncio.run(probe_env(factory, called, {}))
         found = asyncio.run(_env(factory, given[:1], called))
         yield from found
         if any(severity == "error" for severity, _ in found):

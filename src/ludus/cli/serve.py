@@ -52,7 +52,8 @@ TokenFile = Annotated[
 NoToken = Annotated[
     bool, typer.Option("--no-token", help="Let every user of this machine call the server.")
 ]
-Quiet = Annotated[bool, typer.Option(help="Log warnings only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Log warnings only.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Log every request and every call.")]
 
 
 @serve_app.callback()
@@ -99,6 +100,7 @@ def serve_tools(
     token_file: TokenFile = None,
     no_token: NoToken = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve tools to runs elsewhere. Prints {"address": ...} when it is ready; SIGTERM drains it."""
     config = _config(
@@ -117,7 +119,8 @@ def serve_tools(
         held_bytes=held_bytes,
     )
     token, kept = _token(token_file, no_token, host)
-    _run(_tools(references or [], settings), backend, workers, config, token, kept, quiet)
+    level = _log_level(quiet, verbose)
+    _run(_tools(references or [], settings), backend, workers, config, token, kept, level)
 
 
 @serve_app.command("env")
@@ -166,6 +169,7 @@ def serve_env(
     token_file: TokenFile = None,
     no_token: NoToken = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve environments to runs elsewhere, which name the address: envs = { craft = "http://host:port" }.
 
@@ -195,7 +199,14 @@ def serve_env(
         served.append(one)
     if len(served) == 1:
         raise ConfigError("name at least one environment, or give --config with a table [envs]")
-    _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, quiet)
+    level = _log_level(quiet, verbose)
+    _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, level)
+
+
+def _log_level(quiet: bool, verbose: bool) -> int:
+    if quiet and verbose:
+        raise ConfigError("--quiet and --verbose: give one of them")
+    return logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
 
 
 def _env(text: str, pool: Settings) -> ToolReference:
@@ -232,14 +243,14 @@ def _run(
     config: ServerConfig,
     token: str | None,
     token_file: Path | None,
-    quiet: bool,
+    log_level: int,
 ) -> None:
     from ludus.envs.served import LOADER, load_served
     from ludus.serve import ToolServer, serve_until_told
     from ludus.serve.telemetry import log_as_json
     from ludus.tools.hosting import LocalHost, ProcessHost, ToolHost
 
-    log_as_json(level=logging.WARNING if quiet else logging.INFO)
+    log_as_json(level=log_level)
     announce = _private_stdout()
 
     def make_host() -> ToolHost:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ludus.core.failures import ConfigError, InfraError
+from ludus.core.failures import ConfigError, InfraError, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSpec
 from ludus.core.task import Task
-from ludus.envs.env import Env, as_step, call_env, reset_env, takes_text
+from ludus.core.user_code import error_with_location
+from ludus.envs.env import Env, as_env, as_step, call_env, reset_env, takes_text
 from ludus.tools import as_toolset, example_of
 
 _SECONDS = 60.0
@@ -87,8 +88,13 @@ class _Check:
                 await self._close(env)
 
     async def _make(self) -> Any:
-        env = await self._try("the factory failed", "it is called without arguments", self._factory)
-        self._open.append(env)
+        fix = "every episode needs an instance: a class, or a function that returns a new one without arguments"
+        env = await self._try("no instance could be made", fix, self._factory)
+        try:
+            self._open.append(as_env(env, self._name))
+        except ConfigError as error:
+            self._error(str(error), fix)
+            raise _Broken from error
         return env
 
     async def _reset(self, env: Any) -> str:
@@ -255,7 +261,7 @@ class _Check:
 
 
 def _error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
+    return (str(error) if isinstance(error, LudusError) else error_with_location(error))[:600]
 
 
 def _mutable_state(env: Any) -> list[tuple[str, Any]]:

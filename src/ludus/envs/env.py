@@ -265,6 +265,16 @@ async def _within(awaitable: Awaitable[Any], timeout: float | None) -> Any:
         return await awaitable
 
 
+def as_env(made: Any, name: str) -> Any:
+    """What a factory made, if it can be an environment."""
+    if callable(getattr(made, "reset", None)):
+        return made
+    raise ConfigError(
+        f"the environment {name!r}: what should make an instance returned {made!r:.80}, which has no method "
+        "reset; name a class of environments, or a function that returns a new instance"
+    )
+
+
 async def reset_env(
     env: Any, task: Task, name: str = "", *, timeout: float | None = None
 ) -> Observation:

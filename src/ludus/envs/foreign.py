@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 64 * 1024 * 1024
 _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
+_PROBE_PAUSE = 0.2
 _OVER = "The episode is over."
 
 
@@ -56,6 +57,27 @@ class ForeignServer:
                     shown = data[:300].decode("utf-8", "replace")
                     raise self.failure(path, f"status {response.status}: {shown}", response.status)
         return self.decoded(path, data)
+
+    async def probe(self, path: str, seconds: float) -> Any:
+        """Refuse an address where nothing answers within `seconds`; a server that is starting is waited for."""
+        aiohttp = load_aiohttp(purpose="an environment on a server")
+        loop = asyncio.get_running_loop()
+        end, is_starting = loop.time() + seconds, True
+        while is_starting:
+            try:
+                async with asyncio.timeout_at(end):
+                    return await self.json("GET", path)
+            except TimeoutError:
+                problem, is_starting = f"{path}: no answer within {seconds:g} seconds", False
+            except InfraError as error:
+                problem, why = str(error).removeprefix(self.address), error.__cause__
+                is_refused = isinstance(why, aiohttp.ClientConnectorError)
+                is_unknown = isinstance(why, aiohttp.ClientConnectorDNSError)
+                is_starting = is_refused and not is_unknown and loop.time() + _PROBE_PAUSE < end
+            await asyncio.sleep(_PROBE_PAUSE if is_starting else 0)
+        raise ConfigError(
+            f"no environment server at {self.address}: {problem}; is the address right, and was it started?"
+        )
 
     async def websocket(self, path: str) -> aiohttp.ClientWebSocketResponse:
         """A connection for messages of text."""
@@ -155,6 +177,11 @@ class AgentGymEnv(Env):
         self._id: Any = None
         self._done = False
         self._actions: Any = None
+
+    @staticmethod
+    async def probe(address: str, seconds: float, timeout: float = 300.0) -> None:
+        """Refuse an address at which no such server answers within `seconds`."""
+        await _server(address, timeout).probe("/openapi.json", seconds)
 
     async def reset(self, task: Task, **arguments: Any) -> str:
         if self._id is None:
@@ -289,6 +316,13 @@ class OpenEnv(Env):
         self._is_mcp = self._done = False
 
     takes_text = False  # `step` takes what the server's actions are made of
+
+    @staticmethod
+    async def probe(
+        address: str, seconds: float, text: str | None = None, timeout: float = 300.0
+    ) -> None:
+        """Refuse an address at which no such server answers within `seconds`."""
+        await _server(address, timeout).probe("/schema", seconds)
 
     async def reset(self, task: Task, **arguments: Any) -> str:
         self._done = False

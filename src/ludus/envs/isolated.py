@@ -33,7 +33,16 @@ from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
 from ludus.core.processes import CallWorker, NotPicklable
 from ludus.core.task import Task
 from ludus.core.user_code import UserError
-from ludus.envs.env import Observation, Step, call_env, read_state, reset_env, step_env, takes_text
+from ludus.envs.env import (
+    Observation,
+    Step,
+    as_env,
+    call_env,
+    read_state,
+    reset_env,
+    step_env,
+    takes_text,
+)
 from ludus.envs.tools import ForwardedTool, tools_of
 from ludus.tools import LocalTools, Tool
 
@@ -240,7 +249,7 @@ class _Host:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="env-loop", daemon=True).start()
         self.thread = ThreadExecutor(1, name="env", keep_idle=True)
-        self.env = self.run(self._made(factory))
+        self.env = as_env(self.run(self._made(factory)), name)
         set_own_thread(self.env, self.thread)
         self.toolset: LocalTools | None = None
 

@@ -34,7 +34,7 @@ from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
-from ludus.envs.env import Env, Isolation, Observation, ShowActions, call_env, reset_env
+from ludus.envs.env import Env, Isolation, Observation, ShowActions, as_env, call_env, reset_env
 from ludus.envs.isolated import IsolatedEnv
 
 _log = logging.getLogger(__name__)
@@ -118,13 +118,13 @@ class InstanceFactory:
             try:
                 if self._isolation != "none":
                     thread = ThreadExecutor(1, name=f"env-{self._name}", keep_idle=True)
-                env = await self._build(thread or shared_threads())
+                env = as_env(await self._build(thread or shared_threads()), self._name)
                 break
             except Exception as error:
                 self.failures += 1
                 if not isinstance(error, LudusError):
                     log_once(_log, f"making the environment {self._name!r}", error)
-                if attempt > self._retries:
+                if attempt > self._retries or is_final(error):
                     raise
         set_own_thread(env, thread)
         instance = Instance(env, time.monotonic(), thread=thread)
@@ -198,6 +198,11 @@ class InstanceFactory:
                 thread.join(self._close_timeout)
 
 
+def is_final(error: BaseException) -> bool:
+    """Whether another instance would fail in the same way: a setting is wrong, or nobody is at the address."""
+    return isinstance(error, ConfigError) or (isinstance(error, InfraError) and not error.replay)
+
+
 def _close_now(env: Any) -> None:
     with contextlib.suppress(Exception):
         value = env.close() if hasattr(env, "close") else None
@@ -252,6 +257,18 @@ def checked_options(
     return factory
 
 
+PROBE_SECONDS = 6.0
+"""How long a server may take to answer before a run begins; one that is just being started needs a few."""
+
+
+async def probe_env(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an environment on a server that is not there (`ConfigError`); others need no probe."""
+    probe = getattr(factory, "probe", None)
+    if probe is not None and not isinstance(factory, type):
+        checked_options(factory, name, options)
+        await probe(PROBE_SECONDS, **options)
+
+
 class EnvPool:
     """Hands out instances that `factory` (a class or a function, sync or async) makes."""
 
@@ -279,6 +296,7 @@ class EnvPool:
         if size < 1:
             raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
         self.name, self.size, self.max_wait = name, size, max_wait
+        self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
         self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses
         self.reset_timeout, self._reset_retries = reset_timeout, reset_retries
@@ -418,7 +436,7 @@ class EnvPool:
                 self._instances.failures += 1
                 if not isinstance(error, InfraError):
                     log_once(_log, f"resetting the environment {self.name!r}", error)
-                if attempt > self._reset_retries:
+                if attempt > self._reset_retries or is_final(error):
                     boundary = error.boundary if isinstance(error, InfraError) else Boundary.ENV
                     why = (
                         f"it took more than {self.reset_timeout:g} seconds (reset_timeout)"
@@ -426,7 +444,9 @@ class EnvPool:
                         else error_with_location(error)
                     )
                     message = f"the environment {self.name!r} could not be reset: {why}"
-                    raise InfraError(boundary, message, attempts=attempt) from error
+                    raise InfraError(
+                        boundary, message, attempts=attempt, retriable=not is_final(error)
+                    ) from error
                 continue
             if self._is_closed:
                 self._retire(instance)
@@ -498,7 +518,12 @@ class EnvPool:
         except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
             self._places -= 1
             message = f"an environment {self.name!r} could not be made: {error_with_location(error)}"
-            failure = InfraError(Boundary.ENV, message, attempts=self._reset_retries + 1)
+            failure = InfraError(
+                error.boundary if isinstance(error, InfraError) else Boundary.ENV,
+                message,
+                attempts=1 if is_final(error) else self._reset_retries + 1,
+                retriable=not is_final(error),
+            )
             failure.__cause__ = error
             self._makes_spares = False
             self._fail_first(error if isinstance(error, ConfigError) else failure)

@@ -11,6 +11,7 @@ over: what JSON can carry, up to 64 kB each.
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from ludus.envs.env import Env, Observation, Step, observation_from_json
 from ludus.envs.tools import ForwardedTool
 from ludus.tools import Tool
 from ludus.tools.remote import RemoteTools
-from ludus.tools.remote_http import nonsense
+from ludus.tools.remote_http import nonsense, normalized
 from ludus.tools.wire import spec_from_json
 
 
@@ -49,24 +50,41 @@ class RemoteEnvs:
         """The token is `LUDUS_TOKEN` when left out, on loopback our user's own. `deadline` bounds a call with
         all its attempts; a server that cannot be reached is tried for `unreachable_seconds`, which is less
         than a pool waits for a reset."""
+        tools = self._client(token, token_file, deadline, unreachable_seconds)
+        if self._described is None:
+            self._described = await self._describe(tools)
+        return RemoteEnv(tools, self._described)
+
+    async def probe(self, seconds: float, **options: Any) -> None:
+        """Refuse an address at which no such environment is found within `seconds`."""
+        given = inspect.signature(self.__call__).bind(**options)
+        given.apply_defaults()
+        try:
+            self._described = await self._describe(self._client(*given.args), within=seconds)
+        except InfraError as error:
+            raise ConfigError(f"no environment server at {self.address}: {error}") from error
+        finally:
+            await self.aclose()  # not everything that is probed is used
+
+    def _client(
+        self, token: str | None, token_file: str | None, deadline: float, unreachable_seconds: float
+    ) -> RemoteTools:
+        """The connections of instances with these settings."""
         settings = (token, token_file, deadline, unreachable_seconds)
         if settings not in self._tools:
             given = token if token_file is None else _read_token(token_file)
             self._tools[settings] = RemoteTools(
                 self._base, token=given, deadline=deadline, unreachable_seconds=unreachable_seconds
             )
-        tools = self._tools[settings]
-        if self._described is None:
-            self._described = await self._describe(tools)
-        return RemoteEnv(tools, self._described)
+        return self._tools[settings]
 
     async def aclose(self) -> None:
         """Close the connections; the next instance opens others."""
         for tools in self._tools.values():
             await tools.aclose()
 
-    async def _describe(self, tools: RemoteTools) -> Json:
-        listed = await tools.envs()
+    async def _describe(self, tools: RemoteTools, within: float | None = None) -> Json:
+        listed = await tools.envs(within)
         names = [str(one.get("name")) for one in listed]
         wanted = self._name or (names[0] if len(names) == 1 else None)
         if wanted not in names:
@@ -177,7 +195,10 @@ def _split(address: str) -> tuple[str, str | None]:
     """The server, and the environment's name: the last part of the path."""
     try:
         parts = urlsplit(address)
-    except ValueError as error:
-        raise ConfigError(f"{address!r} is no address: {error}") from error
-    head, _, name = parts.path.rpartition("/")
-    return parts._replace(path=head).geturl(), name or None
+        head, _, name = parts.path.rpartition("/")
+        return normalized(parts._replace(path=head).geturl()), name or None
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(
+            f"{address!r} is no address of an environment; write http://host:port, or http://host:port/NAME "
+            "where the server has several"
+        ) from error

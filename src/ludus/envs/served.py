@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ludus.core.failures import Boundary, ConfigError, Fault, InfraError
+from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, LudusError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location
@@ -25,6 +25,7 @@ from ludus.envs.env import (
     reset_env,
     takes_text,
 )
+from ludus.envs.isolated import EnvRaised
 from ludus.envs.pool import EnvPool, Lease, PoolConfig
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
@@ -221,14 +222,23 @@ class ServedTools:
     async def _describe(self, name: str) -> Json:
         """What a client must know of an environment before it opens a session."""
         pool = self._pools[name]
-        async with pool.new_instance() as env:
-            tools = EnvTools(env, await tools_of(env, name)).tools
-            specs = [spec_to_json(one.spec) for one in tools]
-            settings = {
-                "step_rewards": getattr(env, "step_rewards", "sum"),
-                "show_actions": pool.show_actions_of(env),
-                "takes_text": takes_text(env),
-            }
+        try:
+            async with pool.new_instance() as env:
+                tools = EnvTools(env, await tools_of(env, name)).tools
+                specs = [spec_to_json(one.spec) for one in tools]
+                settings = {
+                    "step_rewards": getattr(env, "step_rewards", "sum"),
+                    "show_actions": pool.show_actions_of(env),
+                    "takes_text": takes_text(env),
+                }
+        except LudusError:
+            raise
+        except Exception as error:
+            why = str(error) if isinstance(error, EnvRaised) else error_with_location(error)
+            raise ConfigError(
+                f"the environment {name!r} ({pool.made_by}) cannot be served, because no instance could be "
+                f"made: {why}"
+            ) from error
         return {"name": name, "size": pool.size, "tools": specs, **settings}
 
 

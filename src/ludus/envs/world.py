@@ -303,6 +303,11 @@ def load_env(reference: str) -> Callable[[], Env]:
         made: Any = RemoteEnvs(reference)  # a coroutine function, as factories may be
         return cast(Callable[[], Env], made)
     scheme, _, what = reference.partition(":")
+    if what.startswith("//"):
+        raise ConfigError(
+            f"{reference!r} is no address of an environment: {scheme}:// is not spoken; write "
+            "http://host:port/NAME or https://... (ludus serve env), agentgym:http://... or openenv:http://..."
+        )
     if scheme not in ADAPTERS:
         factory: Callable[[], Env] = ENVS.load(reference)
         return factory
@@ -311,4 +316,6 @@ def load_env(reference: str) -> Callable[[], Env]:
     # what a pool reads of a class
     own = {name: getattr(adapter, name) for name in ("isolation", "step_timeout")}
     vars(found).update(own, __name__=env_name(adapter))
+    if hasattr(adapter, "probe"):  # it is on a server, which may not be there
+        vars(found)["probe"] = partial(adapter.probe, what)
     return found

@@ -1,4 +1,4 @@
-"""What a tool server reports: Prometheus metrics, and one line of JSON for each request and each call."""
+"""What a tool server reports: Prometheus metrics, and on demand a line of JSON for each request and call."""
 
 from __future__ import annotations
 
@@ -95,21 +95,21 @@ def log_call(
     session: str, tool: str, outcome: CallOutcome, queue_seconds: float, seconds: float
 ) -> None:
     """Note how a call ended."""
-    if not _log.isEnabledFor(logging.INFO):
+    if not _log.isEnabledFor(logging.DEBUG):
         return
     fields: Json = {"request": request_id.get(), "session": session, "tool": tool[:100]}
     fields["outcome"] = outcome_name(outcome)
     fields["seconds"], fields["queue_seconds"] = round(seconds, 6), round(queue_seconds, 6)
     if isinstance(outcome, RequestError):
         fields["problem"] = str(outcome)[:_LONGEST]
-    _log.info("call", extra={"fields": fields})
+    _log.debug("call", extra={"fields": fields})
 
 
 def log_request(method: str, path: str, status: int, seconds: float) -> None:
     """Note how a request that is not a call ended."""
-    if _log.isEnabledFor(logging.INFO):
+    if _log.isEnabledFor(logging.DEBUG):
         fields = {"request": request_id.get(), "method": method, "path": path[:200], "status": status}
-        _log.info("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
+        _log.debug("request", extra={"fields": {**fields, "seconds": round(seconds, 6)}})
 
 
 class JsonFormatter(logging.Formatter):

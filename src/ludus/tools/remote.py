@@ -37,6 +37,7 @@ from ludus.tools.remote_http import (
     RetryBudget,
     ServerResponse,
     ToolHttpClient,
+    UnknownHost,
     error_of,
     failure_of,
     in_order,
@@ -189,20 +190,24 @@ class RemoteTools:
         path = f"/{what}?env={quote(env, safe='')}"
         return (await self._get(self._episode(context), path, self._budget()))[1]
 
-    async def envs(self) -> Sequence[Json]:
-        """The environments that the servers have."""
-        budget, problem = self._budget(), ""
+    async def envs(self, within: float | None = None) -> Sequence[Json]:
+        """The environments that the servers have; `within` is the longest to try, as usual when left out."""
+        limits = [self._deadline, self._unreachable_seconds]
+        budget = RetryBudget(self._http, *(min(one, within or one) for one in limits))
+        problem = ""
         while True:
             for address in self._addresses:
                 try:
                     response = await self._send("GET", f"{address}/v1/envs", None, budget)
                 except (NotConnected, ResponseLost) as error:
                     problem = str(error)
+                    if isinstance(error, UnknownHost) and within is not None:
+                        raise budget.never_reached(problem) from error
                     continue
                 if response.status != 200:
                     refusal = error_of(response)
                     if refusal.kind not in _NOT_TAKEN:
-                        raise failure_of(refusal, budget.attempts)
+                        raise failure_of(refusal, budget.attempts, address)
                     problem = refusal.message
                     continue
                 listed = response.body.get("envs")
@@ -311,7 +316,7 @@ class RemoteTools:
                     return session
                 refusal = error_of(response)
                 if refusal.kind not in _NOT_TAKEN:
-                    raise failure_of(refusal, budget.attempts)
+                    raise failure_of(refusal, budget.attempts, address)
                 self.counters.refused += 1
                 problem, wait = refusal.message, max(wait, retry_after(refusal))
             if not wait:
@@ -346,7 +351,7 @@ class RemoteTools:
             self._drop_session(episode, session)
             await budget.pause(error.message)
         else:
-            raise failure_of(error, budget.attempts)
+            raise failure_of(error, budget.attempts, session.address)
 
     # Calls
 

@@ -81,6 +81,10 @@ class NotConnected(Exception):
     """No connection was made, so nothing was sent."""
 
 
+class UnknownHost(NotConnected):
+    """The name of the host has no address."""
+
+
 class ResponseLost(Exception):
     """The request may have arrived, but its answer did not."""
 
@@ -159,6 +163,8 @@ class ToolHttpClient:
                 ) as response,
             ):
                 answer = await _read(response)
+        except aiohttp.ClientConnectorDNSError as error:
+            raise UnknownHost(f"{url}: {error}") from error
         except aiohttp.ClientConnectorError as error:
             raise NotConnected(f"{url}: {error}") from error
         except aiohttp.ConnectionTimeoutError as error:
@@ -296,8 +302,7 @@ class RetryBudget:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
             if self._http.has_answered:
                 raise InfraError(Boundary.SERVER, message, attempts=self.attempts)
-            message += "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
-            raise InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)
+            raise self.never_reached(message)
         longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self.attempts, 20))
         delay = at_least + random.uniform(0.0, longest)
         await asyncio.sleep(min(delay, self.seconds_left))
@@ -306,6 +311,11 @@ class RetryBudget:
         """The failure of an attempt that was not answered in time."""
         message = f"no answer from the tool server within {self._seconds:g} seconds"
         return InfraError(Boundary.SERVER, message, attempts=self.attempts)
+
+    def never_reached(self, message: str) -> InfraError:
+        """The failure where no server has ever answered, which another attempt would not change."""
+        message += "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
+        return InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)
 
 
 def normalized(address: str) -> str:
@@ -383,9 +393,17 @@ def retry_after(error: ErrorBody) -> float:
     return min(max(error.retry_after or 0.0, 0.0), _LONGEST_RETRY_AFTER)
 
 
-def failure_of(error: ErrorBody, attempts: int) -> Exception:
-    """What an error means to an episode."""
+def failure_of(error: ErrorBody, attempts: int, address: str) -> Exception:
+    """What an error of the server at `address` means to an episode."""
     kind, message = error.kind, error.message
+    if kind is ErrorKind.UNAUTHORIZED:
+        return ConfigError(
+            f"{address} refused us: it wants its token, and ours is missing or another one. Set LUDUS_TOKEN to "
+            "the server's, or name a file that holds it: for an environment, [agent.pools.NAME] options = "
+            '{ token_file = "FILE" }; for tools, { tool = "ADDRESS", token = "..." }. The server has the '
+            "LUDUS_TOKEN or the --token-file that it was started with; or the line that it printed names a "
+            "token_file"
+        )
     if kind in _OUR_MISTAKE:
         return ConfigError(f"the tool server refused us: {message}")
     if kind is ErrorKind.UNKNOWN_OUTCOME:

@@ -41,7 +41,7 @@ from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
-from ludus.training.preflight import check_parts, with_step_counts
+from ludus.training.preflight import check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
@@ -277,6 +277,7 @@ async def train_async(
     reset_error_counts()  # each run shows the tracebacks of user code once
     with _closed_on_error(run):
         check_parts(recipe, parts)
+        await check_servers(recipe, parts)
     if run is None:
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import is_address
+from ludus.envs import PoolConfig
+from ludus.envs.pool import probe_env
 from ludus.observe import SINKS
 from ludus.training.config.parts import (
     Parts,
@@ -12,7 +17,7 @@ from ludus.training.config.parts import (
     refuse_stray_tasks,
     task_set_specs,
 )
-from ludus.training.config.recipe import Recipe, StageConfig
+from ludus.training.config.recipe import AgentConfig, Recipe, StageConfig
 from ludus.training.config.stages import SFTConfig
 from ludus.training.models.loading import device_of
 from ludus.training.stages import stage_class
@@ -71,6 +76,21 @@ def _check_pools(recipe: Recipe, parts: Parts) -> None:
         raise ConfigError(
             f"agent.pools.{name}: there is no environment of that name; there are: {there}"
         )
+
+
+async def check_servers(recipe: Recipe, parts: Parts) -> None:
+    """Refuse environments on servers that are not there, or that do not let us in."""
+
+    async def check(name: str, factory: Any, agent: AgentConfig) -> None:
+        with errors_at(f"agent.envs.{name}"):
+            await probe_env(factory, name, agent.pools.get(name, PoolConfig()).options)
+
+    probes = [
+        check(name, factory, one.recipe.agent)
+        for one in task_set_specs(recipe, parts)
+        for name, factory in one.parts.all_envs.items()
+    ]
+    await asyncio.gather(*probes)
 
 
 def with_step_counts(recipe: Recipe, parts: Parts) -> Recipe:

@@ -168,12 +168,11 @@ class EvalModel:
     @asynccontextmanager
     async def open(self, recipe: Recipe, parts: Parts) -> AsyncIterator[list[TaskSet]]:
         """The task sets, ready to be played by the model; all that was opened is closed at the end."""
-        from ludus.training.run_context import (
-            build_run_context,
-            build_task_sets,
-            close_task_sets,
-        )  # loads torch
+        # loads torch
+        from ludus.training.preflight import check_servers
+        from ludus.training.run_context import build_run_context, build_task_sets, close_task_sets
 
+        await check_servers(recipe, parts)
         if not self.is_remote:
             async with await build_run_context(self.recipe(recipe), parts) as context:
                 yield context.task_sets
