@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludus.core.concurrency import frozen_gc, run_coroutine
+from ludus.core.concurrency import frozen_gc, run_coroutine, run_to_the_end
 
 word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
 
@@ -153,3 +153,46 @@ def test_an_interrupt_at_the_start_leaves_nothing_behind(monkeypatch: pytest.Mon
     with frozen_gc():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+async def test_what_must_not_be_cut_off_ends_before_its_caller_is_cancelled() -> None:
+    order: list[str] = []
+
+    async def work() -> int:
+        await asyncio.sleep(0.03)
+        order.append("done")
+        return 7
+
+    async def caller() -> None:
+        assert await run_to_the_end(work()) == 7
+        order.append("bookkeeping")
+        await asyncio.sleep(0)
+        order.append("never")
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert order == ["done", "bookkeeping"] and task.cancelling() == 1
+
+
+async def test_its_error_is_raised_and_the_cancellation_too() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("broken")
+
+    async def caller() -> None:
+        with pytest.raises(ValueError, match="broken"):
+            await run_to_the_end(work())
+        await asyncio.sleep(0)
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -75,6 +75,33 @@ async def test_new_weights_in_the_middle_of_an_action() -> None:
     await engine.close()
 
 
+async def test_kv_of_older_weights_is_kept_where_that_is_asked_for() -> None:
+    """The request goes on without computing its context again; others do not find what is stale."""
+    model = make()
+    engine = EmbeddedEngine(model, config=EngineConfig(keep_kv=True))
+    context = prompts([20])[0]
+    task = asyncio.create_task(engine.generate(context, LONG, session="s"))
+    await until(lambda: engine.stats.generated_tokens > 5)
+    await engine.pause()
+    so_far, computed = engine.stats.generated_tokens, engine.stats.computed_tokens
+    before = stock_greedy(model, context, so_far)
+    _perturb(model)
+    assert await engine.update_weights() == 1
+    await engine.resume()
+    completion = await task
+    assert completion.versions == (VersionSpan(0, 0), VersionSpan(so_far, 1))
+    assert completion.tokens[:so_far] == before
+    assert engine.stats.computed_tokens - computed == 200 - so_far
+    fresh = await engine.generate(context, GREEDY)
+    assert fresh.cached_tokens == 0 and fresh.tokens == stock_greedy(model, context, 6)
+    await engine.close()
+
+
+def test_kept_kv_cannot_be_given_away() -> None:
+    with pytest.raises(ConfigError, match="keep_kv keeps it"):
+        EngineConfig.parse({"keep_kv": True, "release_memory": "always"})
+
+
 async def test_new_weights_in_the_middle_of_a_score() -> None:
     model = make()
     engine = EmbeddedEngine(model, config=EngineConfig(max_running=1, tokens_per_step=2))

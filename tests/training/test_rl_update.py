@@ -294,24 +294,37 @@ def test_the_advantage_mask_is_ppos() -> None:
         )
 
 
-def test_a_correction_weighs_by_what_the_engine_reported() -> None:
-    """Ratios start from the trainer's own logprobs, so they are 1 in the first update."""
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param({"correction": "truncated", "correction_options": {"high": 2.0}}, id="computed"),
+        pytest.param({"staleness": 1}, id="training-pass"),
+        pytest.param({"staleness": 1, "kl": 1e-9, "kl_in": "reward"}, id="stale-computed"),
+    ],
+)
+def test_a_correction_weighs_by_what_the_engine_reported(table: dict[str, Any]) -> None:
+    """Ratios start from the trainer's own logprobs, so they are 1 in the first update.
+
+    These come from a pass of their own, or from the training pass: with stale samples and one update.
+    """
     model = tiny_model()
     given = played(model, seed=8, noise=1.5)
     new = [row_logprobs(model, t.tokens).tolist() for t in scored(given)]
     slopes = expected_slopes(
         model, given, advantages.grpo(attempts_of(given)), USUAL, "token", said(given), new
     )
-    capped = False
+    capped = counted = 0
     for row, mine, trajectory in zip(slopes, new, scored(given), strict=True):
         for place in range(len(row)):
-            ratio = math.exp(mine[place] - trajectory.logprobs[place]) if row[place] else 1.0
-            capped |= ratio > 2
+            ratio = math.exp(mine[place] - trajectory.logprobs[place])
+            capped += trajectory.action_mask[place] and ratio > 2
+            counted += trajectory.action_mask[place]
             row[place] *= min(ratio, 2.0)
     assert capped
-    config = settings("grpo", correction="truncated", correction_options={"high": 2.0})
-    metrics = check(model, given, config, slopes)
+    reference = frozen(tiny_model()) if "kl" in table else None
+    metrics = check(model, given, settings("grpo", **table), slopes, reference=reference)
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["importance_cut"] == pytest.approx(capped / counted)
     assert metrics["logprob_difference_max"] > 1
 
 

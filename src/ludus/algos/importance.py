@@ -55,11 +55,13 @@ def effective_sample_size(mean: float, mean_square: float, count: float = 1.0) -
 
 def corrected(loss: PolicyLoss, correction: Correction) -> PolicyLoss:
     """The same loss, each token weighted by its correction."""
+    level: Level = getattr(correction, "keywords", {}).get("level", "token")
 
     def weighted(inputs: LossInputs) -> tuple[Tensor, Metrics]:
         loss_A, metrics = loss(inputs)
         weight_A = correction(inputs)
-        return loss_A * weight_A, metrics | {"importance_weight": weight_A}
+        cut_A = (weight_A != _ratio(inputs, level)).to(weight_A.dtype)
+        return loss_A * weight_A, metrics | {"importance_weight": weight_A, "importance_cut": cut_A}
 
     return weighted
 

@@ -314,6 +314,25 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         thread.join()
 
 
+async def run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await what must not be cut off: a cancellation meanwhile is raised at the caller's next await."""
+    caller, work, cancelled = asyncio.current_task(), asyncio.ensure_future(coroutine), False
+    assert caller is not None
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise
+            cancelled = True
+            caller.uncancel()
+        except BaseException:  # noqa: BLE001 - the coroutine's own, which `result` raises below
+            break
+    if cancelled:
+        caller.cancel()
+    return work.result()
+
+
 def _is_in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()

@@ -25,6 +25,9 @@ class EngineConfig(Config):
     """How many tokens the KV cache holds, instead of a share of memory."""
     release_memory: Literal["auto", "always", "never"] = "auto"
     """Whether a pause hands the KV cache's memory to the trainer: always, never, or when little is free."""
+    keep_kv: bool = False
+    """Whether requests and sessions in flight keep the KV cache of older weights through an update (staleness >
+    0), which saves computing it again and makes what follows the sample of no single policy."""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in one block of the KV cache: the unit of prefix caching."""
     max_waiting: int = Field(default=1024, ge=1)
@@ -34,6 +37,12 @@ class EngineConfig(Config):
     def _check_cache_size(self) -> Self:
         if self.cache_tokens is not None and self.memory is not None:
             raise ValueError("cache_tokens and memory both say how large the KV cache is: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_kept(self) -> Self:
+        if self.keep_kv and self.release_memory == "always":
+            raise ValueError('release_memory = "always" gives the KV cache away, and keep_kv keeps it')
         return self
 
     @model_validator(mode="after")

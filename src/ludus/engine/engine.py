@@ -154,7 +154,8 @@ class EmbeddedEngine:
         await self._thread.call(self._resume)
 
     async def update_weights(self) -> int:
-        return await self._thread.call(self._core.update_weights)
+        keeps = self.config.keep_kv
+        return await self._thread.call(lambda: self._core.update_weights(keep_kv=keeps))
 
     async def forget(self) -> None:
         """Drop the KV cache and all sessions; the policy version stays."""

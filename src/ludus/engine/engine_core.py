@@ -99,12 +99,16 @@ class EngineCore:
         if request is not None:
             self.finish(request, FinishReason.ABORTED)
 
-    def update_weights(self) -> int:
+    def update_weights(self, *, keep_kv: bool = False) -> int:
+        """The weights have changed. Requests in flight recompute their KV, or keep that of older weights."""
         self.drain()
         self.version += 1
-        self.forget()
+        if keep_kv:
+            self.scheduler.block_manager.set_version(self.version)  # no other request finds it
+        else:
+            self.forget()
         self._runner.refresh()
-        for request in self.scheduler.waiting:
+        for request in (*self.scheduler.waiting, *self.scheduler.running):
             request.note_version(self.version)
         return self.version
 

@@ -40,6 +40,8 @@ def max_step_tokens(model: nn.Module, config: EngineConfig) -> int:
 def releases_memory(model: nn.Module, config: EngineConfig) -> bool:
     """Whether a pause that begins now gives the KV cache's memory to the trainer."""
     device = device_of(model)
+    if config.keep_kv:
+        return False
     if config.release_memory != "auto" or device.type != "cuda":
         return config.release_memory == "always"
     free, total = free_memory(device)

@@ -129,6 +129,18 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("ratio_max", "The largest such ratio.", "1", "max"),
     Metric("importance_weight", "Mean weight that an importance correction gave to a trained token.",
            "1"),
+    Metric("importance_cut", "Share of tokens whose weight the correction truncated or masked.", "share"),
+    Metric("lag_mean", "Mean over the episodes of a step of how many versions the oldest policy that took "
+           "part in an episode is behind the one that is trained.", "versions"),
+    Metric("lag_max", "The largest such lag; at most staleness + ceil((staleness_window - 1) / tasks).",
+           "versions", "max"),
+    Metric("versions_per_episode", "Mean number of policy versions whose tokens are in an episode.",
+           "versions"),
+    Metric("groups_in_flight", "Groups that were being played when the step was trained.", "groups"),
+    Metric("groups_finished", "Groups that had been played and waited for their step when the step was "
+           "trained.", "groups"),
+    Metric("wait_seconds", "Wall time in which the trainer waited for groups.", "seconds"),
+    Metric("paused_seconds", "Wall time in which the engine was paused for the update.", "seconds"),
     Metric("value_loss", "The critic's loss: half the squared error of its values.", "reward²"),
     Metric("value_clip_fraction", "Share of values that had moved too far to be moved on.", "share"),
     Metric("value_gradient_norm", "L2 norm of the critic's gradient before clipping.", "1"),

@@ -324,11 +324,21 @@ class RunWriter(RunFolder):
         self._check_open()
         atomic_write(self.path / OBJECTS, json.dumps(dict(objects), indent=1) + "\n")
 
-    def write_groups(self, groups: Sequence[Group], step: int, split: str = "train") -> Path:
-        """Store the episodes of a step; a file of the same step and split is replaced."""
+    def write_groups(
+        self,
+        groups: Sequence[Group],
+        step: int,
+        split: str = "train",
+        *,
+        notes: Sequence[Json] = (),
+    ) -> Path:
+        """Store the episodes of a step; a file of the same step and split is replaced.
+
+        `notes` has more about each group, which `read_notes` reads.
+        """
         self._check_open()
         path = self.trajectory_path(step, split)
-        write_groups(path, groups, step=step, split=split)
+        write_groups(path, groups, step=step, split=split, notes=notes)
         return path
 
     @contextmanager

@@ -9,6 +9,7 @@ nothing.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -31,6 +32,7 @@ FORMAT = b"1"
 """Counts the changes to the columns that an older reader would misread."""
 
 _FORMAT_KEY = b"ludus.trajectories"
+_NOTES_KEY = b"ludus.groups"
 _ROWS_AT_ONCE = 256
 _FAILURE = tuple(field.name for field in fields(Failure))
 _JSON = frozenset({"target", "envs", "metadata", "tool_calls", "calls", "media"})
@@ -51,11 +53,12 @@ def write_trajectories(
     step: int = 0,
     split: str = "train",
     groups: Sequence[int] | None = None,
+    notes: Sequence[Json] = (),
 ) -> None:
     """Write a file of trajectories, whole or not at all; one that is there is replaced.
 
     `groups` numbers the group of each trajectory. Without it, attempts at one task are one group, and an
-    attempt number that comes again starts another.
+    attempt number that comes again starts another. `notes` are kept in the file's metadata.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -67,24 +70,44 @@ def write_trajectories(
         row_of(trajectory, step=step, split=split, group=number)
         for trajectory, number in zip(trajectories, numbers, strict=True)
     )
+    schema = _schema().with_metadata({**_schema().metadata, _NOTES_KEY: json.dumps(list(notes))})
     with (
         atomic_file(path) as temporary,
-        pq.ParquetWriter(temporary, _schema(), **_encodings()) as writer,
+        pq.ParquetWriter(temporary, schema, **_encodings()) as writer,
     ):
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             try:
-                writer.write_table(pa.Table.from_pylist(chunk, schema=_schema()))
+                writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
             except (pa.ArrowException, OverflowError, TypeError) as error:
                 raise StoreError(f"{path}: a trajectory does not fit the columns: {error}") from error
 
 
 def write_groups(
-    path: str | Path, groups: Sequence[Group], *, step: int = 0, split: str = "train"
+    path: str | Path,
+    groups: Sequence[Group],
+    *,
+    step: int = 0,
+    split: str = "train",
+    notes: Sequence[Json] = (),
 ) -> None:
-    """Write the trajectories of groups, in order, numbered by group."""
+    """Write the trajectories of groups, in order, numbered by group; `notes` has one for each group, or
+    none."""
     flat = [trajectory for group in groups for trajectory in group.trajectories]
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
-    write_trajectories(path, flat, step=step, split=split, groups=numbers)
+    write_trajectories(path, flat, step=step, split=split, groups=numbers, notes=notes)
+
+
+def read_notes(path: str | Path) -> list[Json]:
+    """What was noted of each group of a file; nothing where it was written without."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        noted = (pq.read_schema(path).metadata or {}).get(_NOTES_KEY, b"[]")
+        notes: list[Json] = json.loads(noted)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read as trajectories: {error}") from error
+    return notes
 
 
 def read_trajectories(path: str | Path) -> list[Trajectory]:
@@ -105,10 +128,15 @@ def holds_trajectories(path: str | Path) -> bool:
 
 def read_groups(path: str | Path) -> list[Group]:
     """The trajectories of a file, put together into the groups they were written in."""
+    return list(read_numbered_groups(path).values())
+
+
+def read_numbered_groups(path: str | Path) -> dict[int, Group]:
+    """The same, each under the number that it was written with."""
     groups: dict[int, Group] = {}
     for number, trajectory in _read(path):
         groups.setdefault(number, Group(trajectory.task, [])).trajectories.append(trajectory)
-    return list(groups.values())
+    return groups
 
 
 def read_failures(path: str | Path) -> list[Failure]:

@@ -71,14 +71,16 @@ class Rollout:
             # a task that comes twice gets new attempts, not the same ones again
             first = seen[task.id] * self.attempts
             seen[task.id] += 1
-            running.append(asyncio.create_task(self._group(task, first, seed, places)))
+            running.append(asyncio.create_task(self.group(task, first, seed, places)))
         try:
             for finished in asyncio.as_completed(running):
                 yield await finished
         finally:
             await _cancel(running)
 
-    async def _group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
+    async def group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
+        """The attempts `first` and following at a task, scored; each waits for one of the `places`."""
+
         async def one(attempt: int) -> Trajectory:
             async with places:
                 return await self.play(task, attempt, seed)

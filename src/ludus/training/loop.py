@@ -8,7 +8,8 @@ A step of RL, for instance:
 
 It runs in one event loop. The update blocks that loop on purpose: nothing else may happen meanwhile. From
 the update to the end of its bookkeeping nothing is awaited, so that a cancelled run stops either before a
-step or after it, and what it saves is never half a step.
+step or after it, and what it saves is never half a step. With `rl.staleness` above 0 episodes go on during the
+update, which runs in a thread; a cancellation then waits for its end.
 
 Steps are counted through the whole run, over all its stages. A checkpoint holds the weights, the stage's own
 state (optimizer, critic, curriculum, place in the tasks) and the rewards' memory; randomness is counter-based
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +136,15 @@ class Trainer:
         folder = self.run.path / "stages" / str(number)
         self._stage = stage = stage_class(config)(self.context, folder, config)
         stage.is_resumed = checkpoint is not None and self.progress.done < stage.steps
+        try:
+            await self._run_steps(stage, number, checkpoint)
+        finally:
+            await stage.end()
+        if stage.config.learns:
+            self.save()
+            await self._evaluate()
+
+    async def _run_steps(self, stage: Stage[Any], number: int, checkpoint: Checkpoint | None) -> None:
         await stage.begin()
         if checkpoint is not None:
             stage.load(checkpoint.path)
@@ -146,9 +157,6 @@ class Trainer:
             await self._advance(stage)
         if self.progress.done < stage.steps:
             self._end_early(number)
-        if stage.config.learns:
-            self.save()
-            await self._evaluate()
 
     def _is_over(self, number: int) -> bool:
         """Whether the last evaluations of the stage have used up the patience."""
@@ -201,7 +209,9 @@ class Trainer:
         every = self.recipe.run.trajectories_every
         due = bool(every) and (self.progress.done % every == 0 or result.split == "eval")
         if result.groups and due:
-            self.run.write_groups(list(result.groups), self.progress.step, result.split)
+            self.run.write_groups(
+                list(result.groups), self.progress.step, result.split, notes=result.notes
+            )
         metrics = (
             prefixed(stage.config.prefix, result.metrics) if stage.config.prefix else result.metrics
         )
@@ -246,9 +256,10 @@ class Trainer:
         config, step = self.recipe.evaluation, self.progress.step
         if step in self._measured or not any(self.context.held_out(config.tasks)):
             return
-        result = await self.context.measure(
-            attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
-        )
+        async with self._stage.holding() if self._stage is not None else nullcontext():
+            result = await self.context.measure(
+                attempts=config.attempts, temperature=config.temperature, tasks=config.tasks
+            )
         check_failures(result.groups, self.recipe.max_failures)
         self._warn_of_failures(result.groups, "held-out")
         self.evaluations[stage_of(step, self.recipe)] = result

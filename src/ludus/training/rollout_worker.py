@@ -61,7 +61,8 @@ class RolloutWorker:
     async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
         """The groups of a step, under a curriculum's values. The same step can be played again."""
         sampler = self._sampler_at(step).copy()
-        step_rollouts = _StepRollouts(self._sets, self._settings, self._rollouts(values))
+        rollouts = rollouts_at(self._sets, self._settings.attempts, values)
+        step_rollouts = _StepRollouts(self._sets, self._settings, rollouts)
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
         sampled = sampler.sample(self._settings.tasks, hardest)
         groups = await step_rollouts.play(sampled, seed)
@@ -77,14 +78,7 @@ class RolloutWorker:
                 groups[place] = group
                 refilled += step_rollouts.is_informative(group)
         self._samplers = {step: self._samplers[step], step + 1: sampler}
-        sets, masked = [one.set for one in sampled], step_rollouts.masked(groups)
-        metrics = step_rollouts.metrics(groups, sets) | {"masked": len(masked)}
-        if self._settings.refill is not None:
-            metrics["refilled"] = refilled
-            metrics["without_signal"] = sum(not step_rollouts.is_informative(group) for group in groups)
-        return RolloutBatch(
-            groups, masked, sets, metrics, [g for one in step_rollouts.dropped for g in one]
-        )
+        return step_rollouts.batch(groups, [one.set for one in sampled], refilled)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last step began and where it ended: a step that was cut off begins again."""
@@ -102,23 +96,24 @@ class RolloutWorker:
             raise ValueError(f"step {step} cannot begin here: this worker is at step {known}")
         return self._samplers[step]
 
-    def _rollouts(self, values: Mapping[str, float]) -> list[Rollout]:
-        """Each set's rollout under the settings of a curriculum."""
-        strictness = values.get(STRICTNESS)
-        if strictness is not None and not any(s.rollout.scorer.takes_strictness for s in self._sets):
-            raise ConfigError(
-                f"a curriculum moves {STRICTNESS}, but no reward takes it: give one a keyword-only "
-                "parameter `strictness` with a default"
-            )
-        return [
-            replace(
-                one.rollout,
-                attempts=self._settings.attempts,
-                budgets=budgets_at(one.rollout.budgets, values, one.limits),
-                scorer=one.rollout.scorer.at_strictness(strictness),
-            )
-            for one in self._sets
-        ]
+
+def rollouts_at(sets: Sequence[TaskSet], attempts: int, values: Mapping[str, float]) -> list[Rollout]:
+    """Each set's rollout under the values of a curriculum."""
+    strictness = values.get(STRICTNESS)
+    if strictness is not None and not any(s.rollout.scorer.takes_strictness for s in sets):
+        raise ConfigError(
+            f"a curriculum moves {STRICTNESS}, but no reward takes it: give one a keyword-only "
+            "parameter `strictness` with a default"
+        )
+    return [
+        replace(
+            one.rollout,
+            attempts=attempts,
+            budgets=budgets_at(one.rollout.budgets, values, one.limits),
+            scorer=one.rollout.scorer.at_strictness(strictness),
+        )
+        for one in sets
+    ]
 
 
 def budgets_at(
@@ -130,15 +125,74 @@ def budgets_at(
     return Budgets.parse({**budgets.model_dump(), **held}, "the curriculum") if held else budgets
 
 
-class _StepRollouts:
+class GroupFilter:
+    """Shapes rewards, resamples attempts, tells groups with signal; and keeps what was dropped, by set."""
+
+    def __init__(self, sets: Sequence[TaskSet], settings: RolloutSettings) -> None:
+        self._sets, self._settings = sets, settings
+        self._resampled = 0
+        self.dropped: list[list[Group]] = [[] for _ in sets]
+
+    def keep(self, group: Group, set_number: int, draw: int) -> Group:
+        """The group with shaped rewards, and the attempts that resampling leaves."""
+        for one in group.trajectories:
+            shape_reward(one, self._settings)
+        if self._settings.keep_attempts is None:
+            return group
+        group, leaving = resample(group, self._settings.keep_attempts, draw)
+        if leaving:
+            self.dropped[set_number].append(Group(group.task, leaving))
+            self._resampled += len(leaving)
+        return group
+
+    def is_informative(self, group: Group) -> bool:
+        """Whether its attempts differ in reward, and one of them is in the loss."""
+        return has_signal(group) and not all(map(self._is_masked, group.trainable))
+
+    def batch(self, groups: list[Group], sets: list[int], refilled: int) -> RolloutBatch:
+        """What a step learns from; `sets` has the task set of each group."""
+        masked = self._masked(groups)
+        metrics = self._metrics(groups, sets) | {"masked": len(masked)}
+        if self._settings.refill is not None:
+            metrics["refilled"] = refilled
+            metrics["without_signal"] = sum(not self.is_informative(group) for group in groups)
+        return RolloutBatch(groups, masked, sets, metrics, [g for one in self.dropped for g in one])
+
+    def _masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
+        """The attempts that stay out of the loss."""
+        return frozenset(
+            (number, place)
+            for number, group in enumerate(groups)
+            for place, one in enumerate(group.trajectories)
+            if self._is_masked(one)
+        )
+
+    def _is_masked(self, trajectory: Trajectory) -> bool:
+        return is_masked(broken_kinds(trajectory), self._settings.broken)
+
+    def _metrics(self, groups: Sequence[Group], sets: Sequence[int]) -> dict[str, float]:
+        """Counts of broken episodes; and each set's own metrics, over all that was played."""
+        kinds = Counter(kind for g in groups for one in g.trajectories for kind in broken_kinds(one))
+        metrics: dict[str, float] = {f"broken/{kind}": kinds[kind] for kind in KINDS}
+        if self._settings.keep_attempts is not None:
+            metrics["resampled"] = self._resampled
+        if len(self._sets) == 1:
+            return metrics
+        for number, one in enumerate(self._sets):
+            own = [g for g, of in zip(groups, sets, strict=True) if of == number]
+            found = rollout_metrics([*own, *self.dropped[number]])
+            metrics |= set_metrics(one.name, found, PER_SET)
+        return metrics
+
+
+class _StepRollouts(GroupFilter):
     """One step: each set's rollout, and what has been dropped so far, by set."""
 
     def __init__(
         self, sets: Sequence[TaskSet], settings: RolloutSettings, rollouts: Sequence[Rollout]
     ) -> None:
-        self._sets, self._settings, self._rollouts = sets, settings, rollouts
-        self._resampled = 0
-        self.dropped: list[list[Group]] = [[] for _ in sets]
+        super().__init__(sets, settings)
+        self._rollouts = rollouts
 
     async def play(self, sampled: Sequence[SampledTask], seed: int) -> list[Group]:
         """A group for each task, in order, shaped and resampled."""
@@ -153,7 +207,7 @@ class _StepRollouts:
         groups_of = {number: iter(groups) for number, groups in zip(numbers, finished, strict=True)}
         groups = [next(groups_of[one.set]) for one in sampled]
         return [
-            self._kept(group, one.set, key(seed, "resample", place))
+            self.keep(group, one.set, key(seed, "resample", place))
             for place, (group, one) in enumerate(zip(groups, sampled, strict=True))
         ]
 
@@ -188,47 +242,6 @@ class _StepRollouts:
             ordered.append(groups[task.id, seen[task.id] * rollout.attempts])
             seen[task.id] += 1
         return ordered
-
-    def _kept(self, group: Group, set_number: int, draw: int) -> Group:
-        for one in group.trajectories:
-            shape_reward(one, self._settings)
-        if self._settings.keep_attempts is None:
-            return group
-        group, leaving = resample(group, self._settings.keep_attempts, draw)
-        if leaving:
-            self.dropped[set_number].append(Group(group.task, leaving))
-            self._resampled += len(leaving)
-        return group
-
-    def is_informative(self, group: Group) -> bool:
-        """Whether its attempts differ in reward, and one of them is in the loss."""
-        return has_signal(group) and not all(map(self._is_masked, group.trainable))
-
-    def masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
-        """The attempts that stay out of the loss."""
-        return frozenset(
-            (number, place)
-            for number, group in enumerate(groups)
-            for place, one in enumerate(group.trajectories)
-            if self._is_masked(one)
-        )
-
-    def _is_masked(self, trajectory: Trajectory) -> bool:
-        return is_masked(broken_kinds(trajectory), self._settings.broken)
-
-    def metrics(self, groups: Sequence[Group], sets: Sequence[int]) -> dict[str, float]:
-        """Counts of broken episodes; and each set's own metrics, over all that was played."""
-        kinds = Counter(kind for g in groups for one in g.trajectories for kind in broken_kinds(one))
-        metrics: dict[str, float] = {f"broken/{kind}": kinds[kind] for kind in KINDS}
-        if self._settings.keep_attempts is not None:
-            metrics["resampled"] = self._resampled
-        if len(self._sets) == 1:
-            return metrics
-        for number, one in enumerate(self._sets):
-            own = [g for g, of in zip(groups, sets, strict=True) if of == number]
-            found = rollout_metrics([*own, *self.dropped[number]])
-            metrics |= set_metrics(one.name, found, PER_SET)
-        return metrics
 
 
 def _label(group: Group) -> tuple[str, int]:

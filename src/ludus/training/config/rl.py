@@ -130,7 +130,8 @@ class RLConfig(BaseStageConfig):
     aggregation_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the aggregation, such as { length = 512 }."""
     correction: str | None = None
-    """Importance correction for samples of another policy: truncated (TIS), masked (MIS)."""
+    """Importance correction for samples of another policy: truncated (TIS), masked (MIS), or none. When left
+    out, truncated with staleness > 0, and none without."""
     correction_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the correction, such as { high = 2.0 }."""
     steps: int = Field(default=100, ge=0)
@@ -139,6 +140,17 @@ class RLConfig(BaseStageConfig):
     """Tasks (prompts) in a step."""
     attempts: int = Field(default=8, ge=1)
     """Episodes for each task: the group (TRL's `num_generations`, verl's `rollout.n`)."""
+    staleness: int = Field(default=0, ge=0)
+    """Steps by which the policy that plays may be behind the one that is trained: 0 waits for every episode
+    of a step, above 0 episodes are played while others are trained on (asynchronous training)."""
+    staleness_window: int = Field(default=1, ge=1)
+    """Groups within which a finished one may be trained before an older one that is still being played: 1 is
+    strict order. The lag is at most staleness + ceil((staleness_window - 1) / tasks) steps."""
+    stale_updates: bool = False
+    """Allow several updates or epochs in a step with staleness > 0, each of which adds to the lag."""
+    stall_seconds: float = Field(default=3600.0, gt=0)
+    """With staleness > 0: seconds without a finished group after which a run that waits for one ends, and says
+    for what it waits."""
     updates: int = Field(default=1, ge=1)
     """Optimizer updates (mini-batches) in an epoch; the step's groups are split among them."""
     epochs: int = Field(default=1, ge=1, le=1000)
@@ -192,8 +204,25 @@ class RLConfig(BaseStageConfig):
     def algorithm_settings(self) -> dict[str, Any]:
         """What `load_algorithm` is called with."""
         names = ("options", "loss", "loss_options", "aggregation", "aggregation_options")
-        also = ("correction", "correction_options")
-        return {"name": self.algorithm, **{name: getattr(self, name) for name in (*names, *also)}}
+        found = {name: getattr(self, name) for name in (*names, "correction_options")}
+        return {"name": self.algorithm, **found, "correction": self.importance_correction}
+
+    @property
+    def importance_correction(self) -> str | None:
+        """The correction in effect: what is said, or the usual one of stale samples."""
+        if self.correction is None:
+            return "truncated" if self.staleness else None
+        return None if self.correction == "none" else self.correction
+
+    @property
+    def starts_at_training_pass(self) -> bool:
+        """Whether ratios start from the training pass itself, which is the old policy where a step has one
+        update.
+
+        It saves the pass that would compute it. What else needs the old policy before that has it computed.
+        """
+        is_single = self.updates * self.epochs == 1 and self.loss_mask and self.kl_in == "loss"
+        return self.staleness > 0 and self.importance_correction is not None and is_single
 
 
 def check_rl(config: RLConfig) -> None:
@@ -216,6 +245,7 @@ def check_rl(config: RLConfig) -> None:
     except ConfigError as error:
         raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
     _check_attempts(config)
+    _check_staleness(config)
     _check_divergence(config)
     _check_bootstrap(config)
     if config.updates > config.tasks:
@@ -289,6 +319,33 @@ def _check_attempts(config: RLConfig) -> None:
         )
     if config.keep_attempts is not None and config.keep_attempts >= config.attempts:
         raise ValueError("keep_attempts must be below attempts, of which it keeps some")
+
+
+def _check_staleness(config: RLConfig) -> None:
+    """Stale samples need a bounded loss, and what adds to the lag must be asked for."""
+    idle = [
+        name
+        for name, value in (
+            ("staleness_window", config.staleness_window > 1),
+            ("stale_updates", config.stale_updates),
+        )
+        if value
+    ]
+    if config.staleness == 0:
+        if idle:
+            raise ValueError(f"{' and '.join(idle)} would have no effect: staleness is 0")
+        return
+    if config.loss == "policy_gradient" and config.importance_correction is None:
+        raise ValueError(
+            f"staleness = {config.staleness} trains on samples of older weights, and the loss policy_gradient "
+            'neither clips nor corrects their ratios: leave out correction = "none", or use a clipped loss'
+        )
+    if config.updates * config.epochs > 1 and not config.stale_updates:
+        raise ValueError(
+            f"with staleness = {config.staleness}, {config.updates * config.epochs} updates a step make "
+            f"samples up to {config.staleness * config.updates * config.epochs} optimizer updates old before "
+            "the step begins: set updates and epochs to 1, or stale_updates = true to have it so"
+        )
 
 
 def _check_divergence(config: RLConfig) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,10 +35,11 @@ class TaskSet:
 
 
 class SampledTask(NamedTuple):
-    """A task, and the number of the set it comes from."""
+    """A task, the number of the set it comes from, and its place in that set."""
 
     set: int
     task: Task
+    place: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,11 @@ class TaskSampler:
             number: iter(self._advance(number, numbers.count(number), hardest))
             for number in sorted(set(numbers))
         }
-        return [SampledTask(number, next(sampled[number])) for number in numbers]
+        return [
+            SampledTask(number, self.sets[number].tasks[place], place)
+            for number in numbers
+            for place in [next(sampled[number])]
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -98,23 +104,27 @@ class TaskSampler:
             raise ConfigError(f"the saved run has the task sets {sorted(state)}, this one {names}")
         self.cursors = [Cursor(int(state[n]["dealt"]), int(state[n]["place"])) for n in names]
 
-    def _advance(self, number: int, size: int, hardest: float | None) -> list[Task]:
+    def _advance(self, number: int, size: int, hardest: float | None) -> list[int]:
+        """The places of the set's next `size` tasks."""
         one, cursor = self.sets[number], self.cursors[number]
-        fits = [hardest is None or difficulty_of(task) <= hardest for task in one.tasks]
-        if not any(fits):
+
+        def fits(task: Task) -> bool:
+            return hardest is None or difficulty_of(task) <= hardest
+
+        if not any(map(fits, one.tasks)):
             raise ConfigError(
                 f"no task of the set {one.name!r} has a difficulty of at most {hardest:g}; start the "
                 "curriculum of tasks.difficulty higher"
             )
         seed = seed_of_set(self.seed, number, one.name)
-        chosen: list[Task] = []
+        chosen: list[int] = []
         place = cursor.place
         for index in epoch_order(len(one.tasks), place, seed):
             if len(chosen) == size:
                 break
             place += 1
-            if fits[index]:
-                chosen.append(one.tasks[index])
+            if fits(one.tasks[index]):
+                chosen.append(index)
         self.cursors[number] = replace(cursor, place=place)
         return chosen
 
@@ -147,9 +157,15 @@ def epoch_order(count: int, place: int, seed: int) -> Iterator[int]:
     """The numbers below `count` from a place on, epoch by epoch, for ever: each of them once an epoch."""
     while True:
         epoch, offset = divmod(place, count)
-        order = shuffled(count, key(seed, "epoch", epoch))[offset:]
-        yield from order
-        place += len(order)
+        order = _epoch(count, key(seed, "epoch", epoch))
+        yield from (order[i] for i in range(offset, count))
+        place += count - offset
+
+
+@lru_cache(maxsize=16)
+def _epoch(count: int, seed: int) -> Sequence[int]:
+    """The order of an epoch, which is asked for again with every task."""
+    return tuple(shuffled(count, seed))
 
 
 def next_sets(weights: Sequence[float], drawn: Sequence[int], size: int) -> list[int]:

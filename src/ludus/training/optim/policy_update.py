@@ -146,7 +146,9 @@ def _old_logprobs(
     both are the trainer's.
     """
     sampled_T = engine_logprobs(rows)
-    compares = config.correction is not None
+    if config.starts_at_training_pass:
+        return sampled_T, sampled_T  # `PolicyObjective` has the old policy's
+    compares = config.importance_correction is not None
     needed_T = inputs.loss_mask if compares else inputs.loss_mask & ~inputs.action_T
     if not bool(needed_T.any()):
         return sampled_T, sampled_T
@@ -295,6 +297,8 @@ class PolicyObjective:
         self, logprobs_A: Tensor, entropy_A: Tensor, pack: Pack
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
+        if config.starts_at_training_pass:
+            pack = replace(pack, old_logprobs_A=logprobs_A.detach())
         loss_A, metrics = self.algorithm.loss(
             LossInputs(
                 logprobs_A=logprobs_A,

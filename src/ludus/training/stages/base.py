@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
+from ludus.core.messages import Json
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.engine import context_limit, vocabulary_size
@@ -40,6 +41,8 @@ class StepResult:
     """The episodes that were played for it."""
     split: str = "train"
     """What the episodes were played for: train or eval."""
+    notes: Sequence[Json] = ()
+    """What is recorded of each group beside its episodes: its task set, and its ordinal where it has one."""
 
 
 class Stage(Generic[C]):
@@ -91,6 +94,14 @@ class Stage(Generic[C]):
         if self.config.learns:
             await self.context.engine.update_weights()
             await self.context.engine.resume()
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Around an evaluation: what the stage plays meanwhile is kept from the engine."""
+        yield
+
+    async def end(self) -> None:
+        """Stop what is still being played. May be called twice; `save` may follow."""
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint what going on needs, apart from the weights."""

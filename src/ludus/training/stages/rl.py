@@ -1,17 +1,28 @@
-"""Reinforcement learning: play, score, update."""
+"""Reinforcement learning: play, score, update.
+
+With `staleness = 0` a step plays all its episodes, then pauses the engine and updates. Above 0 episodes are
+played all the time (`async_rollouts`): a step takes the next batch of finished groups and pauses the engine
+for the update alone, which runs in a thread so that tools and their deadlines go on. Requests in flight then
+go on with the new weights. Once an update has begun, a cancelled run waits until the engine has its result.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from torch import nn
 
 from ludus.algos import Need, adapted_kl_coefficient
+from ludus.core.concurrency import run_to_the_end
 from ludus.core.failures import ConfigError
+from ludus.core.trajectory import Group
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
+from ludus.training.async_rollouts import AsyncBatch, AsyncRollouts, within
 from ludus.training.checkpoint import (
     check_sync,
     load_learner,
@@ -26,10 +37,12 @@ from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
+from ludus.training.ledger import Ledger
 from ludus.training.optim.critic import Critic
 from ludus.training.optim.learner import Learner
 from ludus.training.optim.policy_update import algorithm_of, policy_update
-from ludus.training.rollout_worker import RolloutWorker
+from ludus.training.player import Deal, LocalPlayer
+from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
 
@@ -46,6 +59,10 @@ class RLStage(Stage[RLConfig]):
         )
         self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
         self._curriculum = Curriculum(config.curriculum)
+        self._rollouts = self._async_rollouts() if config.staleness else None
+        """What plays while others are trained on."""
+        self._updated = time.perf_counter()
+        """When the last step ended."""
         self._kl = config.kl
         """The KL coefficient, which may adapt."""
         self._reference: nn.Module | None = None
@@ -69,7 +86,26 @@ class RLStage(Stage[RLConfig]):
             total = config.steps * config.updates * settings.passes
             self._critic = Critic(self.context.model, settings, total, self.seed)
 
+    def _async_rollouts(self) -> AsyncRollouts:
+        config, sets = self.config, self.context.task_sets
+        total = config.steps * config.tasks
+        return AsyncRollouts(
+            sets,
+            config.rollouts,
+            self.seed,
+            Ledger(config.tasks, config.staleness, config.staleness_window, total),
+            LocalPlayer(sets, config.attempts),
+            self._curriculum.values,
+            stall_seconds=config.stall_seconds,
+        )
+
     async def advance(self, number: int) -> StepResult:
+        if self._rollouts is not None:
+            batch = await self._rollouts.next_batch()
+            check_failures(
+                [*batch.played.groups, *batch.played.dropped], self.context.recipe.max_failures
+            )
+            return await run_to_the_end(self._train_async(number, batch, self._rollouts))
         started = time.perf_counter()
         values = self._curriculum.values(number)
         played = await self._worker.play(number, values)
@@ -77,28 +113,85 @@ class RLStage(Stage[RLConfig]):
         check_failures(everything, self.context.recipe.max_failures)
         await self.context.engine.pause()
         ready = time.perf_counter()
-        warming_up = self._critic is not None and self._critic.is_warming_up(number)
         with self.updating_weights():
-            # where nothing could be learned, the update has no metrics
-            metrics = {"no_signal": float(not warming_up)} | policy_update(
-                self._learner,
-                played,
-                self.config,
-                reference=self._reference,
-                critic=self._critic,
-                critic_only=warming_up,
-                kl=self._kl,
-            )
-            self._sync(number)
+            metrics = self._update(number, played)
         ended = time.perf_counter()
-        # over all that was played: what refills and resampling leave is no picture of the policy
-        metrics |= rollout_metrics(everything) | played.metrics
-        self._adapt(metrics)
-        metrics |= timing_metrics(everything, ready - started, ended - ready)
+        metrics = self._measured(metrics, played, (ready - started, ended - ready))
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
         metrics["policy_version"] = self.context.engine.policy_version
         self._curriculum.observe(metrics)
-        return StepResult(metrics, played.groups)
+        notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
+        return StepResult(metrics, played.groups, notes=notes)
+
+    async def _train_async(self, number: int, batch: AsyncBatch, rollouts: AsyncRollouts) -> StepResult:
+        """Update while the engine is paused, and let it go on; nothing of it is cut off."""
+        engine, played, limit = self.context.engine, batch.played, self.config.stall_seconds
+        version, ledger = engine.policy_version, rollouts.ledger
+        counts = len(ledger.in_flight()), len(ledger.finished()) - len(batch.deals)
+        ready = time.perf_counter()
+        await within(limit, lambda: "the engine to pause", engine.pause())
+        with self.updating_weights():
+            metrics = await asyncio.to_thread(self._update, number, played)
+            ended = time.perf_counter()
+            await within(limit, lambda: "the engine to take new weights", engine.update_weights())
+            await within(limit, lambda: "the engine to go on", engine.resume())
+        metrics = self._measured(metrics, played, (ready - self._updated, ended - ready))
+        metrics |= lag_metrics(played.groups, version) | curriculum_metrics(batch.deals)
+        metrics |= {
+            "groups_in_flight": counts[0],
+            "groups_finished": counts[1],
+            "wait_seconds": batch.waited,
+            "paused_seconds": time.perf_counter() - ready,
+            "policy_version": version,
+        }
+        self._updated = ended
+        self._curriculum.observe(metrics)
+        rollouts.trained(batch)
+        return StepResult(metrics, played.groups, notes=rollouts.notes(batch))
+
+    def _update(self, number: int, played: RolloutBatch) -> dict[str, float]:
+        """Step `number` of the optimizer; where nothing could be learned, the update has no metrics."""
+        warming_up = self._critic is not None and self._critic.is_warming_up(number)
+        metrics = {"no_signal": float(not warming_up)} | policy_update(
+            self._learner,
+            played,
+            self.config,
+            reference=self._reference,
+            critic=self._critic,
+            critic_only=warming_up,
+            kl=self._kl,
+        )
+        self._sync(number)
+        return metrics
+
+    def _measured(
+        self, metrics: dict[str, float], played: RolloutBatch, seconds: tuple[float, float]
+    ) -> dict[str, float]:
+        """The metrics of a step's update and episodes; `seconds` are those of playing and of training."""
+        # over all that was played: what refills and resampling leave is no picture of the policy
+        everything = [*played.groups, *played.dropped]
+        metrics |= rollout_metrics(everything) | played.metrics
+        self._adapt(metrics)
+        return metrics | timing_metrics(everything, *seconds)
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        if self._rollouts is None:
+            yield
+            return
+        await self._rollouts.hold()
+        try:
+            yield
+        finally:
+            self._rollouts.release()
+
+    async def sync_engine(self) -> None:
+        if self._rollouts is None:
+            await super().sync_engine()
+
+    async def end(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
 
     def _sync(self, number: int) -> None:
         """After step `number`, counted from 0: let the reference follow, if it is time to."""
@@ -120,6 +213,7 @@ class RLStage(Stage[RLConfig]):
     def save(self, folder: Path) -> None:
         state = {
             "player": self._worker.state_dict(),
+            "rollouts": None if self._rollouts is None else self._rollouts.save(folder),
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
         }
@@ -132,6 +226,8 @@ class RLStage(Stage[RLConfig]):
     def load(self, folder: Path) -> None:
         state = load_learner(folder, self._learner)
         self._worker.load_state_dict(state["player"])
+        if self._rollouts is not None:
+            self._rollouts.load(folder, state["rollouts"])
         self._curriculum.load_state_dict(state["curriculum"])
         if self.config.kl_control is not None:
             self._kl = state["kl"]
@@ -139,6 +235,31 @@ class RLStage(Stage[RLConfig]):
             load_synced(folder, self._reference)
         if self._critic is not None:
             self._critic.load(folder)
+
+
+def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How far the policies that played these episodes are behind the one that is trained, which has
+    `version`."""
+    spans = [
+        {span.version for action in trajectory.actions for span in action.versions}
+        for group in groups
+        for trajectory in group.trainable
+    ]
+    versions = [one for one in spans if one]
+    if not versions:
+        return {}
+    lags = [version - min(one) for one in versions]
+    return {
+        "lag_mean": sum(lags) / len(lags),
+        "lag_max": max(lags),
+        "versions_per_episode": sum(map(len, versions)) / len(versions),
+    }
+
+
+def curriculum_metrics(deals: Sequence[Deal]) -> dict[str, float]:
+    """The mean of each curriculum's values, which were fixed when the groups were dealt."""
+    names = dict.fromkeys(name for deal in deals for name in deal.values)
+    return {f"curriculum/{n}": sum(d.values[n] for d in deals) / len(deals) for n in names}
 
 
 def check_curriculum(stage: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:

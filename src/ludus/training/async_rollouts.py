@@ -1,0 +1,287 @@
+"""The controller of asynchronous training: deals groups to a player, and makes batches of what comes back.
+
+    sample   a task, the values of curricula and a seed: fixed when a group is dealt, and recorded (`Deal`)
+    play     a `Player` plays as many groups as the ledger has slots
+    keep     shape rewards, resample attempts; a group without signal is replaced by another one (refill)
+    take     the ledger says which groups are the next batch, and bounds how stale they are
+    train    whoever trains says so, and slots are free
+
+Who waits for whom: the trainer waits for the groups of its next batch, the player's episodes for the engine.
+No wait is silent: where no group finishes for `stall_seconds`, the run ends with what it waited for.
+
+What a checkpoint has: the ledger, the deals of all groups under way, the place in the tasks, and in
+`groups.parquet` the episodes of groups that are finished and not trained. A resumed run plays again what was
+in flight, under the same ordinals, and so trains every ordinal exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.messages import Json
+from ludus.core.random import key
+from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.observe import read_numbered_groups, write_trajectories
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.data.curriculum import DIFFICULTY
+from ludus.training.data.task_sampler import TaskSampler, TaskSet, seed_of_set
+from ludus.training.ledger import Ledger
+from ludus.training.player import Deal, PlayedGroup, Player
+from ludus.training.rollout_worker import GroupFilter, RolloutBatch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GROUPS = "groups.parquet"
+"""The finished groups of a checkpoint that were not trained yet."""
+_NAMED = 3
+"""How many of the groups that are waited for are named."""
+
+
+class StalledError(LudusError):
+    """Something that was waited for did not come in time."""
+
+
+async def within(seconds: float, what: Callable[[], str], awaited: Awaitable[T]) -> T:
+    """Await something; where it takes longer, the error and the log say what was waited for."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            return await awaited
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        text = f"waited {seconds:g} s for {what()}; rl.stall_seconds says how long a wait may be"
+        log.error("%s", text)
+        raise StalledError(text) from error
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncBatch:
+    """The groups of a step, each with its deal."""
+
+    played: RolloutBatch
+    deals: list[Deal]
+    waited: float
+    """Seconds that were spent waiting for them."""
+
+
+class AsyncRollouts:
+    """Deals groups to a player for as long as the ledger has slots, and gives batches to the trainer."""
+
+    def __init__(
+        self,
+        sets: Sequence[TaskSet],
+        settings: RolloutSettings,
+        seed: int,
+        ledger: Ledger,
+        player: Player,
+        values_at: Callable[[int], Mapping[str, float]],
+        *,
+        stall_seconds: float = 3600.0,
+    ) -> None:
+        self._sets, self._settings, self._seed = list(sets), settings, seed
+        self.ledger, self._player, self._values_at = ledger, player, values_at
+        self._stall_seconds = stall_seconds
+        self._sampler = TaskSampler(self._sets, seed)
+        self._deals: dict[int, Deal] = {}
+        self._groups: dict[int, Group] = {}
+        self._filter = GroupFilter(self._sets, settings)
+        self._refills: deque[tuple[int, int]] = deque()
+        """(set, refills so far) of the groups that stand in for replaced ones, to be dealt next."""
+        self._refilled = 0
+        self._block, self._seen = -1, Counter[tuple[int, str]]()
+        """How often tasks have come among the ordinals of one step's size, which share a seed."""
+
+    async def next_batch(self) -> AsyncBatch:
+        """The next step's groups, as soon as they are finished. `trained` is to be called with it."""
+        started = time.perf_counter()
+        self._receive(self._player.outcomes())
+        while True:
+            self._fill()
+            ordinals = self.ledger.take()
+            if ordinals is not None:
+                break
+            self._receive([await within(self._stall_seconds, self._waiting_for, self._player.outcome())])
+        deals = [self._deals[ordinal] for ordinal in ordinals]
+        groups = [self._groups[ordinal] for ordinal in ordinals]
+        played = self._filter.batch(groups, [deal.set for deal in deals], self._refilled)
+        return AsyncBatch(played, deals, time.perf_counter() - started)
+
+    def trained(self, batch: AsyncBatch) -> None:
+        """The batch has been trained: its slots go to further groups."""
+        ordinals = [deal.ordinal for deal in batch.deals]
+        self.ledger.train(ordinals)
+        for ordinal in ordinals:
+            del self._deals[ordinal], self._groups[ordinal]
+        self._filter, self._refilled = GroupFilter(self._sets, self._settings), 0
+        self._receive(self._player.outcomes())
+        self._fill()
+
+    def notes(self, batch: AsyncBatch) -> list[Json]:
+        """What is recorded of each group beside its episodes."""
+        return [
+            {"ordinal": d.ordinal, "set": self._sets[d.set].name, "curriculum": dict(d.values)}
+            for d in batch.deals
+        ]
+
+    async def hold(self) -> None:
+        """Keep training requests from the engine, for an evaluation."""
+        await within(
+            self._stall_seconds,
+            lambda: f"episodes to end before an evaluation: {self._shown()}",
+            self._player.hold(),
+        )
+
+    def release(self) -> None:
+        self._player.release()
+
+    async def close(self) -> None:
+        """Stop playing. What was in flight can be saved as to be played again."""
+        await self._player.close()
+        for ordinal in self.ledger.in_flight():
+            self.ledger.interrupt(ordinal)
+
+    def _fill(self) -> None:
+        while self.ledger.can_deal:
+            self._deal()
+        for ordinal in self.ledger.to_play():
+            self.ledger.start(ordinal)
+            self._player.play(self._deals[ordinal])
+
+    def _deal(self) -> None:
+        values = dict(self._values_at(self.ledger.next_step))
+        ordinal, hardest = self.ledger.deal(), values.get(DIFFICULTY)
+        refills = 0
+        if self._refills:
+            number, refills = self._refills.popleft()
+            (sampled,) = self._sampler.sample_from([number], hardest)
+        else:
+            (sampled,) = self._sampler.sample(1, hardest)
+        block = ordinal // self.ledger.batch
+        if block != self._block:
+            self._block, self._seen = block, Counter()
+        name = sampled.set, sampled.task.id
+        attempt = self._seen[name] * self._settings.attempts
+        self._seen[name] += 1
+        seed = seed_of_set(self._block_seed(ordinal), sampled.set, self._sets[sampled.set].name)
+        self._deals[ordinal] = Deal(
+            ordinal, sampled.set, sampled.task, sampled.place, attempt, seed, values, refills
+        )
+
+    def _block_seed(self, ordinal: int) -> int:
+        """The key of a step's draws; where nothing was replaced, the same as without asynchrony."""
+        return key(self._seed, "rl", ordinal // self.ledger.batch)
+
+    def _receive(self, outcomes: Sequence[PlayedGroup]) -> None:
+        for outcome in outcomes:
+            deal = self._deals[outcome.ordinal]
+            group = outcome.group or _failed_group(deal, outcome, self._settings.attempts)
+            if group.trajectories and all(t.failure is not None for t in group.trajectories):
+                self._fail(deal, group)
+            else:
+                self._finish(deal, group)
+
+    def _fail(self, deal: Deal, group: Group) -> None:
+        """No episode of the group could be played: once more, or it is given up with its failures."""
+        if self.ledger.fail(deal.ordinal):
+            self._filter.dropped[deal.set].append(group)
+        else:
+            self._groups[deal.ordinal] = group
+            failure = group.trajectories[0].failure
+            log.warning("group %d (task %s) is given up: %s", deal.ordinal, deal.task.id, failure)
+
+    def _finish(self, deal: Deal, group: Group) -> None:
+        self.ledger.finish(deal.ordinal)
+        draw = key(self._block_seed(deal.ordinal), "resample", deal.ordinal % self.ledger.batch)
+        group = self._filter.keep(group, deal.set, draw)
+        is_informative = self._filter.is_informative(group)
+        most = self._settings.refill.rounds if self._settings.refill is not None else 0
+        if not is_informative and deal.refills < most:
+            self.ledger.replace(deal.ordinal)
+            self._refills.append((deal.set, deal.refills + 1))
+            self._filter.dropped[deal.set].append(group)
+            del self._deals[deal.ordinal]
+            return
+        self._refilled += is_informative and deal.refills > 0
+        self._groups[deal.ordinal] = group
+
+    def _waiting_for(self) -> str:
+        return f"the groups of step {self.ledger.version + 1}: {self._shown()}"
+
+    def _shown(self) -> str:
+        """The oldest groups that are being played, and what their episodes do."""
+        waiting = self.ledger.in_flight()
+        named = "; ".join(map(self._player.describe, waiting[:_NAMED]))
+        return f"{named}; and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else named
+
+    def save(self, folder: Path) -> Json:
+        """Write the finished groups into a checkpoint's folder; the rest of the state is returned."""
+        finished = [(o, t) for o in self.ledger.finished() for t in self._groups[o].trajectories]
+        ordinals = [ordinal for ordinal, _ in finished]
+        write_trajectories(folder / GROUPS, [t for _, t in finished], groups=ordinals)
+        return {
+            "ledger": self.ledger.state_dict(),
+            "sampler": self._sampler.state_dict(),
+            "deals": [
+                {
+                    "ordinal": deal.ordinal,
+                    "set": deal.set,
+                    "task": deal.task.id,
+                    "place": deal.place,
+                    "attempt": deal.attempt,
+                    "seed": deal.seed,
+                    "values": dict(deal.values),
+                    "refills": deal.refills,
+                }
+                for deal in self._deals.values()
+            ],
+            "refills": list(self._refills),
+            "block": self._block,
+            "seen": [[number, task, count] for (number, task), count in self._seen.items()],
+        }
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Go on from what `save` wrote."""
+        self.ledger.load_state_dict(state["ledger"])
+        self._sampler.load_state_dict(state["sampler"])
+        self._deals = {int(one["ordinal"]): self._loaded(one) for one in state["deals"]}
+        self._refills = deque((int(number), int(count)) for number, count in state["refills"])
+        self._block = int(state["block"])
+        self._seen = Counter({(int(n), str(task)): int(count) for n, task, count in state["seen"]})
+        found = read_numbered_groups(folder / GROUPS)
+        self._groups = {}
+        for ordinal in self.ledger.finished():
+            deal, group = self._deals[ordinal], found.get(ordinal)
+            played = [] if group is None else group.trajectories
+            for trajectory in played:
+                trajectory.task = deal.task  # a target need not survive being written down
+            self._groups[ordinal] = Group(deal.task, played)
+
+    def _loaded(self, one: Mapping[str, Any]) -> Deal:
+        tasks = self._sets[one["set"]].tasks
+        if one["place"] >= len(tasks) or tasks[one["place"]].id != one["task"]:
+            raise ConfigError(
+                f"group {one['ordinal']} of the saved run plays the task {one['task']!r}, which is not at "
+                f"place {one['place']} of the set {self._sets[one['set']].name!r} any more: give the run the "
+                "tasks that it had"
+            )
+        fields = {name: value for name, value in one.items() if name != "task"}
+        return Deal(task=tasks[one["place"]], **fields)
+
+
+def _failed_group(deal: Deal, outcome: PlayedGroup, attempts: int) -> Group:
+    """What stands for a group whose player failed: its attempts, each with that failure."""
+    lost = [
+        Trajectory(deal.task, attempt=deal.attempt + i, failure=outcome.failure, stop=StopReason.FAILED)
+        for i in range(attempts)
+    ]
+    return Group(deal.task, lost)

@@ -1,0 +1,272 @@
+"""Who plays groups for asynchronous training: a small interface, and a player in this process.
+
+The controller (`async_rollouts.AsyncRollouts`) tells a player which groups to play, each by a `Deal` that
+says all there is to know, and takes their outcomes as they come. A player knows nothing of batches, versions
+or optimizers, so it can live in another process.
+
+Who waits for whom, in this process: every episode is a task of the event loop and waits for one of
+`max_in_flight` places, in the order in which groups were dealt. Outcomes wait in an unbounded queue, which
+holds no more groups than the ledger has slots. While the player is held, no episode begins and no request of
+a running one reaches the engine; tools go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from ludus.core.failures import Boundary, EngineError, Failure
+from ludus.core.generation import Completion, Engine, Sampling
+from ludus.core.messages import Media
+from ludus.core.task import Task
+from ludus.core.trajectory import Group
+from ludus.rollouts.rollout import Rollout
+from ludus.training.data.task_sampler import TaskSet
+from ludus.training.rollout_worker import rollouts_at
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """A group to play: everything that was decided when it was dealt."""
+
+    ordinal: int
+    set: int
+    """The number of its task set."""
+    task: Task
+    place: int
+    """The task's place in its set."""
+    attempt: int
+    """The number of its first attempt: a task that comes again soon has new ones."""
+    seed: int
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The values of curricula."""
+    refills: int = 0
+    """How many groups without signal have stood in its place before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedGroup:
+    """What became of a group: its episodes, or why it could not be played."""
+
+    ordinal: int
+    group: Group | None = None
+    failure: Failure | None = None
+
+
+class Player(Protocol):
+    """Plays groups, many at once, in any order."""
+
+    def play(self, deal: Deal) -> None:
+        """Begin; its outcome will come."""
+
+    async def outcome(self) -> PlayedGroup:
+        """The next outcome. Raises what is wrong with the recipe rather than with a group (`ConfigError`)."""
+
+    def outcomes(self) -> list[PlayedGroup]:
+        """The outcomes that wait already."""
+
+    async def hold(self) -> None:
+        """Let no request of an episode reach the engine until `release`."""
+
+    def release(self) -> None:
+        """Go on after `hold`."""
+
+    def describe(self, ordinal: int) -> str:
+        """What a group waits for, in words."""
+
+    async def close(self) -> None:
+        """Drop what is being played, and return when it has released its resources."""
+
+
+class LocalPlayer:
+    """Plays in this event loop, on the engine of the task sets' rollouts."""
+
+    def __init__(self, sets: Sequence[TaskSet], attempts: int) -> None:
+        self._attempts = attempts
+        self._engines = {id(one.rollout.engine): _GatedEngine(one.rollout.engine) for one in sets}
+        self._sets = [
+            replace(
+                one,
+                rollout=replace(one.rollout, engine=self._engines[id(one.rollout.engine)]),
+            )
+            for one in sets
+        ]
+        self._drains = any(one.rollout.pools or one.rollout.scorer.state_dict() for one in sets)
+        """Whether holding waits for the episodes in flight. They have environments that an evaluation may
+        need, and scores would be lost: an evaluation puts rewards' memories back to where they were before
+        it."""
+        self._places = _Places(max(one.rollout.max_in_flight for one in sets))
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._begun: dict[int, tuple[Deal, float]] = {}
+        self._arrived: asyncio.Queue[PlayedGroup | BaseException] = asyncio.Queue()
+
+    def play(self, deal: Deal) -> None:
+        self._begun[deal.ordinal] = deal, time.monotonic()
+        name = f"group {deal.ordinal}"
+        self._running[deal.ordinal] = asyncio.create_task(self._play(deal), name=name)
+
+    async def _play(self, deal: Deal) -> None:
+        found: PlayedGroup | BaseException
+        try:
+            found = PlayedGroup(deal.ordinal, await self._group(deal))
+        except EngineError as error:
+            found = PlayedGroup(deal.ordinal, failure=Failure.of(error, Boundary.ENGINE))
+        except Exception as error:  # noqa: BLE001 - a mistake in the recipe or in the code ends the run
+            found = error
+        self._running.pop(deal.ordinal, None)
+        self._begun.pop(deal.ordinal, None)
+        self._arrived.put_nowait(found)
+
+    async def _group(self, deal: Deal) -> Group:
+        rollout: Rollout = rollouts_at(self._sets, self._attempts, deal.values)[deal.set]
+        return await rollout.group(deal.task, deal.attempt, deal.seed, self._places)
+
+    async def outcome(self) -> PlayedGroup:
+        return _unwrapped(await self._arrived.get())
+
+    def outcomes(self) -> list[PlayedGroup]:
+        return [_unwrapped(self._arrived.get_nowait()) for _ in range(self._arrived.qsize())]
+
+    async def hold(self) -> None:
+        self._places.close()
+        if self._drains:
+            await self._places.empty()
+        for engine in self._engines.values():
+            engine.gate.clear()
+
+    def release(self) -> None:
+        for engine in self._engines.values():
+            engine.gate.set()
+        self._places.open()
+
+    def describe(self, ordinal: int) -> str:
+        if ordinal not in self._begun:
+            return f"group {ordinal}"
+        deal, begun = self._begun[ordinal]
+        prefix = f"{deal.seed:x}/{deal.task.id}/"
+        own = range(deal.attempt, deal.attempt + self._attempts)
+        phases = Counter(
+            phase
+            for engine in self._engines.values()
+            for session, phase in engine.phases.items()
+            if session.startswith(prefix) and int(session.split("/")[-2]) in own
+        )
+        shown = ", ".join(f"{count} {phase}" for phase, count in phases.items())
+        return (
+            f"group {ordinal} (task {deal.task.id!r}, begun {time.monotonic() - begun:.0f} s ago; its "
+            f"episodes in flight: {shown or 'none at the engine yet'})"
+        )
+
+    async def close(self) -> None:
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._running.clear()
+        self._begun.clear()
+
+
+def _unwrapped(found: PlayedGroup | BaseException) -> PlayedGroup:
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+class _Places(asyncio.Semaphore):
+    """Places for episodes in flight, which can be closed: who comes then waits."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._taken = 0
+
+    async def acquire(self) -> Literal[True]:
+        await super().acquire()
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+        except BaseException:
+            super().release()
+            raise
+        self._taken += 1
+        self._idle.clear()
+        return True
+
+    def release(self) -> None:
+        self._taken -= 1
+        if not self._taken:
+            self._idle.set()
+        super().release()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def empty(self) -> None:
+        """Wait until nobody has a place."""
+        await self._idle.wait()
+
+
+class _GatedEngine:
+    """An engine whose generations wait at a gate; also what every session is doing."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.phases: dict[str, str] = {}
+
+    @property
+    def policy_version(self) -> int:
+        return self._inner.policy_version
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        await self.gate.wait()
+        if session is None:
+            return await self._inner.generate(tokens, sampling, media=media)
+        self.phases[session] = "at the engine"
+        try:
+            return await self._inner.generate(tokens, sampling, session=session, media=media)
+        finally:
+            self.phases[session] = "at tools or rewards"
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        return await self._inner.score(tokens, temperature=temperature)
+
+    async def fork(self, session: str, into: str) -> None:
+        await self._inner.fork(session, into)
+
+    async def release(self, session: str) -> None:
+        self.phases.pop(session, None)
+        await self._inner.release(session)
+
+    async def abort(self, session: str) -> None:
+        await self._inner.abort(session)
+
+    async def pause(self) -> None:
+        await self._inner.pause()
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
+    async def update_weights(self) -> int:
+        return await self._inner.update_weights()
+
+    async def close(self) -> None:
+        await self._inner.close()

@@ -1,0 +1,210 @@
+"""Whole runs of asynchronous training: what staleness changes, what it keeps; each group is trained once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stage_runs import Talker, assert_same_tensors, episodes, numbers
+from training_helpers import TINY, add, even, tasks
+
+import ludus
+from ludus.observe import RunFolder, read_notes, undefined
+from ludus.training import (
+    Learner,
+    Parts,
+    Recipe,
+    RolloutWorker,
+    build_run_context,
+    policy_update,
+    train_async,
+)
+from ludus.training.async_rollouts import StalledError
+from ludus.training.ledger import Ledger
+
+RL = {**TINY["rl"], "steps": 4, "tasks": 2, "attempts": 2}
+
+
+class Slow(Talker):
+    """Its turns take random times."""
+
+    def __init__(self, seed: int = 0, seconds: float = 0.01) -> None:
+        self._draw, self._seconds = random.Random(seed), seconds
+
+    async def run(self, episode: ludus.Episode) -> None:
+        for _ in range(3):
+            await episode.generate(max_tokens=5)
+            await asyncio.sleep(self._draw.random() ** 4 * 4 * self._seconds)
+            episode.observe("and then?")
+
+
+def settings(folder: Path, **rl: Any) -> dict[str, Any]:
+    run = {"checkpoint_every": 1, "keep_checkpoints": 50, "folder": str(folder)}
+    return {**TINY, "rl": {**RL, **rl}, "run": run}
+
+
+def code(**changes: Any) -> dict[str, Any]:
+    return {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Slow(), **changes}
+
+
+def train(folder: Path, tables: dict[str, Any] | None = None, **rl: Any) -> RunFolder:
+    ludus.train(**{**settings(folder, **rl), **(tables or {})}, **code(), progress=False)
+    return RunFolder(folder)
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return load_file(run.checkpoints()[-1].path / "model.safetensors")
+
+
+def trained_ordinals(run: RunFolder) -> list[int]:
+    files = [file for file in run.trajectory_files() if file.split == "train"]
+    return [int(note["ordinal"]) for file in files for note in read_notes(file.path)]
+
+
+def test_without_staleness_a_run_is_a_plain_loop(tmp_path: Path) -> None:
+    """Play, update, go on: written down here once more, with the parts that a run is made of."""
+    tables = {"max_in_flight": 1}
+    found = train(tmp_path / "run", tables, staleness=0)
+
+    async def plain_loop() -> dict[str, torch.Tensor]:
+        recipe = Recipe.parse({**settings(tmp_path / "none"), **tables})
+        rl = recipe.stages[0]
+        async with await build_run_context(recipe, Parts(**code())) as context:
+            learner = Learner(context.model, rl.optimizer, rl.steps)
+            worker = RolloutWorker(context.task_sets, rl.rollouts, recipe.seed)
+            for step in range(rl.steps):
+                played = await worker.play(step, {})
+                await context.engine.pause()
+                policy_update(learner, played, rl, reference=None, critic=None)
+                await context.engine.update_weights()
+                await context.engine.resume()
+            return {name: tensor.clone() for name, tensor in context.model.state_dict().items()}
+
+    expected = asyncio.run(plain_loop())
+    for name, tensor in weights(found).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_asynchronous_loop_without_slack_is_the_synchronous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: the ledger of a staleness of 0 makes the other loop wait for every group of a step."""
+    tables = {"max_in_flight": 1, "evaluation": {"every": 2}}
+    expected = train(tmp_path / "sync", tables)
+    monkeypatch.setattr("ludus.training.stages.rl.Ledger", lambda b, s, w, total: Ledger(b, 0, 1, total))
+    found = train(tmp_path / "async", tables, staleness=1, correction="none")
+    assert_same_tensors(weights(expected), weights(found))
+    assert episodes(expected) == episodes(found)
+    further = {"groups_in_flight", "groups_finished", "wait_seconds", "paused_seconds"}
+    further |= {"lag_mean", "lag_max", "versions_per_episode"}
+    rows = [{k: v for k, v in row.items() if k not in further} for row in numbers(found)]
+    assert rows == numbers(expected)
+
+
+@pytest.mark.parametrize(("staleness", "window"), [(1, 1), (2, 1), (1, 3)])
+def test_the_largest_lag_is_the_bound(tmp_path: Path, staleness: int, window: int) -> None:
+    """Of the tokens themselves: by the versions that the engine noted while it sampled them."""
+    run = train(tmp_path / "run", staleness=staleness, staleness_window=window, steps=8)
+    rows = [row for row in run.metrics() if "lag_max" in row]
+    bound = staleness + -(-(window - 1) // 2)
+    assert len(rows) == 8 and max(row["lag_max"] for row in rows) <= bound
+    if window == 1:
+        assert max(row["lag_max"] for row in rows) == bound
+        assert trained_ordinals(run) == list(range(16))
+    assert sorted(trained_ordinals(run)) == list(range(16))
+    assert not undefined(name for row in run.metrics() for name in row if name not in ("step", "time"))
+    assert {"importance_weight", "importance_cut", "ess", "paused_seconds"} <= rows[-1].keys()
+    for step, row in enumerate(rows):
+        spans = [
+            {span.version for action in t.actions for span in action.versions}
+            for t in run.trajectories(step + 1)
+        ]
+        assert row["lag_max"] == max(step - min(one) for one in spans)
+        assert row["versions_per_episode"] == pytest.approx(sum(map(len, spans)) / len(spans))
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step: int, error: type[BaseException]) -> Any:
+    def on_step(phase: str, done: int, total: int, metrics: dict[str, float]) -> None:
+        if phase != "evaluation" and done == step:
+            raise error
+
+    return on_step
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_a_stopped_run_goes_on_and_trains_every_group_once(tmp_path: Path, error: Any) -> None:
+    tables = settings(tmp_path, staleness=2, steps=6)
+    tables["run"]["checkpoint_every"] = 2
+    for step in (1, 3, 4):
+        given = {"resume": tmp_path} if RunFolder(tmp_path).is_run else tables
+        with pytest.raises(error):
+            ludus.train(**given, **code(), on_step=stop_at(step, error), progress=False)
+    ludus.train(resume=tmp_path, **code(), progress=False)
+    assert trained_ordinals(RunFolder(tmp_path)) == list(range(12))
+    versions = [
+        row["policy_version"] for row in RunFolder(tmp_path).metrics() if "policy_version" in row
+    ]
+    assert versions == list(range(6))
+
+
+async def test_a_cancelled_update_is_finished_and_saved(tmp_path: Path) -> None:
+    """Ctrl-C while the weights change: the step is whole, and the last one."""
+    tables = settings(tmp_path, staleness=1, steps=50)
+    task: asyncio.Task[Any]
+
+    @ludus.reward(name="even")
+    async def telling(trajectory: ludus.Trajectory) -> float:
+        nonlocal scored
+        scored += 1
+        if scored == 13:
+            task.cancel()
+        return float(scored % 5)
+
+    scored = 0
+    task = asyncio.create_task(train_async(Recipe.parse(tables), Parts(**code(rewards=[telling]))))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    run = RunFolder(tmp_path)
+    latest = run.checkpoints()[-1].step
+    assert 0 < latest < 50 and latest == run.metrics()[-1]["step"]
+    assert trained_ordinals(run) == list(range(2 * latest))
+
+
+def test_evaluation_patience_and_several_stages(tmp_path: Path) -> None:
+    """The first stage ends early with groups in flight, which are dropped; the second begins afresh."""
+    stage = {"kind": "rl", **RL, "steps": 30, "staleness": 1}
+    tables = {name: table for name, table in settings(tmp_path).items() if name != "rl"}
+    tables |= {
+        "stage": [stage, {**stage, "steps": 2, "staleness": 2}],
+        "evaluation": {"every": 1, "patience": 2, "best_by": "reward"},
+    }
+    ludus.train(**tables, **code(held_out=tasks(2, first=50)), progress=False)
+    run = RunFolder(tmp_path)
+    done = run.recipe()["stage"][0]["steps"]
+    assert 2 <= done <= 30
+    assert trained_ordinals(run) == [*range(2 * done), *range(4)]
+    measured = [row["step"] for row in run.metrics() if "eval/reward" in row]
+    assert measured == list(range(done + 3))
+
+
+def test_a_hanging_episode_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    class Hanging(Talker):
+        async def run(self, episode: ludus.Episode) -> None:
+            if episode.task.id == "3":
+                await asyncio.sleep(1000)
+            await episode.generate(max_tokens=5)
+
+    with pytest.raises(StalledError, match=r"for the groups of step .*task '3'"):
+        ludus.train(
+            **settings(tmp_path, staleness=1, stall_seconds=1.0), **code(agent=Hanging()), progress=False
+        )
+    assert "waited 1 s for the groups of step" in (tmp_path / "logs" / "ludus.log").read_text()
