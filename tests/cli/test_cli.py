@@ -127,7 +127,7 @@ def test_checks(project: Path) -> None:
     said = ludus("check", "env", "safe", "--tasks", "ludus.envs.safe:training_tasks")
     assert "safe: ok" in said
     done = CliRunner().invoke(app, ["check", "env", "ludus.envs.safe:Safe"])
-    assert done.exit_code == 1 and "give it one of its own by --tasks" in done.output
+    assert done.exit_code == 1 and "give tasks of its own: --tasks" in done.output
 
 
 def test_an_environment_in_a_file_is_what_the_tasks_call_it(tmp_path: Path) -> None:

@@ -242,3 +242,24 @@ def test_the_command_prints_a_line_for_each_and_fails_where_one_is_broken(tmp_pa
         "in a process"
     )
     assert done.output.count("ok: ") == 6
+
+
+async def test_an_expert_that_never_yields_is_waited_for_once() -> None:
+    asked, gate = [], threading.Event()
+
+    def stuck(task: Task) -> Generator[ToolCall, str, None]:
+        asked.append(task.id)
+        gate.wait(20)  # in a thread: the checker goes on without it
+        yield ToolCall("step", {"action": "up"})
+
+    contract = EnvContract(Count, TASKS, "count", expert=stuck, seconds=1.0, episodes=2)
+    try:
+        found = {clause.name: clause async for clause in contract.clauses()}
+    finally:
+        gate.set()
+    assert len(asked) == 1
+    for name in ("reset after done", "action after done", "gold solution"):
+        assert found[name].ok is False
+        assert "the expert yielded nothing within 0.5 seconds" in found[name].text
+        assert "test_env_contract.py" in found[name].text and "in stuck" in found[name].text
+    assert found["determinism"].ok and found["random policy"].ok is None

@@ -15,17 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ludus.core.concurrency import busy_locations
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
-from ludus.core.user_code import first_call_errors, pending_locations, reset_error_counts
-from ludus.envs import WORLDS, PoolConfig, check_env, load_env
+from ludus.core.user_code import first_call_errors, reset_error_counts
+from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool import probe_env
-from ludus.rewards import check_rewards
+from ludus.rewards import build_reward, check_rewards
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
@@ -100,8 +101,7 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
     """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
-    seen = {_content(task) for task in parts.tasks}
-    both = [task.id for task in parts.held_out if _content(task) in seen]
+    both = _in_both(parts.tasks, parts.held_out)
     if both:
         findings.append(
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
@@ -114,7 +114,11 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
     if parts.tasks and not any(severity == "error" for severity, _ in findings):
         findings += await _within(seconds, "an episode", _episode(recipe, parts))
         if not any(severity == "error" for severity, _ in findings):
-            findings += await _within(seconds, "the check of the rewards", _scores(recipe, parts))
+            what = "the check of the rewards"
+            if callable(parts.demonstrations):
+                named = recipe.first_sft.demonstrations or getattr(parts.demonstrations, "__name__", "")
+                what = f"the expert {named} on {len(parts.tasks[:SAMPLE])} tasks"
+            findings += await _within(seconds, what, _scores(recipe, parts))
         if call_tools and not any(severity == "error" for severity, _ in findings):
             calls = _tool_calls(recipe, parts)
             findings += await _within(seconds * VARIANTS, "the calls of the tools", calls)
@@ -127,12 +131,24 @@ async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]
     done, _ = await asyncio.wait([task], timeout=seconds)
     if done:
         return task.result()
-    places = pending_locations()
+    places = busy_locations()
     task.cancel()
     await asyncio.wait([task], timeout=GRACE)
     where = f": it waits at {', '.join(places)}" if places else ""
     more = "mend what it waits for, or raise --seconds"
     return [("error", f"{what} did not end within {seconds:g} s{where}; {more}")]
+
+
+def _in_both(tasks: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
+    """The held-out tasks that are trained on, too, by all that they say but their names.
+
+    Where that does not tell training tasks apart, their names do: an environment draws its seed from them.
+    """
+    seen = {_content(task) for task in tasks}
+    if len(seen) < len({task.id for task in tasks}):
+        ids = {task.id for task in tasks}
+        return [task.id for task in held_out if task.id in ids and _content(task) in seen]
+    return [task.id for task in held_out if _content(task) in seen]
 
 
 def _content(task: Task) -> str:
@@ -269,16 +285,22 @@ def env_findings(
     name: str | None = None,
     *,
     expert: str | None = None,
+    rewards: Sequence[str] = (),
     thorough: bool = False,
     episodes: int | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Whether an environment keeps its contract, clause by clause; `name` is what tasks call it."""
     world = WORLDS.get(reference)
     factory = load_env(reference) if world is None or world.env is not None else None
+    if factory is not None:
+        asyncio.run(probe_env(factory, reference, {}))
+        is_given = tasks is not None and expert is not None and bool(rewards)
+        if world is None and not is_given and (world := _served_world(factory)) is not None:
+            used = "its tasks, expert and rewards are used where others are not given"
+            yield "info", f"the server calls it {world.name!r}, like the prebuilt environment: {used}"
     given = load_tasks(tasks) if tasks else world.tasks("held_out") if world is not None else []
     called = name or _name_in(given, reference)
     if factory is not None:
-        asyncio.run(probe_env(factory, called, {}))
         found = asyncio.run(_env(factory, given[:1], called))
         yield from found
         if any(severity == "error" for severity, _ in found):
@@ -286,10 +308,12 @@ def env_findings(
     settings: dict[str, Any] = dict(THOROUGH if thorough else QUICK)
     if episodes is not None:
         settings["episodes"] = episodes
+    if world is not None:
+        settings |= {"expert": world.expert, "rewards": world.scored_by(), "max_turns": world.max_turns}
     if expert is not None:
         settings["expert"] = load_reference(expert)
-    elif world is not None:
-        settings |= {"expert": world.expert, "rewards": world.scored_by(), "max_turns": world.max_turns}
+    if rewards:
+        settings["rewards"] = [build_reward(one) for one in rewards]
     if world is not None and world.tools:
         settings["tools"] = world.toolset()
     contract = EnvContract(factory, given or [Task.of("check", id="check")], called, **settings)
@@ -297,8 +321,15 @@ def env_findings(
     with asyncio.Runner() as runner:
         clauses = contract.clauses()
         while (one := runner.run(anext_or_none(clauses))) is not None:
-            yield severities[one.ok], f"{one.name}: {one.text}"
+            severity = severities[one.ok] if one.was_tried else "skipped"
+            yield severity, f"{one.name}: {one.text}"
         runner.run(close_shared_sandboxes())
+
+
+def _served_world(factory: object) -> World | None:
+    """The prebuilt environment that a server's is called like, if it can be used here."""
+    world = WORLDS.get(getattr(factory, "served_name", None) or "")
+    return world if world is not None and world.env is not None and not world.missing() else None
 
 
 async def anext_or_none(clauses: AsyncIterator[Clause]) -> Clause | None:
@@ -326,12 +357,8 @@ async def _env(
         raise ConfigError(f"the environment {name!r} is not a class or a function that makes one")
     if (isolation or getattr(factory, "isolation", None)) == "process":
         factory = partial(IsolatedEnv, factory, name)  # it may crash, as it may in a run
-    task = tasks[0] if tasks else Task.of("check", id="check")
-    found = await check_env(factory, task, name=name)
-    findings = [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
-    if not tasks and any(severity == "error" for severity, _ in findings):
-        findings.append(("info", "it was given a task without data; give it one of its own by --tasks"))
-    return findings
+    found = await check_env(factory, tasks[0] if tasks else None, name=name)
+    return [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
 
 
 def tool_findings(reference: str, arguments: str | None) -> Findings:

@@ -331,6 +331,13 @@ def check_environment(
     expert: Annotated[
         str | None, typer.Option(help="A demonstrator that solves the tasks: module:function.")
     ] = None,
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward",
+            help="What scores the tasks, as in a recipe; repeatable. Without any, the rewards of steps do.",
+        ),
+    ] = None,
     thorough: Annotated[
         bool,
         typer.Option(help="Try everything: 20 tasks, 16 instances, 200 episodes, all gold solutions."),
@@ -342,7 +349,9 @@ def check_environment(
     """Does an environment keep its contract? A line for each clause, on real instances."""
     from ludus.cli.check import env_findings
 
-    found = env_findings(env, tasks, name, expert=expert, thorough=thorough, episodes=episodes)
+    found = env_findings(
+        env, tasks, name, expert=expert, rewards=rewards or (), thorough=thorough, episodes=episodes
+    )
     _finish(found, env)
 
 
@@ -379,7 +388,14 @@ def check_sandbox(
 def _finish(findings: Iterable[tuple[str, str]], what: str) -> None:
     """Print findings as (severity, text); an error among them makes the command fail."""
     console, broken = Console(), 0
-    styles = {"error": "bold red", "failed": "bold red", "warning": "yellow", "info": "", "ok": "green"}
+    styles = {
+        "error": "bold red",
+        "failed": "bold red",
+        "warning": "yellow",
+        "info": "",
+        "ok": "green",
+        "skipped": "cyan",
+    }
     for severity, text in findings:
         console.print(Text(f"{severity}: {text}", style=styles[severity]), soft_wrap=True)
         broken += severity in ("error", "failed")

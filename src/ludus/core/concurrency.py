@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ludus.core.failures import LudusError
+from ludus.core.user_code import pending_locations, thread_location
 
 T = TypeVar("T")
 
@@ -38,6 +39,9 @@ _IDLE_SECONDS = 10.0
 
 class DeadlineExceeded(TimeoutError):
     """The function ran longer than its caller allows, as against one that raised `TimeoutError`."""
+
+    place: str | None = None
+    """Where in user code it was at the deadline."""
 
 
 class WorkerError(LudusError):
@@ -58,6 +62,7 @@ class _Job:
     future: asyncio.Future[None]
     context: contextvars.Context
     started: float | None = None
+    thread: int | None = None
     finished: bool = False
     dropped: bool = False
     value: Any = None
@@ -133,7 +138,9 @@ class ThreadExecutor:
         self._submit(job)
         try:
             if not await _finished_in_time(job, timeout):
-                raise DeadlineExceeded(f"no result within {timeout:g} seconds")
+                late = DeadlineExceeded(f"no result within {timeout:g} seconds")
+                late.place = thread_location(job.thread)
+                raise late
         finally:
             if not job.future.done() or job.future.cancelled():
                 self._drop(job)
@@ -193,7 +200,9 @@ class ThreadExecutor:
 
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
+            _running.add(job)
             job.run()
+            _running.discard(job)
             with self._changed:
                 job.finished = True
                 if job.dropped:
@@ -214,8 +223,20 @@ class ThreadExecutor:
                 self._workers -= 1
                 return None
             job = self._queue.popleft()
-            job.started = time.monotonic()
+            job.started, job.thread = time.monotonic(), threading.get_ident()
             return job
+
+
+_running: set[_Job] = set()
+"""What threads of all executors are at."""
+
+
+def busy_locations() -> list[str]:
+    """Where in user code coroutines of this event loop wait, and functions run that somebody waits for."""
+    threads = [thread_location(job.thread) for job in list(_running) if not job.dropped]
+    return list(
+        dict.fromkeys([*pending_locations(), *(place for place in threads if place is not None)])
+    )
 
 
 async def _finished_in_time(job: _Job, timeout: float | None) -> bool:

@@ -304,6 +304,16 @@ def pending_locations() -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def thread_location(ident: int | None) -> str | None:
+    """Where in user code a thread is: file:line in function; None where it is in none."""
+    frame = sys._current_frames().get(ident or 0)
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 def _last(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

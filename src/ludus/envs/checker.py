@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import timeout
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,10 @@ from ludus.core.user_code import error_with_location
 from ludus.envs.env import Env, as_env, as_step, call_env, reset_env, takes_text
 from ludus.tools import as_toolset, example_of
 
-_SECONDS = 60.0
+_SECONDS = 45.0
+"""How long making, resetting or closing an instance may take here."""
+_STEP_SECONDS = 20.0
+"""How long an action may take here. A run has more patience (`step_timeout`), a person has less."""
 _TEXT = "look"
 """A plain-text action; whatever a model says, `step` has to take it."""
 
@@ -43,13 +47,14 @@ Action = str | ToolCall
 
 async def check_env(
     factory: Callable[[], Any],
-    task: Task,
+    task: Task | None,
     actions: Sequence[Action] | None = None,
     *,
     name: str = "env",
 ) -> list[EnvFinding]:
     """Play `actions` (texts for `step`, or tool calls) twice; an empty list means nothing was found.
 
+    Without a task (None) it is reset with an empty one, which many cannot begin with: that is said then.
     Without actions, those that the environment offers are used: the first of `available_actions()`, or each
     tool that needs no arguments; or else calls that its tools' schemas allow, and a text where it has `step`.
     """
@@ -64,9 +69,10 @@ class _Broken(Exception):
 
 class _Check:
     def __init__(
-        self, factory: Callable[[], Any], task: Task, actions: list[Action] | None, name: str
+        self, factory: Callable[[], Any], task: Task | None, actions: list[Action] | None, name: str
     ) -> None:
-        self._factory, self._task, self._actions, self._name = factory, task, actions, name
+        self._factory, self._actions, self._name = factory, actions, name
+        self._task, self._has_task = task or Task.of("check", id="check"), task is not None
         self._guessed: list[ToolCall] = []
         """Calls generated from schemas, which the tools may refuse."""
         self._open: list[Any] = []
@@ -101,14 +107,24 @@ class _Check:
         try:
             return (await reset_env(env, self._task, self._name, timeout=_SECONDS)).text
         except ConfigError as error:
-            self._error(str(error), "let reset accept what the task gives it")
+            self._reset_error(str(error), "let reset accept what the task gives it")
         except TypeError as error:
-            self._error(f"reset is wrong: {error}", "take the task; return text, an Observation or None")
+            self._reset_error(
+                f"reset is wrong: {error}", "take the task; return text, an Observation or None"
+            )
+        except TimeoutError as error:
+            self._error(f"reset {_late(error, _SECONDS)}", _LATE_FIX)
         except Exception as error:  # noqa: BLE001 - user code
-            self._error(
+            self._reset_error(
                 f"reset raised {_error_text(error)}", "make it work for every task of the task set"
             )
         raise _Broken
+
+    def _reset_error(self, problem: str, fix: str) -> None:
+        if not self._has_task:  # more likely than a mistake in reset
+            problem = f"it cannot be reset with an empty task: {problem}"
+            fix = "give tasks of its own: --tasks FILE.jsonl, or --tasks module:function"
+        self._error(problem, fix)
 
     async def _check_tools(self, env: Any) -> None:
         for spec in await self._specs(env):
@@ -160,7 +176,11 @@ class _Check:
 
     async def _step(self, env: Any, action: str) -> tuple[str, bool]:
         raw = await self._try(
-            f"step({action!r}) failed", "return a Step for every text", env.step, action
+            f"step({action!r}) failed",
+            "return a Step for every text",
+            env.step,
+            action,
+            seconds=_STEP_SECONDS,
         )
         try:
             result = as_step(raw).as_result()
@@ -173,7 +193,11 @@ class _Check:
         context = self._context(env)
         try:
             tools = as_toolset(await call_env(env.tools))
-            result = await tools.call(call, context)
+            async with timeout(_STEP_SECONDS):
+                result = await tools.call(call, context)
+        except TimeoutError as error:
+            self._error(f"the tool {call.name!r} {_late(error, _STEP_SECONDS)}", _LATE_FIX)
+            raise _Broken from error
         except (InfraError, ConfigError) as error:
             self._error(
                 f"the tool {call.name!r} failed: {error}", "raise ToolFault for the model's faults"
@@ -239,9 +263,19 @@ class _Check:
                 f"close raised {_error_text(error)}", "let close release what there is, and not fail"
             )
 
-    async def _try(self, problem: str, fix: str, function: Callable[..., Any], *args: Any) -> Any:
+    async def _try(
+        self,
+        problem: str,
+        fix: str,
+        function: Callable[..., Any],
+        *args: Any,
+        seconds: float = _SECONDS,
+    ) -> Any:
         try:
-            return await call_env(function, *args, timeout=_SECONDS)
+            return await call_env(function, *args, timeout=seconds)
+        except TimeoutError as error:
+            self._error(f"{problem}: it {_late(error, seconds)}", _LATE_FIX)
+            raise _Broken from error
         except Exception as error:
             self._error(f"{problem}: {_error_text(error)}", fix)
             raise _Broken from error
@@ -258,6 +292,14 @@ class _Check:
     def _add(self, finding: EnvFinding) -> None:
         if finding not in self.findings:
             self.findings.append(finding)
+
+
+_LATE_FIX = "let it end; a run waits as long as agent.pools.NAME says (step_timeout, reset_timeout)"
+
+
+def _late(error: TimeoutError, seconds: float) -> str:
+    place = getattr(error, "place", None)
+    return f"did not return within {seconds:g} s" + (f": it was at {place} then" if place else "")
 
 
 def _error_text(error: BaseException) -> str:

@@ -286,8 +286,8 @@ async def reset_env(
     except TypeError as error:
         raise ConfigError(
             f"task {task.id!r} gives the environment {name!r} the arguments {sorted(arguments)}, but "
-            f"{type(env).__name__}.reset does not take them ({error}); add the parameters to its reset, "
-            "or change the task"
+            f"{type(env).__name__}.reset does not take them ({error}); what the task's envs hold and the "
+            "parameters of reset must agree"
         ) from error
     return as_observation(await call_env(env.reset, task, timeout=timeout, **arguments))
 

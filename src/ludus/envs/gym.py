@@ -34,7 +34,7 @@ _COLOUR = re.compile(r"\x1b\[\d+(;\d+)*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 class GymnasiumEnv(Env):
-    """One instance. A task gives a seed as `envs = {"lake": {"seed": 3}}`; else its id decides."""
+    """One instance. A task gives a seed as `envs = {"lake": {"seed": 3}}`, or in its metadata; else its id."""
 
     isolation = "thread"  # few environments are made for several threads
 
@@ -53,7 +53,8 @@ class GymnasiumEnv(Env):
         self._over = True
 
     def reset(self, task: Task, seed: int | None = None) -> Observation:
-        seen, info = self._env.reset(seed=key(task.id) % 2**31 if seed is None else seed)
+        seed = task.metadata.get("seed", _seed(task.id)) if seed is None else seed
+        seen, info = self._env.reset(seed=seed)
         self._over, self._mask = False, info.get("action_mask")
         return Observation(f"{self._shown(seen)}\n{self._actions.described}")
 
@@ -189,4 +190,9 @@ def gymnasium_tasks(reference: str) -> list[Task]:
         raise ConfigError(
             f"gymnasium:{reference} has unknown options {', '.join(options)}: size, prompt"
         )
-    return [Task.of(prompt, id=f"{id}-{split}-{number}") for number in range(size)]
+    ids = [f"{id}-{split}-{number}" for number in range(size)]
+    return [Task.of(prompt, id=one, metadata={"seed": _seed(one)}) for one in ids]
+
+
+def _seed(id: str) -> int:
+    return key(id) % 2**31

@@ -78,6 +78,11 @@ class RemoteEnvs:
             )
         return self._tools[settings]
 
+    @property
+    def served_name(self) -> str | None:
+        """What the server calls the environment, once it was asked."""
+        return None if self._described is None else str(self._described["name"])
+
     async def aclose(self) -> None:
         """Close the connections; the next instance opens others."""
         for tools in self._tools.values():

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -75,10 +76,11 @@ class World:
     def factory(self) -> Callable[[], Env]:
         """Makes an environment; `ConfigError` says what is not installed, or that there is no class."""
         if self.env is None:
-            named = ", ".join(str(one) for one in self.tools)
+            named = [one if isinstance(one, str) else str(one.get("tool")) for one in self.tools]
             raise ConfigError(
-                f"{self.name!r} has no environment of its own, only tasks with tools: leave out agent.envs, "
-                f"and set agent.tools ({named}); recipes/{self.name}.toml shows it"
+                f"{self.name!r} has no environment of its own, only tasks with tools: in a recipe, leave it "
+                f"out of agent.envs and set agent.tools = {named} (ludus init --from {self.name} writes one); "
+                f"as a service, ludus serve tools {' '.join(named)}"
             )
         factory: Callable[[], Env] = self._load(self.env)
         return factory
@@ -289,6 +291,17 @@ OTHERS = (
 """What else a recipe may name, for people (docs/services.md)."""
 
 
+def _unknown(reference: str) -> ConfigError:
+    near = get_close_matches(reference, WORLDS, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    tools = ", ".join(world.name for world in _ALL if world.env is None)
+    return ConfigError(
+        f"there is no environment called {reference!r}.{hint} Known: {', '.join(sorted(ENVS))}; as tasks with "
+        f"tools alone, which need no environment: {tools}. Or give 'module:Class', 'file.py:Class', an address "
+        f"(http://host:port/NAME) or an adapter ({', '.join(f'{name}:...' for name in ADAPTERS)})"
+    )
+
+
 def load_env(reference: str) -> Callable[[], Env]:
     """What makes the environment that a recipe names.
 
@@ -309,6 +322,8 @@ def load_env(reference: str) -> Callable[[], Env]:
             "http://host:port/NAME or https://... (ludus serve env), agentgym:http://... or openenv:http://..."
         )
     if scheme not in ADAPTERS:
+        if not what:
+            raise _unknown(reference)
         factory: Callable[[], Env] = ENVS.load(reference)
         return factory
     adapter = load_reference(ADAPTERS[scheme])

@@ -20,8 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import ConfigError, Fault, LudusError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolSet, ToolSpec
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
@@ -29,9 +30,10 @@ from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, EnvTools, call_env, reset_env, tools_of
 from ludus.envs.isolated import IsolatedEnv
+from ludus.envs.world import ExpertMoves
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert
-from ludus.rollouts.episode import Budgets, Episode
+from ludus.rollouts.episode import Budgets, Episode, next_move
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
@@ -60,15 +62,20 @@ Story = list[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One clause of the contract. `ok` is None for what is a number, and neither kept nor broken."""
+    """One clause of the contract. `ok` is None for what is neither kept nor broken: a number, or not tried."""
 
     name: str
     ok: bool | None
     text: str
+    was_tried: bool = True
 
 
 class _Broken(Exception):
     """A clause does not hold; the text says why."""
+
+
+class _NotTried(Exception):
+    """A clause could not be tried; the text says why."""
 
 
 class RandomAgent(Agent):
@@ -166,6 +173,8 @@ class EnvContract:
     tools: ToolSet | None = None
     """What the agent has where there is no environment."""
     pool: EnvPool | None = field(init=False, default=None)
+    _stuck: str = field(init=False, default="")
+    """That the expert does not come back, once that is known: no further clause waits for it."""
 
     def __post_init__(self) -> None:
         if self.factory is not None:
@@ -219,6 +228,8 @@ class EnvContract:
                 return Clause(name, None if is_number else True, await clause())
         except _Broken as broken:
             return Clause(name, False, str(broken))
+        except _NotTried as why:
+            return Clause(name, None, str(why), was_tried=False)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -282,7 +293,7 @@ class EnvContract:
                 if not again.terminated and again.fault is None:
                     raise _Broken(f"{shown}, as if it went on; say that it is over (terminated=True)")
                 return shown
-        return "no episode ended by itself within its turns, so that it was not tried"
+        raise _NotTried("not tried, because no episode ended by itself within its turns")
 
     async def _close_twice(self) -> str:
         async with self._instance() as env:
@@ -321,6 +332,8 @@ class EnvContract:
 
     async def _gold(self) -> str:
         assert self.expert is not None
+        if self._stuck:
+            raise _Broken(self._stuck)
         # budgets are for the model; an expert may waste turns, but not for ever
         played = await self._play(Demonstrator(self.expert), max_turns=10 * self.max_turns)
         lost = [f"{t.task.id}: {t.failure}" for t in played if t.failure is not None]
@@ -331,9 +344,10 @@ class EnvContract:
         text = f"the expert succeeds on {solved} of {len(played)} tasks, in at most {longest} turns"
         if solved < _LEAST_GOLD * len(played):
             wrong = next(t for t in played if not is_success(t))
-            raise _Broken(
-                f"{text}; on {wrong.task.id!r} it gets {wrong.reward} after {wrong.turns} turns"
-            )
+            text += f"; on {wrong.task.id!r} it gets {wrong.reward} after {wrong.turns} turns"
+            if not (self.rewards or any(t.reward for t in played)):
+                text += "; no step paid anything, and no rewards were given (--reward module:function)"
+            raise _Broken(text)
         return text
 
     async def _random(self) -> str:
@@ -386,22 +400,31 @@ class EnvContract:
         """Play to the end, as the expert does where there is one; the last call, if it ended the episode."""
         first, tools, context, specs = await env.start(task)
         script = self.expert(task) if self.expert is not None else None
-        draw, result = random.Random(task.id), ToolResult("")
-        for turn in range(self.max_turns * (4 if script is not None else 1)):
-            try:
-                if script is not None:
-                    move = next(script) if turn == 0 else script.send(result.content)
-                    move = script.send(first.text if first else "") if move is None else move
-                else:
-                    move = await random_call(env.env, specs, draw) if specs else ""
-            except StopIteration:
-                return None
+        draw, seen = random.Random(task.id), first.text if first else ""
+        for _ in range(self.max_turns * (4 if script is not None else 1)):
+            move: ToolCall | str | None = ""
+            if script is not None:
+                move = await self._expert_move(script, seen)
+            elif specs:
+                move = await random_call(env.env, specs, draw)
             if move is None or isinstance(move, str):
                 return None
             result = await tools.call(move, context)
+            seen = result.content
             if result.terminated:
                 return move, tools, context
         return None
+
+    async def _expert_move(self, script: ExpertMoves, seen: str) -> ToolCall | str | None:
+        """What the expert does next, in a thread: it may think for seconds, but not for ever."""
+        if self._stuck:
+            raise _Broken(self._stuck)
+        try:
+            return await run_sync(next_move, script, seen, timeout=self.seconds / 2)
+        except DeadlineExceeded as late:
+            where = f": it was at {late.place} then" if late.place else ""
+            self._stuck = f"the expert yielded nothing within {self.seconds / 2:g} seconds{where}"
+            raise _Broken(self._stuck) from late
 
     @property
     def _counted(self) -> str:

@@ -175,7 +175,7 @@ class Episode:
     async def _expert_turn(self, expert: ExpertMoves) -> Turn:
         observed = "\n".join(message.content for message in self._pending)
         # in a thread: a planner may think for seconds
-        move = await run_sync(_next_move, expert, observed)
+        move = await run_sync(next_move, expert, observed)
         if move is None:
             raise EpisodeOver
         if isinstance(move, str):
@@ -341,7 +341,8 @@ class Episode:
         return [*new[:-1], replace(new[-1], content=text)]
 
 
-def _next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
+def next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
+    """What an expert does after it has observed that; None when it has ended."""
     begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
     try:
         move = next(expert) if begins else expert.send(observed)
