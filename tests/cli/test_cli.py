@@ -144,8 +144,10 @@ def test_an_environment_in_a_file_is_what_the_tasks_call_it(tmp_path: Path) -> N
     assert "grid.py:Grid: ok" in ludus(*check, str(two), "--name", "board")
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
-    process = Started(COMMAND, "train", "recipe.toml", "rl.steps=100000", "run.folder=stopped")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, staleness: int) -> None:
+    settings = ["rl.steps=100000", "run.folder=stopped", f"rl.staleness={staleness}"]
+    process = Started(COMMAND, "train", "recipe.toml", *settings)
     run = RunFolder(project / "stopped")
     wait_for_checkpoint(process, run, step=1)
     process.send_signal(signal.SIGINT)
@@ -154,6 +156,19 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path) -> None:
     assert "ludus train --resume" in errors and "Traceback" not in errors
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
+
+
+def test_replay_trains_again_from_the_record(project: Path) -> None:
+    ludus("train", "recipe.toml", "rl.staleness=1", "run.folder=recorded")
+    said = ludus("train", "--replay", "recorded")
+    assert "runs/adding-replay-001" in said
+    found = [RunFolder(folder).latest_checkpoint() for folder in ("recorded", "runs/adding-replay-001")]
+    one, other = [(c.path / "model.safetensors").read_bytes() for c in found if c is not None]
+    assert one == other
+    with pytest.raises(ConfigError, match="a replay has the recipe of its run"):
+        ludus("train", "recipe.toml", "--replay", "recorded")
+    with pytest.raises(ConfigError, match="give one of them"):
+        ludus("train", "--resume", "recorded", "--replay", "recorded")
 
 
 def test_stopping_in_the_warm_start_loses_nothing(project: Path) -> None:

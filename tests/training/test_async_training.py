@@ -14,6 +14,7 @@ from stage_runs import Talker, assert_same_tensors, episodes, numbers
 from training_helpers import TINY, add, even, tasks
 
 import ludus
+from ludus.core import ConfigError
 from ludus.observe import RunFolder, read_notes, undefined
 from ludus.training import (
     Learner,
@@ -208,3 +209,67 @@ def test_a_hanging_episode_ends_the_run_with_its_name(tmp_path: Path) -> None:
             **settings(tmp_path, staleness=1, stall_seconds=1.0), **code(agent=Hanging()), progress=False
         )
     assert "waited 1 s for the groups of step" in (tmp_path / "logs" / "ludus.log").read_text()
+
+
+REPLAYED = {
+    "plain": {"staleness": 2, "steps": 6},
+    "sync": {"staleness": 0},
+    "much": {
+        "staleness": 1, "algorithm": "ppo", "updates": 2, "stale_updates": True, "kl": 0.1,
+        "kl_control": {"target": 0.01, "horizon": 50}, "refill": {"rounds": 1}, "keep_attempts": 2,
+        "attempts": 4, "reference_sync": {"every": 2, "mixup_alpha": 0.5},
+        "critic": {"warmup_steps": 1, "optimizer": {"learning_rate": 1e-2}},
+        "broken": {"no_answer": "mask", "void_turn": -0.1},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", REPLAYED.values(), ids=REPLAYED)
+def test_training_from_the_record_gives_the_same_weights(tmp_path: Path, table: Any) -> None:
+    """Bit for bit, though nothing is played: an agent that cannot play is given."""
+
+    class Broken(ludus.Agent):
+        async def run(self, episode: ludus.Episode) -> None:
+            raise AssertionError("nothing is played in a replay")
+
+    warm = {"steps": 2, "batch": 2, "optimizer": {"learning_rate": 1e-2}}
+    shown = [[ludus.Message("user", "1 plus 2?"), ludus.Message("assistant", "3")]] * 2
+    tables = {**settings(tmp_path / "run", **table), "warm_start": warm}
+    given = code(held_out=tasks(2, first=50), demonstrations=shown)
+    ludus.train(**tables, evaluation={"every": 2}, **given, progress=False)
+    again = {"folder": str(tmp_path / "again"), "checkpoint_every": 1, "keep_checkpoints": 50}
+    given["agent"] = Broken()
+    ludus.train(replay=tmp_path / "run", run=again, **given, progress=False)
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "again")
+    assert [one.step for one in first.checkpoints()] == [one.step for one in second.checkpoints()]
+    for old, new in zip(first.checkpoints(), second.checkpoints(), strict=True):
+        for name in ("model.safetensors", "optimizer.pt", "critic.pt"):
+            if (old.path / name).exists():
+                load = load_file if name.endswith("safetensors") else torch.load
+                assert_same_tensors(load(old.path / name), load(new.path / name), f"{new.step}/{name}")
+    assert not second.trajectory_files()
+
+
+def test_a_replay_needs_the_episodes_of_every_step(tmp_path: Path) -> None:
+    tables = settings(tmp_path / "run", staleness=1)
+    tables["run"]["trajectories_every"] = 2
+    ludus.train(**tables, **code(), progress=False)
+    with pytest.raises(
+        ConfigError, match=r"no episodes of 2 of the 4 steps of rl .*trajectories_every=1"
+    ):
+        ludus.train(
+            replay=tmp_path / "run", run={"folder": str(tmp_path / "no")}, **code(), progress=False
+        )
+    with pytest.raises(ConfigError, match="is not a run"):
+        ludus.train(replay=tmp_path / "nowhere", **code(), progress=False)
+    with pytest.raises(ConfigError, match="leave out the recipe"):
+        ludus.train("safe", replay=tmp_path / "run", progress=False)
+
+
+def test_a_replay_that_was_stopped_goes_on_from_the_record(tmp_path: Path) -> None:
+    train(tmp_path / "run", staleness=1)
+    run = {"folder": str(tmp_path / "again"), "checkpoint_every": 1}
+    with pytest.raises(Stop):
+        ludus.train(replay=tmp_path / "run", run=run, **code(), on_step=stop_at(2, Stop), progress=False)
+    ludus.train(resume=tmp_path / "again", **code(), progress=False)
+    assert_same_tensors(weights(RunFolder(tmp_path / "run")), weights(RunFolder(tmp_path / "again")))

@@ -110,11 +110,17 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train again from the groups that the run in this folder recorded; plays nothing."
+        ),
+    ] = None,
 ) -> None:
     """Train by a recipe: `ludus train recipe.toml rl.steps=50`. Ctrl-C saves, and says how to go on."""
     from ludus.cli.train import run_training
 
-    run_training(recipe, overrides or [], resume)
+    run_training(recipe, overrides or [], resume, replay)
 
 
 @app.command("eval")

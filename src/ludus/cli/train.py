@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.core.failures import ConfigError
-from ludus.observe import RunWriter, episode_text, printable, table_rich
+from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
 from ludus.training.config.recipe import Recipe, load_recipe
 
@@ -20,17 +20,23 @@ if TYPE_CHECKING:
     from ludus.training.api import Result
 
 
-def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | None) -> None:
+def run_training(
+    recipe_path: Path | None, overrides: list[str], resume: Path | None, replay: Path | None = None
+) -> None:
     """Train, show, report."""
     console = Console(stderr=True)
-    if resume is not None and recipe_path is not None and "=" in str(recipe_path):
+    if resume is not None and replay is not None:
+        raise ConfigError("--replay begins a new run and --resume goes on with one: give one of them")
+    if (resume or replay) is not None and recipe_path is not None and "=" in str(recipe_path):
         recipe_path, overrides = None, [str(recipe_path), *overrides]  # the first word is no recipe then
     if recipe_path is not None and resume is not None:
         raise ConfigError(
             f"a resumed run goes on by its own recipe: leave out {str(recipe_path)!r}, or begin a "
             "new run from its last checkpoint with model.name=FOLDER"
         )
-    if recipe_path is None and resume is None:
+    if recipe_path is not None and replay is not None:
+        raise ConfigError(f"a replay has the recipe of its run: leave out {str(recipe_path)!r}")
+    if recipe_path is None and resume is None and replay is None:
         raise ConfigError("give either a recipe, or --resume and a run's folder")
     run: RunWriter | None = None
     if resume is not None:
@@ -39,6 +45,8 @@ def run_training(recipe_path: Path | None, overrides: list[str], resume: Path | 
             console.print(Text(resumed), soft_wrap=True)
             return
         run, recipe, parts = resumed
+    elif replay is not None:
+        recipe, parts = _replayed(replay, overrides)
     else:
         assert recipe_path is not None
         recipe = load_recipe(recipe_path, overrides)
@@ -77,6 +85,16 @@ def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Par
         return run, recipe, parts
     run.close()
     return text
+
+
+def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
+    """The recipe and the code of a run that is trained again from its record."""
+    source = RunFolder(folder)
+    check_rebuilt(str(folder), source.objects(), [one.partition("=")[0] for one in overrides])
+    from ludus.training.replay import replayed_recipe
+
+    recipe = replayed_recipe(source, overrides)
+    return recipe, load_parts(recipe)
 
 
 async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:

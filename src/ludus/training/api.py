@@ -43,6 +43,7 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
+from ludus.training.replay import replayed_recipe
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
 from ludus.training.run_context import build_run_context
@@ -101,6 +102,7 @@ def train(
     agent: Agent | Mapping[str, Any] | None = None,
     demonstrations: Expert | Sequence[Conversation] | None = None,
     resume: str | Path | None = None,
+    replay: str | Path | None = None,
     on_step: OnStep | None = None,
     progress: bool = True,
     **settings: Any,
@@ -110,7 +112,8 @@ def train(
     Give a recipe (a TOML file's path, or a `Recipe`), or its tables as keywords: `model="folder or name"`,
     `rl={"steps": 50}`, `budgets={"max_turns": 4}`. What is code can be passed as objects, or by the names
     that a recipe would use; it comes before what the recipe says. `resume` is a run's folder to go on with,
-    by its own recipe. The run's folder and its progress are shown on stderr, unless `progress` is false.
+    by its own recipe; `replay`, one to train again from the groups that it recorded. The run's folder and its
+    progress are shown on stderr, unless `progress` is false.
     """
     if isinstance(agent, Mapping):
         settings["agent"], agent = agent, None
@@ -119,6 +122,8 @@ def train(
             "a resumed run goes on by its own recipe: leave out the recipe. To train otherwise, begin a new "
             "run whose model is the last checkpoint's folder"
         )
+    if replay is not None and (recipe is not None or resume is not None):
+        raise ConfigError("a replay has the recipe of its run: leave out the recipe, and resume")
     given: dict[str, Any] = {
         "tasks": tasks,
         "held_out": held_out,
@@ -138,6 +143,10 @@ def train(
             passed = [name for name, value in given.items() if value is not None]
             check_rebuilt(str(resume), run.objects(), passed)
             resolved = resumed_recipe(run, list(_dotted(settings)))
+        elif replay is not None:
+            passed = [name for name, value in given.items() if value is not None]
+            check_rebuilt(str(replay), RunFolder(replay).objects(), passed)
+            resolved = replayed_recipe(RunFolder(replay), list(_dotted(settings)))
         else:
             resolved = resolve(recipe, settings)
         parts = _parts(resolved, **given)

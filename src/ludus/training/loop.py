@@ -254,7 +254,8 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         config, step = self.recipe.evaluation, self.progress.step
-        if step in self._measured or not any(self.context.held_out(config.tasks)):
+        is_replay = self.context.recording is not None  # which is about weights, and plays nothing
+        if step in self._measured or is_replay or not any(self.context.held_out(config.tasks)):
             return
         async with self._stage.holding() if self._stage is not None else nullcontext():
             result = await self.context.measure(

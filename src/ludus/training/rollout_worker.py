@@ -151,14 +151,14 @@ class GroupFilter:
 
     def batch(self, groups: list[Group], sets: list[int], refilled: int) -> RolloutBatch:
         """What a step learns from; `sets` has the task set of each group."""
-        masked = self._masked(groups)
+        masked = self.masked(groups)
         metrics = self._metrics(groups, sets) | {"masked": len(masked)}
         if self._settings.refill is not None:
             metrics["refilled"] = refilled
             metrics["without_signal"] = sum(not self.is_informative(group) for group in groups)
         return RolloutBatch(groups, masked, sets, metrics, [g for one in self.dropped for g in one])
 
-    def _masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
+    def masked(self, groups: Sequence[Group]) -> frozenset[tuple[int, int]]:
         """The attempts that stay out of the loss."""
         return frozenset(
             (number, place)

@@ -41,6 +41,7 @@ from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import fit_tokenizer, load_model
+from ludus.training.replay import Recording, open_recording
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class RunContext:
     tokenizer: HFTokenizer
     engine: EmbeddedEngine
     task_sets: list[TaskSet]
+    recording: Recording | None = None
+    """Where the groups come from that RL learns from, where nothing is played."""
 
     @property
     def rollout(self) -> Rollout:
@@ -153,6 +156,7 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
 async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> RunContext:
     """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's."""
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    recording = open_recording(recipe)
     config = recipe.model
     if checkpoint is not None:
         config = config.model_copy(update={"name": str(checkpoint), "scratch": None})
@@ -162,7 +166,7 @@ async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | Non
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     sets = build_task_sets(recipe, parts, engine, tokenizer)
-    return RunContext(recipe, parts, model, tokenizer, engine, sets)
+    return RunContext(recipe, parts, model, tokenizer, engine, sets, recording)
 
 
 def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:

@@ -223,6 +223,9 @@ class RunConfig(Config):
     """How many of the newest checkpoints stay; the best, and the last of every stage that learns, stay too."""
     trajectories_every: int = Field(default=1, ge=0)
     """Write the episodes of every so many steps; 0 writes none."""
+    replay: Place | None = None
+    """Train from the groups that the run in this folder recorded, and play nothing (ludus train --replay
+    RUN)."""
     tensorboard: bool = False
     """Also write TensorBoard events (extra: tensorboard)."""
     wandb: str | None = None

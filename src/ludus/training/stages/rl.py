@@ -59,7 +59,8 @@ class RLStage(Stage[RLConfig]):
         )
         self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
         self._curriculum = Curriculum(config.curriculum)
-        self._rollouts = self._async_rollouts() if config.staleness else None
+        plays_on = config.staleness > 0 and context.recording is None
+        self._rollouts = self._async_rollouts() if plays_on else None
         """What plays while others are trained on."""
         self._updated = time.perf_counter()
         """When the last step ended."""
@@ -108,7 +109,12 @@ class RLStage(Stage[RLConfig]):
             return await run_to_the_end(self._train_async(number, batch, self._rollouts))
         started = time.perf_counter()
         values = self._curriculum.values(number)
-        played = await self._worker.play(number, values)
+        recording, stages = self.context.recording, self.context.recipe.stages
+        if recording is not None:
+            before = sum(stage.total_steps for stage in stages[: int(self.folder.name)])
+            played = recording.batch(before + number + 1, self.context.task_sets, self.config.rollouts)
+        else:
+            played = await self._worker.play(number, values)
         everything = [*played.groups, *played.dropped]
         check_failures(everything, self.context.recipe.max_failures)
         await self.context.engine.pause()
@@ -121,7 +127,7 @@ class RLStage(Stage[RLConfig]):
         metrics["policy_version"] = self.context.engine.policy_version
         self._curriculum.observe(metrics)
         notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
-        return StepResult(metrics, played.groups, notes=notes)
+        return StepResult(metrics, played.groups if recording is None else (), notes=notes)
 
     async def _train_async(self, number: int, batch: AsyncBatch, rollouts: AsyncRollouts) -> StepResult:
         """Update while the engine is paused, and let it go on; nothing of it is cut off."""
