@@ -205,3 +205,11 @@ def in_thread(envs: list[Any]) -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def test_an_override_leaves_a_table_out() -> None:
+    checked = said("check", "recipe", "corridor.toml", code=0)
+    assert "the expert, given all the turns it needs" in checked
+    checked = said("check", "recipe", "corridor.toml", "warm_start=none", code=0)
+    assert "the expert" not in checked
+    assert "warm_start=none" in " ".join(said("train", "--help", code=0).replace("│", " ").split())

@@ -143,3 +143,26 @@ def test_a_word_of_theirs_is_no_hint_where_it_leads_nowhere() -> None:
 
     with pytest.raises(ConfigError, match="unknown key; known keys: number"):
         Options.parse({"lr": 1})
+
+
+class Lunch(Config):
+    """Settings for which the word "none" means that there is none, or is a word like others."""
+
+    soup: Rest | None = None
+    courses: int | None = 3
+    drink: Literal["none", "tea"] | None = "tea"
+    guest: str | None = "Ada"
+    main: Rest = Rest(kind="rest", seconds=1.0)
+
+
+def test_none_leaves_an_optional_setting_out() -> None:
+    raw = {"soup": {"kind": "rest", "seconds": 2}, "courses": 2}
+    left = Lunch.parse(
+        apply_overrides(raw, ["soup=none", "courses=none", "drink=none", "guest=none"]), "here"
+    )
+    assert (left.soup, left.courses, left.drink, left.guest) == (None, None, "none", "none")
+    assert Lunch.parse(apply_overrides({}, ["soup=none"]), "here").soup is None
+    with pytest.raises(ConfigError, match=r"main: must be a table \(given: 'none'\)"):
+        Lunch.parse(apply_overrides(raw, ["main=none"]), "here")
+    with pytest.raises(ConfigError, match="'soup' is a value, not a table"):
+        apply_overrides(raw, ["soup=none", "soup.seconds=3"])

@@ -60,7 +60,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value (stages "
-        "count from 0).",
+        "count from 0). key=none leaves an optional table or number out: warm_start=none.",
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
-from ludus.core.config_errors import problem_lines, refuse_coercion
+from ludus.core.config_errors import problem_lines, refuse_coercion, takes_none
 from ludus.core.failures import ConfigError, not_there
 from ludus.core.messages import Json
 
@@ -53,6 +53,10 @@ class Config(BaseModel):
     @classmethod
     def _no_coercion(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping):
+            # TOML has no null, and an override cannot drop a table: "none" leaves an optional setting out
+            left_out = [name for name, field in cls.model_fields.items()
+                        if raw.get(name) == "none" and takes_none(field.annotation)]  # fmt: skip
+            raw = {**raw, **dict.fromkeys(left_out)}
             refuse_coercion(cls, raw)
         return raw
 
@@ -84,7 +88,8 @@ def read_toml(path: str | Path) -> Json:
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:
     """`raw` with each `a.b=value` set; a value is TOML, and what is not TOML is taken as text.
 
-    A table of a list is named by its number, from 0: `stage.1.steps=5`.
+    A table of a list is named by its number, from 0: `stage.1.steps=5`. `warm_start=none` leaves an optional
+    table or number out (`Config`).
     """
     result: Json = _copied(raw)
     for override in overrides:
