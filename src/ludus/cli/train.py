@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -24,6 +25,11 @@ def run_training(
     recipe_path: Path | None, overrides: list[str], resume: Path | None, replay: Path | None = None
 ) -> None:
     """Train, show, report."""
+    if int(os.environ.get("RANK", "0")):
+        from ludus.training.ranks import serve_rank
+
+        serve_rank()  # one of several ranks that torchrun started: rank 0 has the run
+        return
     console = Console(stderr=True)
     if resume is not None and replay is not None:
         raise ConfigError("--replay begins a new run and --resume goes on with one: give one of them")

@@ -43,6 +43,7 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
+from ludus.training.ranks import rank_of_environment, serve_rank
 from ludus.training.replay import replayed_recipe
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
@@ -115,6 +116,9 @@ def train(
     by its own recipe; `replay`, one to train again from the groups that it recorded. The run's folder and its
     progress are shown on stderr, unless `progress` is false.
     """
+    if rank_of_environment():
+        serve_rank()  # one of several ranks that torchrun started: rank 0 has the run
+        raise SystemExit
     if isinstance(agent, Mapping):
         settings["agent"], agent = agent, None
     if resume is not None and recipe is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
@@ -23,8 +23,15 @@ from ludus.training.config.recipe import ModelConfig
 from ludus.training.config.rl import RLConfig
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import load_model
-from ludus.training.models.lora import AdapterReference, adapter_reference, is_adapted, save_adapter
+from ludus.training.models.lora import (
+    AdapterReference,
+    ShardedAdapterReference,
+    adapter_reference,
+    is_adapted,
+    save_adapter,
+)
 from ludus.training.optim.learner import Learner, frozen
+from ludus.training.optim.sharding import ShardedModel, group_of, load_wholes, local
 
 if TYPE_CHECKING:
     from ludus.training.run_context import RunContext
@@ -106,10 +113,10 @@ def load_rewards(folder: Path, scorers: Mapping[str, Scorer]) -> None:
 
 def save_learner(folder: Path, learner: Learner, state: Json | None = None) -> None:
     """Write an optimizer's state, and what else of a stage can be written as JSON."""
-    if state is not None:
+    if state is not None and learner.group.rank == 0:
         (folder / STAGE).write_text(json.dumps(state), encoding="utf-8")
     try:
-        torch.save(learner.state_dict(), folder / OPTIMIZER)
+        learner.save(folder / OPTIMIZER)
     except RuntimeError as error:  # what torch makes of a full disk does not say so
         raise UnsavedError(
             f"the optimizer's state could not be written to {folder.parent}: {str(error).splitlines()[0]}"
@@ -118,9 +125,7 @@ def save_learner(folder: Path, learner: Learner, state: Json | None = None) -> N
 
 def load_learner(folder: Path, learner: Learner) -> Json:
     """Put an optimizer where a checkpoint left it, and give the stage's other state back."""
-    learner.load_state_dict(
-        torch.load(folder / OPTIMIZER, map_location=learner.device, weights_only=True)
-    )
+    learner.load(folder / OPTIMIZER)
     path = folder / STAGE
     state: Json = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return state
@@ -133,7 +138,22 @@ SYNCED = "reference.pt"
 
 
 def load_reference_model(context: RunContext, folder: Path, is_resumed: bool) -> nn.Module:
-    """The weights as they were when the stage began.
+    """The weights as they were when the stage began, sharded as the policy is."""
+    start = load_start(context, folder, is_resumed)
+    if isinstance(start, AdapterReference):
+        return start if context.ranks.size == 1 else _sharded_adapter(context, start)
+    return context.ranks.shard(start)
+
+
+def _sharded_adapter(context: RunContext, start: AdapterReference) -> nn.Module:
+    policy, weights = context.policy, start.decoder.weights
+    assert isinstance(policy, ShardedModel)
+    given = None if weights is None else {name: tensor.cpu() for name, tensor in weights.items()}
+    return context.ranks.make(ShardedAdapterReference, policy, given)
+
+
+def load_start(context: RunContext, folder: Path, is_resumed: bool) -> nn.Module:
+    """The weights as they were when the stage began, as a whole.
 
     They are written down then, because a resumed run has only later weights. Where there is an adapter, that is
     all that is written, and the reference is the model itself, read with the adapter as it was or with none.
@@ -184,19 +204,26 @@ def sync_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> Non
 
     Gorbatovski et al., "Learn Your Reference Model for Real Good Alignment", 2024, arXiv:2404.09656.
     """
-    if isinstance(reference, AdapterReference):
+    if isinstance(reference, AdapterReference | ShardedAdapterReference):
         reference.follow()
         return
     for own, other in zip(reference.parameters(), policy.parameters(), strict=True):
-        own.lerp_(other, alpha)
+        local(own).lerp_(local(other), alpha)
 
 
 def save_synced(folder: Path, reference: nn.Module) -> None:
     """Write a reference that may have moved into a checkpoint's folder."""
+    state: Mapping[str, Tensor] | None
     if isinstance(reference, AdapterReference):
-        torch.save(reference.decoder.weights, folder / SYNCED)
-        return
-    torch.save({name: p.detach() for name, p in reference.named_parameters()}, folder / SYNCED)
+        state = reference.decoder.weights
+    elif isinstance(reference, ShardedAdapterReference):
+        state = reference.wholes()
+    elif isinstance(reference, ShardedModel):  # tensor by tensor, and kept by rank 0 alone
+        state = {name: whole.cpu() for name, whole in reference.wholes() if reference.group.rank == 0}
+    else:
+        state = {name: p.detach() for name, p in reference.named_parameters()}
+    if group_of(reference).rank == 0:
+        torch.save(state, folder / SYNCED)
 
 
 @torch.no_grad()
@@ -206,9 +233,8 @@ def load_synced(folder: Path, reference: nn.Module) -> None:
     if not path.is_file():
         raise LudusError(f"{folder} has no {SYNCED}: it was written by a stage without reference_sync")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(reference, AdapterReference):
+    if isinstance(reference, AdapterReference | ShardedAdapterReference):
         if state is not None:  # else it has not followed yet, and stands for no adapter at all
             reference.follow(state)
         return
-    for name, parameter in reference.named_parameters():
-        parameter.copy_(state[name])
+    load_wholes(reference, state)

@@ -90,12 +90,12 @@ def check_extension(
     """
     length = length_key(before)
     for key in changed:
-        noted = key.startswith(("run.", "evaluation.")) and key != "run.folder"
+        noted = key.startswith(("run.", "evaluation.", "cluster.")) and key != "run.folder"
         if key != length and not noted:
             raise ConfigError(
                 "a resumed run goes on by its own recipe, and "
                 f"{key} cannot be changed; what can be: {f'{length}, ' if length else ''}"
-                f"evaluation.* and run.*. {_OTHERWISE}"
+                f"evaluation.*, run.* and cluster.*. {_OTHERWISE}"
             )
     where, last = recipe.named_stages[-1]
     if isinstance(last, SFTConfig) and last.epochs is not None:  # its steps depend on the data

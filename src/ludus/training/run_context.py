@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,7 +40,8 @@ from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
-from ludus.training.models.loading import fit_tokenizer, load_model
+from ludus.training.models.loading import device_of, fit_tokenizer, load_model
+from ludus.training.ranks import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,15 @@ class RunContext:
     task_sets: list[TaskSet]
     recording: Recording | None = None
     """Where the groups come from that RL learns from, where nothing is played."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that train."""
+    sharded: nn.Module | None = None
+    """The model that they train, where there are several: `model` is rank 0's copy, which is sampled."""
+
+    @property
+    def policy(self) -> nn.Module:
+        """What is trained."""
+        return self.model if self.sharded is None else self.sharded
 
     @property
     def rollout(self) -> Rollout:
@@ -80,6 +90,7 @@ class RunContext:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.ranks.close()
         await self.engine.close()
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
@@ -156,6 +167,15 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
 async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> RunContext:
     """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's."""
     torch.set_num_threads(recipe.threads or torch.get_num_threads())
+    ranks = start_ranks(recipe.cluster, device_of(recipe.model), recipe.threads)
+    try:
+        return await _build_on(ranks, recipe, parts, checkpoint)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+async def _build_on(ranks: Ranks, recipe: Recipe, parts: Parts, checkpoint: Path | None) -> RunContext:
     recording = open_recording(recipe)
     config = recipe.model
     if checkpoint is not None:
@@ -164,9 +184,10 @@ async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | Non
     model, tokenizer = load_model(config, recipe.seed, corpus)
     use_ludus_attention(model)
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
+    sharded = ranks.shard(model) if ranks.size > 1 else None
     engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     sets = build_task_sets(recipe, parts, engine, tokenizer)
-    return RunContext(recipe, parts, model, tokenizer, engine, sets, recording)
+    return RunContext(recipe, parts, model, tokenizer, engine, sets, recording, ranks, sharded)
 
 
 def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:

@@ -240,6 +240,27 @@ class RunConfig(Config):
         return [*(name for name, wanted in chosen.items() if wanted), *self.sinks]
 
 
+class ClusterConfig(Config):
+    """The processes that train together, each with a part of the model (docs/distributed.md)."""
+
+    trainer_ranks: int | None = Field(default=None, ge=1, le=65536)
+    """Processes that train, one per GPU; 1 when left out, or as many as torchrun has started."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model among the ranks (HSDP): each is sharded over trainer_ranks / replicas of them."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries tensors between ranks; auto is nccl on GPUs and gloo on CPUs."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds that ranks wait for each other within a step before the run ends with an error."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ClusterConfig:
+        if self.replicas > 1 and self.trainer_ranks is not None and self.trainer_ranks % self.replicas:
+            raise ValueError(
+                f"cluster.replicas = {self.replicas} must divide cluster.trainer_ranks = {self.trainer_ranks}"
+            )
+        return self
+
+
 class TaskSetConfig(Config):
     """One of several task sets. What it leaves out is as the recipe says."""
 
@@ -305,6 +326,7 @@ class Recipe(Config):
     """Several task sets in one run, instead of [tasks]."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="before")
     @classmethod

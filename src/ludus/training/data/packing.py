@@ -11,11 +11,12 @@ milliseconds.
 from __future__ import annotations
 
 import gc
+import heapq
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
-from typing import Any, Protocol, Self, TypeVar
+from itertools import accumulate, islice, pairwise
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -186,12 +187,16 @@ def _anchors(rows: Sequence[Row], groups: Sequence[int]) -> Tensor:
     return torch.tensor(anchors, dtype=torch.long)
 
 
-def micro_batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
+def micro_batches_of(rows: Sequence[Row], budget: int, ranks: int = 1) -> Iterator[list[int]]:
     """Row numbers in micro-batches of at most `budget` tokens; a longer row travels alone.
 
     Longest first, each into the fullest micro-batch that still takes it: few of them, evenly filled, and
-    rows of like length together, which is what attention over packed rows likes best.
+    rows of like length together, which is what attention over packed rows likes best. For several `ranks` they
+    are as even as can be instead, and as many as there are ranks or a multiple of that.
     """
+    if ranks > 1:
+        yield from _even_batches([len(row.tokens) for row in rows], budget, ranks)
+        return
     batches: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens)):
@@ -205,6 +210,29 @@ def micro_batches_of(rows: Sequence[Row], budget: int) -> Iterator[list[int]]:
             batches.append([index])
             room.append(budget - size)
     yield from batches
+
+
+def _even_batches(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
+    """Longest first, each into the batch with the fewest tokens; the largest batches come first.
+
+    Ranks that compute at the same time then have about as much to do.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    count = ranks * max(1, -(-sum(sizes) // (budget * ranks)))
+    while True:
+        batches: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, place) for place in range(count)]
+        for index in order:
+            load, place = heapq.heappop(loads)
+            batches[place].append(index)
+            heapq.heappush(loads, (load + sizes[index], place))
+        if all(load <= budget or len(batches[place]) < 2 for load, place in loads):
+            return [
+                batches[place]
+                for load, place in sorted(loads, key=lambda one: (-one[0], one[1]))
+                if load
+            ]
+        count += ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +285,14 @@ def split_point(lengths: Sequence[int]) -> tuple[int, int]:
     return row, ends[row - 1]
 
 
-def pack_rows(rows: Sequence[Row], numbers: Sequence[int], budget: int) -> Iterator[PackedRows]:
+def pack_rows(
+    rows: Sequence[Row], numbers: Sequence[int], budget: int, ranks: int = 1
+) -> Iterator[PackedRows]:
     """The rows of these numbers in micro-batches."""
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.tokens))
-    for batch in micro_batches_of([rows[i] for i in numbers], budget):
+    for batch in micro_batches_of([rows[i] for i in numbers], budget, ranks):
         chosen = [numbers[i] for i in batch]
         yield PackedRows(
             lengths=[len(rows[i].tokens) for i in chosen],
@@ -341,14 +371,18 @@ class Columns:
 
 
 def packs_of(
-    rows: Sequence[Row], columns: Columns, budget: int, numbers: Sequence[int] | None = None
+    rows: Sequence[Row],
+    columns: Columns,
+    budget: int,
+    numbers: Sequence[int] | None = None,
+    ranks: int = 1,
 ) -> Iterator[Pack]:
     """These rows (all when left out) as packs; a row without a trained token is left out."""
     lengths = [len(row.tokens) for row in rows]
     ends = list(accumulate(lengths, initial=0))
     trains = [bool(columns.trained_T.numpy()[start:stop].any()) for start, stop in pairwise(ends)]
     wanted = range(len(rows)) if numbers is None else numbers
-    for part in pack_rows(rows, [i for i in wanted if trains[i]], budget):
+    for part in pack_rows(rows, [i for i in wanted if trains[i]], budget, ranks):
         mask_T = take_rows(columns.trained_T, part.source_index_T)
         trained_index_A = mask_T.nonzero().squeeze(1)
         source_index_A = take_rows(part.source_index_T, trained_index_A)
@@ -375,6 +409,49 @@ class MicroBatch(Protocol):
 
 
 B = TypeVar("B", bound=MicroBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Round(Generic[B]):
+    """What all ranks compute at the same time: a micro-batch each, or None for one that has nothing left.
+
+    Every rank knows the whole round, so that all of them split it alike.
+    """
+
+    batches: tuple[B | None, ...]
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Of the largest micro-batch: it decides whether a round can be split."""
+        return max((one.lengths for one in self.batches if one is not None), key=sum)
+
+    def split(self) -> tuple[Round[B], Round[B]]:
+        """Two rounds with a half of each micro-batch; one of a single row stays whole."""
+        halves = [
+            one.split() if one is not None and len(one.lengths) > 1 else (one, None)
+            for one in self.batches
+        ]
+        return Round(tuple(first for first, _ in halves)), Round(tuple(second for _, second in halves))
+
+    def of_rank(self, rank: int) -> tuple[B, bool]:
+        """A rank's micro-batch, and whether it counts. A rank without one computes a short row for nothing:
+
+        all ranks must make the same passes, because each of them gathers parameters from all.
+        """
+        own = self.batches[rank]
+        if own is not None:
+            return own, True
+        filler = next(one for one in self.batches if one is not None)
+        while len(filler.lengths) > 1:
+            filler = filler.split()[1]  # rows are packed longest first
+        return filler, False
+
+
+def rounds_of(batches: Iterable[B], ranks: int) -> Iterator[Round[B]]:
+    """Micro-batches dealt to the ranks, one each in a round."""
+    left = iter(batches)
+    while given := tuple(islice(left, ranks)):
+        yield Round((*given, *[None] * (ranks - len(given))))
 
 
 class MicroBatchSplitter:

@@ -11,7 +11,7 @@ in it, and is undone at once: a graph that waits for its backward pass finds wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import decoder_of, hidden_states, sampling_mode, unwrapped
 from ludus.engine.attention import CONTEXT
 from ludus.training.config.recipe import LoraConfig
+from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like, whole_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -205,6 +206,58 @@ class _StandingHead(nn.Module):
         with torch.no_grad(), sampling_mode(policy), _changed(policy, self.weights):
             logits: Tensor = unwrapped(policy).get_output_embeddings()(hidden)
         return logits
+
+
+class ShardedAdapterReference(nn.Module):
+    """The same for a policy that is sharded: every rank holds its part of the adapter that it stands for."""
+
+    def __init__(self, policy: ShardedModel, weights: Mapping[str, Tensor] | None) -> None:
+        """`weights` are whole tensors by name; without them it is no adapter at all."""
+        super().__init__()
+        self.policy = policy
+        self.group = policy.group
+        self._parts: dict[str, Tensor] | None = None
+        if weights is not None:
+            self.follow(weights)
+
+    def get_base_model(self) -> Any:
+        return unwrapped(self.policy.model)
+
+    def compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(the policy, *args) with the adapter that this stands for; never with a gradient."""
+        with torch.no_grad(), sampling_mode(self.policy), self._changed():
+            return self.policy.compute(function, *args)
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        if self._parts is None:
+            with _changed(self.policy.model, None):
+                yield
+            return
+        named = list(_adapter_parameters(self.policy.model))
+        kept = [local(parameter).clone() for _, parameter in named]
+        for name, parameter in named:
+            local(parameter).copy_(self._parts[name])
+        try:
+            yield
+        finally:
+            for (_, parameter), own in zip(named, kept, strict=True):
+                local(parameter).copy_(own)
+
+    @torch.no_grad()
+    def follow(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Stand for the policy's adapter as it is now, or for these weights of it, which are whole."""
+        self._parts = {
+            name: (local(p) if weights is None else shard_of(weights[name], p)).to(p.device, copy=True)
+            for name, p in _adapter_parameters(self.policy.model)
+        }
+
+    def wholes(self) -> dict[str, Tensor] | None:
+        """The adapter that it stands for, gathered; all ranks call it."""
+        if self._parts is None:
+            return None
+        named = _adapter_parameters(self.policy.model)
+        return {name: whole_of(sharded_like(self._parts[name], p)).cpu() for name, p in named}
 
 
 def adapter_reference(model: nn.Module, folder: Path, bare: bool) -> AdapterReference:

@@ -11,6 +11,7 @@ The head starts at 0, so that the first advantages are the rewards themselves.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +30,24 @@ from ludus.training.data.packing import (
     PackedRows,
     Row,
     pack_rows,
+    rounds_of,
     row_mask,
     take_rows,
     to_device,
 )
 from ludus.training.optim.learner import Updater
+from ludus.training.optim.sharding import (
+    compute,
+    group_of,
+    load_shards,
+    load_wholes,
+    named_weights,
+    save_shards,
+)
 
 FILE = "critic.pt"
+SHARDS, KIND = "critic", "critic.json"
+"""The same where it is sharded: a folder to which all ranks write, and what it is."""
 NAMES = {
     "loss": "value_loss",
     "value_clip_fraction": "value_clip_fraction",
@@ -81,10 +93,18 @@ class ValueTargets:
 class Critic:
     """A value function and its optimizer."""
 
-    def __init__(self, policy: nn.Module, config: CriticConfig, total_steps: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        config: CriticConfig,
+        total_steps: int,
+        seed: int = 0,
+        model: nn.Module | None = None,
+    ) -> None:
+        """`model` is the `ValueModel`, which may be sharded; a new one when left out."""
         self.config = config
         self.policy = policy
-        self.model = ValueModel(policy, own_trunk=config.kind == "model")
+        self.model = model or ValueModel(policy, own_trunk=config.kind == "model")
         self.updater = Updater(self.model, config.optimizer, total_steps, seed)
 
     def is_warming_up(self, step: int) -> bool:
@@ -97,18 +117,24 @@ class Critic:
         values_T = torch.zeros(sum(len(row.tokens) for row in rows))
         budget = self.config.optimizer.micro_batch_tokens
 
-        splitter = MicroBatchSplitter(budget)
+        splitter, group = MicroBatchSplitter(budget), group_of(self.model)
+        packed = pack_rows(rows, range(len(rows)), budget, group.size)
         with sampling_mode(self.model):
-            for part in splitter.over(pack_rows(rows, range(len(rows)), budget)):
+            for given in splitter.over(rounds_of(packed, group.size)):
+                part, counts = given.of_rank(group.rank)
                 try:
                     after_T = self._after(part).cpu()
+                    group.agree()
                 except RuntimeError as error:
-                    splitter.retry(part, error)
+                    group.tell(error)
+                    splitter.retry(given, error)
+                    continue
+                if not counts:
                     continue
                 inside_T = torch.ones(len(after_T), dtype=torch.bool)
                 inside_T[torch.tensor(part.lengths).cumsum(0) - torch.tensor(part.lengths)] = False
                 values_T[part.source_index_T[inside_T]] = after_T.roll(1)[inside_T]
-        return values_T
+        return group.total(values_T)
 
     def learn(
         self, rows: Sequence[Row], targets: ValueTargets, parts: Sequence[Sequence[int]]
@@ -127,7 +153,8 @@ class Critic:
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
         budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
         loss = partial(self._loss, targets, weights_T)
-        return self.updater.optimizer_step(pack_rows(rows, part, budget), loss)
+        packed = pack_rows(rows, part, budget, self.updater.group.size)
+        return self.updater.optimizer_step(packed, loss)
 
     def _loss(
         self, targets: ValueTargets, weights_T: Tensor, packed: PackedRows
@@ -147,13 +174,11 @@ class Critic:
         """The value after each token."""
         context = PackedContext(packed.lengths, self.updater.device)
         tokens_T = packed.to(self.updater.device).tokens_T
-        if self.model.trunk is not None:
-            hidden_TD = hidden_states(self.model, tokens_T, context.position_ids, context)
-        else:
-            with torch.no_grad(), sampling_mode(self.policy):
-                hidden_TD = hidden_states(self.policy, tokens_T, context.position_ids, context)
-        values: Tensor = self.model.head(hidden_TD.float()).squeeze(1)
-        return values
+        if self.config.kind == "model":
+            return compute(self.model, _values_of_tokens, tokens_T, context)
+        with torch.no_grad(), sampling_mode(self.policy):
+            hidden_TD = compute(self.policy, hidden_states, tokens_T, context.position_ids, context)
+        return compute(self.model, _values_of_states, hidden_TD)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and counters; nothing of the policy."""
@@ -164,24 +189,59 @@ class Critic:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["kind"] != self.config.kind:
-            raise LudusError(
-                f"the checkpoint has a critic of kind {state['kind']!r}, and the recipe asks for "
-                f"{self.config.kind!r}: set rl.critic.kind to what the run began with"
-            )
+        self._check_kind(state["kind"])
         self.model.load_state_dict(state["model"])
         self.updater.load_state_dict(state["descent"])
 
+    def _check_kind(self, kind: str) -> None:
+        if kind != self.config.kind:
+            raise LudusError(
+                f"the checkpoint has a critic of kind {kind!r}, and the recipe asks for "
+                f"{self.config.kind!r}: set rl.critic.kind to what the run began with"
+            )
+
     def save(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder, beside the policy."""
-        torch.save(self.state_dict(), folder / FILE)
+        """Write it into a checkpoint's folder, beside the policy; where it is sharded, each rank its part."""
+        group = self.updater.group
+        if group.size == 1:
+            torch.save(self.state_dict(), folder / FILE)
+            return
+        if group.rank == 0:
+            (folder / KIND).write_text(json.dumps({"kind": self.config.kind}), encoding="utf-8")
+        save_shards(folder / SHARDS, self._shards(), group)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Go on from what `save` wrote, on however many ranks that was."""
         path = folder / FILE
+        if (folder / SHARDS).is_dir():
+            self._check_kind(json.loads((folder / KIND).read_text(encoding="utf-8"))["kind"])
+            tensors = self._shards()
+            load_shards(folder / SHARDS, tensors, self.updater.group)
+            self.updater.take_shards(tensors)
+            return
         if not path.is_file():
             raise LudusError(f"{folder} has no {FILE}: it was written by a stage without a critic")
-        self.load_state_dict(torch.load(path, map_location=self.updater.device, weights_only=True))
+        if self.updater.group.size == 1:
+            self.load_state_dict(torch.load(path, map_location=self.updater.device, weights_only=True))
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self._check_kind(state["kind"])
+        load_wholes(self.model, state["model"])
+        self.updater.take_parts(state["descent"])
+
+    def _shards(self) -> dict[str, Tensor]:
+        """Weights and optimizer, as tensors that know their place in the whole."""
+        weights = {f"model.{name}": p.detach() for name, p in named_weights(self.model)}
+        return weights | self.updater.shards()
+
+
+def _values_of_tokens(model: ValueModel, tokens_T: Tensor, context: PackedContext) -> Tensor:
+    return _values_of_states(model, hidden_states(model, tokens_T, context.position_ids, context))
+
+
+def _values_of_states(model: ValueModel, hidden_TD: Tensor) -> Tensor:
+    values_T1: Tensor = model.head(hidden_TD.float())
+    return values_T1.sum(1)
 
 
 def explained_variance(values_A: Tensor, returns_A: Tensor) -> float | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,10 +26,26 @@ from ludus.core.failures import LudusError
 from ludus.core.random import key
 from ludus.kernels import on_device
 from ludus.training.config.stages import OptimizerConfig
-from ludus.training.data.packing import MicroBatch, MicroBatchSplitter, Pack, is_out_of_memory
+from ludus.training.data.packing import (
+    MicroBatch,
+    MicroBatchSplitter,
+    Pack,
+    Round,
+    is_out_of_memory,
+    rounds_of,
+)
 from ludus.training.optim.logprobs import action_logprobs
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
+from ludus.training.optim.sharding import (
+    RankGroup,
+    group_of,
+    load_shards,
+    named_weights,
+    save_shards,
+    shard_of,
+    sharded_like,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +62,17 @@ LossFunction = Callable[[B], tuple[Tensor, Tensor, Metrics]]
 
 @dataclass(slots=True)
 class _Attempt(Generic[B]):
-    """A micro-batch, and the parameters that got its gradient in an attempt that failed later on."""
+    """A round of micro-batches, and the parameters that got its gradient in an attempt that failed later on."""
 
-    batch: B
+    round: Round[B]
     skipped: frozenset[nn.Parameter] = frozenset()
 
     @property
     def lengths(self) -> Sequence[int]:
-        return self.batch.lengths
+        return self.round.lengths
 
     def split(self) -> tuple[_Attempt[B], _Attempt[B]]:
-        first, second = self.batch.split()
+        first, second = self.round.split()
         return _Attempt(first, self.skipped), _Attempt(second, self.skipped)
 
 
@@ -69,14 +86,16 @@ class Updater:
         self.config = config
         self.total_steps = total_steps
         self.steps_done = 0
+        self.group = group_of(model)
+        """The ranks that the model is sharded over; each computes its share of a step's micro-batches."""
         self.device = next(model.parameters()).device
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = MasterAdamW(trainable, config)
+        self.optimizer = MasterAdamW(trainable, config, self.group)
         self._gradients = GradientAccumulator(trainable)
         self._splitter = MicroBatchSplitter(config.micro_batch_tokens)
         self._memory = MemoryBudget(model, config.activation_memory)
         self._modules = list(model.modules())
-        self._dropout = SeededDropout(model, self.device, seed)
+        self._dropout = SeededDropout(model, self.device, seed, self.group.rank)
 
     def clear_gradients(self) -> None:
         """Free what the last step left behind: two models that learn in turns need room for one's only."""
@@ -114,23 +133,25 @@ class Updater:
         rows: list[dict[str, Tensor]] = []
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
-                for attempt in self._splitter.over(map(_Attempt, batches)):
+                for attempt in self._splitter.over(map(_Attempt, rounds_of(batches, self.group.size))):
                     try:
                         rows.append(self._forward_backward(attempt, loss))
                     except RuntimeError as error:
+                        self.group.tell(error)
                         self._splitter.retry(attempt, error, needs_less=self._can_shrink(attempt, error))
                 has_gradient = bool(rows)
-                for batch in self._splitter.over(measured):
+                for given in self._splitter.over(rounds_of(measured, self.group.size)):
                     try:
-                        rows.append(_forward_only(batch, loss))
+                        rows.append(_forward_only(given, loss, self.group))
                     except RuntimeError as error:
-                        self._splitter.retry(batch, error)
-            metrics = _step_metrics(rows) if limits or not has_gradient else {}
+                        self.group.tell(error)
+                        self._splitter.retry(given, error)
+            metrics = _step_metrics(rows, self.group) if limits or not has_gradient else {}
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
                 return {name: value for name, value in metrics.items() if name != "loss"}
             norm_1 = self._apply_gradients()
-            metrics = _step_metrics(rows, gradient_norm=norm_1)
+            metrics = _step_metrics(rows, self.group, gradient_norm=norm_1)
         if self.device.type == "cuda":
             self.clear_gradients()  # an engine on the same device has a use for their room
         if not math.isfinite(metrics["gradient_norm"]):
@@ -144,10 +165,12 @@ class Updater:
     def _forward_backward(self, attempt: _Attempt[B], loss: LossFunction[B]) -> dict[str, Tensor]:
         """One micro-batch; its gradients go into the accumulator."""
         self._gradients.begin_attempt(attempt.skipped)
-        loss_A, weights_A, metrics = loss(attempt.batch)
-        total = (loss_A * weights_A).sum()
-        row = _summed(total, weights_A, metrics)
+        batch, counts = attempt.round.of_rank(self.group.rank)
+        loss_A, weights_A, metrics = loss(batch)
+        total = (loss_A * (weights_A if counts else torch.zeros_like(weights_A))).sum()
+        row = _summed(total, weights_A, metrics, counts)
         torch.autograd.backward(total)
+        self.group.agree()  # that all ranks have got to the end of it
         return row
 
     def _can_shrink(self, attempt: _Attempt[Any], error: RuntimeError) -> bool:
@@ -168,6 +191,59 @@ class Updater:
                 "the optimizer's state does not fit into the device's memory beside the weights: train an "
                 f"adapter or a smaller model, or leave less to the engine ({str(error).splitlines()[0]})"
             ) from None
+
+    def save(self, path: Path) -> None:
+        """Write the state: one file, or of a sharded model a folder of that name to which all ranks write."""
+        if self.group.size == 1:
+            torch.save(self.state_dict(), path)
+        else:
+            save_shards(path.with_suffix(""), self.shards(), self.group)
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` wrote, on however many ranks that was."""
+        shards = path.with_suffix("")
+        if shards.is_dir():
+            tensors = self.shards()
+            load_shards(shards, tensors, self.group)
+            self.take_shards(tensors)
+        elif self.group.size == 1:
+            self.load_state_dict(torch.load(path, map_location=self.device, weights_only=True))
+        else:  # each rank reads its parts of the one file
+            self.take_parts(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+    def shards(self) -> dict[str, Tensor]:
+        """The state by the names of the parameters, as tensors that know their place in the whole."""
+        found = {"steps_done": torch.tensor(self.steps_done)}
+        for name, parameter in self._named():
+            master = self.optimizer.masters.of(parameter)
+            kept = self.optimizer.state_of(master)
+            found[f"step.{name}"] = kept["step"]
+            found[f"exp_avg.{name}"] = sharded_like(kept["exp_avg"], parameter)
+            found[f"exp_avg_sq.{name}"] = sharded_like(kept["exp_avg_sq"], parameter)
+            if parameter.dtype != master.dtype:
+                found[f"master.{name}"] = sharded_like(master, parameter)
+        return found
+
+    def take_shards(self, tensors: Mapping[str, Tensor]) -> None:
+        """After the tensors of `shards` have been loaded, which share their memory with the optimizer."""
+        self.steps_done = int(tensors["steps_done"])
+        self.optimizer.masters.adopt_changes(always=True)
+
+    @torch.no_grad()
+    def take_parts(self, state: dict[str, Any]) -> None:
+        """This rank's parts of a state that `state_dict` gave."""
+        saved = state["optimizer"]["state"]
+        for number, (_, parameter) in enumerate(self._named()):
+            kept = self.optimizer.state_of(self.optimizer.masters.of(parameter))
+            for name, value in saved.get(number, {}).items():
+                kept[name].copy_(shard_of(value, parameter) if value.ndim else value)
+        self.optimizer.masters.load_state_dict(state.get("masters"))
+        self.steps_done = state["steps_done"]
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """The trained parameters in the optimizer's order: matrices, then vectors."""
+        trained = [(name, p) for name, p in named_weights(self.model) if p.requires_grad]
+        return sorted(trained, key=lambda one: one[1].ndim < 2)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -218,33 +294,52 @@ class Learner(Updater):
 
 
 @torch.no_grad()
-def _forward_only(batch: B, loss: LossFunction[B]) -> dict[str, Tensor]:
+def _forward_only(given: Round[B], loss: LossFunction[B], group: RankGroup) -> dict[str, Tensor]:
+    batch, counts = given.of_rank(group.rank)
     loss_A, weights_A, metrics = loss(batch)
-    return _summed((loss_A * weights_A).sum(), weights_A, metrics)
-
-
-def _summed(loss: Tensor, weights_A: Tensor, metrics: Metrics) -> dict[str, Tensor]:
-    """A micro-batch's metrics as sums and maxima, left on the device."""
-    row = {"loss": loss.detach(), TOKENS: torch.full_like(loss, len(weights_A))}
-    for name, value_A in metrics.items():
-        row[name] = (value_A.max() if name.endswith("_max") else value_A.sum()).detach()
+    row = _summed((loss_A * weights_A).sum(), weights_A, metrics, counts)
+    group.agree()
     return row
 
 
-def _step_metrics(rows: Sequence[Mapping[str, Tensor]], **others: Tensor) -> dict[str, float]:
-    """A step's metrics from those of its micro-batches. Here the host waits for the device."""
+def _summed(loss: Tensor, weights_A: Tensor, metrics: Metrics, counts: bool) -> dict[str, Tensor]:
+    """A micro-batch's metrics as sums and maxima, left on the device; nothing where it does not count."""
+    row = {"loss": loss.detach(), TOKENS: torch.full_like(loss, len(weights_A))}
+    for name, value_A in metrics.items():
+        row[name] = (value_A.max() if name.endswith("_max") else value_A.sum()).detach()
+    if counts:
+        return row
+    nothing = {True: -math.inf, False: 0.0}
+    return {name: torch.full_like(value, nothing[name.endswith("_max")]) for name, value in row.items()}
+
+
+def _step_metrics(
+    rows: Sequence[Mapping[str, Tensor]], group: RankGroup, **others: Tensor
+) -> dict[str, float]:
+    """A step's metrics from those of its micro-batches on all ranks. Here the host waits for the device."""
     names = list(rows[0]) if rows else []
     flat = [row[name].float() for row in rows for name in names] + [v.float() for v in others.values()]
     values = torch.stack([value.reshape(()) for value in flat]).tolist() if flat else []
     columns = {name: values[i : len(rows) * len(names) : len(names)] for i, name in enumerate(names)}
-    seen = sum(columns.get(TOKENS, [0.0]))
+    highest = {name: max(column) for name, column in columns.items() if name.endswith("_max")}
+    sums = {name: sum(column) for name, column in columns.items() if name not in highest}
+    if group.size > 1:
+        highest = _reduced(highest, group.largest)
+        sums = _reduced(sums, group.total)
+    seen = sums.get(TOKENS, 0.0)
     metrics: dict[str, float] = {}
-    for name, column in columns.items():
-        if name.endswith("_max"):
-            metrics[name] = max(column)
+    for name in names:
+        if name in highest:
+            metrics[name] = highest[name]
         else:
-            metrics[name] = sum(column) if name in ("loss", TOKENS) else sum(column) / seen
+            metrics[name] = sums[name] if name in ("loss", TOKENS) else sums[name] / seen
     return metrics | dict(zip(others, values[len(rows) * len(names) :], strict=True))
+
+
+def _reduced(values: Mapping[str, float], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Numbers of this rank, reduced over all; every rank has the same names, in the same order."""
+    found = reduce(torch.tensor(list(values.values()), dtype=torch.float64))
+    return dict(zip(values, found.tolist(), strict=True))
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -255,8 +350,9 @@ def frozen(model: nn.Module) -> nn.Module:
 class SeededDropout:
     """Makes a step's dropout a function of a seed and the step."""
 
-    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, model: nn.Module, device: torch.device, seed: int, rank: int = 0) -> None:
+        """Ranks see different rows, so each draws for itself."""
+        self._seed = key(seed, "rank", rank) if rank else seed
         self._layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
         self._devices = [device] if device.type == "cuda" else []
 

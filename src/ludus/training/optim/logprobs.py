@@ -39,14 +39,16 @@ from ludus.training.data.packing import (
     PackedRows,
     Row,
     pack_rows,
+    rounds_of,
     take_rows,
     to_device,
 )
+from ludus.training.optim.sharding import compute, group_of
 
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """For each trained token: its log-probability, and the entropy of the distribution it came from."""
-    return _logprobs(model, pack.lengths, pack.tokens_T, pack.trained_index_A, temperature)
+    return compute(model, _logprobs, pack.lengths, pack.tokens_T, pack.trained_index_A, temperature)
 
 
 def logprobs_of(
@@ -54,26 +56,32 @@ def logprobs_of(
 ) -> Tensor:
     """The log-probability of each scored token under these weights, without gradient; 0 elsewhere.
 
-    Nothing of a row that has no scored token is computed. No row may have its first token scored.
+    Nothing of a row that has no scored token is computed. No row may have its first token scored. Of a sharded
+    model each rank computes its share, and all of them have the result.
     """
     device = next(model.parameters()).device
     lengths = [len(row.tokens) for row in rows]
     wanted = [i for i, piece in enumerate(torch.split(scored_T, lengths)) if bool(piece.any())]
     found: list[tuple[Tensor, Tensor]] = []
-    splitter = MicroBatchSplitter(budget)
+    splitter, group = MicroBatchSplitter(budget), group_of(model)
     with torch.no_grad(), sampling_mode(model), on_device(device):
-        for part in splitter.over(pack_rows(rows, wanted, budget)):
+        for given in splitter.over(rounds_of(pack_rows(rows, wanted, budget, group.size), group.size)):
+            part, counts = given.of_rank(group.rank)
             try:
-                found.append(_score(model, part, scored_T, temperature))
+                scored = _score(model, part, scored_T, temperature)
+                group.agree()
             except RuntimeError as error:
-                splitter.retry(part, error)
+                group.tell(error)
+                splitter.retry(given, error)
+            else:
+                found += [scored] if counts else []
     result_T = np.zeros(len(scored_T), dtype=np.float32)
     for (
         source_index_A,
         found_A,
     ) in found:  # read after all work has been queued, so that the device never waits
         result_T[source_index_A.numpy()] = found_A.cpu().numpy()
-    return torch.from_numpy(result_T)
+    return group.total(torch.from_numpy(result_T))
 
 
 def _score(
@@ -83,7 +91,9 @@ def _score(
     device = next(model.parameters()).device
     place_A = take_rows(scored_T, part.source_index_T).nonzero().squeeze(1)
     tokens_T = part.to(device).tokens_T
-    found_A, _ = _logprobs(model, part.lengths, tokens_T, to_device(place_A, device), temperature)
+    found_A, _ = compute(
+        model, _logprobs, part.lengths, tokens_T, to_device(place_A, device), temperature
+    )
     return take_rows(part.source_index_T, place_A), found_A
 
 

@@ -24,9 +24,11 @@ from ludus.engine import (
     hidden_states,
     sampling_mode,
     set_activation_checkpointing,
+    unwrapped,
 )
 from ludus.kernels import free_memory
 from ludus.training.optim.logprobs import chunk_bytes, kept_bytes
+from ludus.training.optim.sharding import ShardedModel, compute, group_of, local
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +90,14 @@ class MemoryBudget:
         self._least_checkpointed = 0
 
     def plan(self, limit: int, longest: int) -> int:
-        """The tokens of a micro-batch; turns activation checkpointing on in as many layers as needed."""
+        """The tokens of a micro-batch; turns activation checkpointing on in as many layers as needed.
+
+        Ranks plan alike, by what the one with the least memory has.
+        """
         room = self._room()
         if room is None:
             return limit
+        room = group_of(self._model).least(room)
         if self._costs is None:
             self._costs = measure(self._model)
         if self._costs.layers == 0:
@@ -126,8 +132,9 @@ class MemoryBudget:
         if device.type != "cuda":
             return None
         free, _ = free_memory(device)
-        gradients = sum(4 * p.numel() for p in self._model.parameters() if p.requires_grad)
-        return max(0, int(_USABLE * free) - gradients - _head_bytes(self._model))
+        gradients = sum(4 * local(p).numel() for p in self._model.parameters() if p.requires_grad)
+        taken = gradients + _head_bytes(self._model) + _gathered_bytes(self._model)
+        return max(0, int(_USABLE * free) - taken)
 
 
 def measure(model: nn.Module) -> ActivationCosts:
@@ -136,6 +143,8 @@ def measure(model: nn.Module) -> ActivationCosts:
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -150,9 +159,11 @@ def measure(model: nn.Module) -> ActivationCosts:
             sampling_mode(model),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
-            states = hidden_states(model, tokens, context.position_ids, context)
+            states = compute(model, hidden_states, tokens, context.position_ids, context)
     finally:
         set_activation_checkpointing(model, checkpointed)
+        if isinstance(model, ShardedModel):
+            model.reset()  # this pass has no backward
     for tensor in (*model.parameters(), *model.buffers()):  # where a first pass may have moved them
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     width = states.shape[-1] * states.element_size()
@@ -163,7 +174,20 @@ def measure(model: nn.Module) -> ActivationCosts:
 
 def _layers(model: nn.Module) -> int:
     """The layers that can be checkpointed; 0 for a model without a decoder of its own."""
-    return checkpointable_layers(model) if getattr(model, "trunk", model) is not None else 0
+    inner = unwrapped(model)
+    return checkpointable_layers(model) if getattr(inner, "trunk", inner) is not None else 0
+
+
+def _gathered_bytes(model: nn.Module) -> int:
+    """What a sharded model's parameters take while they are whole: the root's own, and two layers."""
+    if not isinstance(model, ShardedModel):
+        return 0
+    layers: list[int] = [
+        sum(p.numel() * p.element_size() for p in layer.parameters())
+        for layer in getattr(decoder_of(model), "layers", ())
+    ]
+    everything: int = sum(p.numel() * p.element_size() for p in model.parameters())
+    return everything - sum(layers) + 2 * max(layers, default=0)
 
 
 def _head_bytes(model: nn.Module) -> int:

@@ -28,6 +28,7 @@ from ludus.kernels import (
     on_device,
 )
 from ludus.training.config.stages import OptimizerConfig
+from ludus.training.optim.sharding import ALONE, RankGroup, local, shard_of
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,17 @@ Pairs = list[tuple[nn.Parameter, Tensor]]
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """Its parameters are the masters of a module's weights, and it writes the weights as well."""
+    """Its parameters are the masters of a module's weights, and it writes the weights as well.
 
-    def __init__(self, weights: Sequence[nn.Parameter], config: OptimizerConfig) -> None:
+    Of sharded weights it knows a rank's own part alone, as plain tensors: AdamW is elementwise. Only the norm
+    is that of all parts.
+    """
+
+    def __init__(
+        self, weights: Sequence[nn.Parameter], config: OptimizerConfig, group: RankGroup = ALONE
+    ) -> None:
         self.masters = MasterWeights(weights)
+        self._group = group
         self._limit = config.max_gradient_norm
         matrices = [self.masters.of(p) for p in weights if p.ndim >= 2]
         vectors = [self.masters.of(p) for p in weights if p.ndim < 2]
@@ -66,6 +74,7 @@ class MasterAdamW(torch.optim.AdamW):
         device = weights[0].device if weights else torch.device("cpu")
         is_fused = device.type == "cuda" or None
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=is_fused)
+        self._device = device
         self._has_kernel = _kernel_runs(device)
 
     def set_rate(self, rate: float) -> None:
@@ -77,7 +86,7 @@ class MasterAdamW(torch.optim.AdamW):
     def update(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> Tensor:
         """One step against these gradients, clipped; their norm. Nothing happens if it is not finite."""
         pairs = list(gradients)
-        norm = total_norm([gradient for _, gradient in pairs])
+        norm = self._group.norm(total_norm([gradient for _, gradient in pairs]), self._device)
         if self._has_kernel and self._is_plain(pairs, norm.device):
             self._step_at_once(pairs, norm)
         else:
@@ -87,7 +96,7 @@ class MasterAdamW(torch.optim.AdamW):
     def _is_plain(self, pairs: Pairs, device: torch.device) -> bool:
         """Whether every tensor is where the kernel runs, and lies in memory as it reads."""
         return all(
-            p.device == device and p.is_contiguous() and self.masters.of(p).is_contiguous()
+            p.device == device and local(p).is_contiguous() and self.masters.of(p).is_contiguous()
             for p, _ in pairs
         )
 
@@ -105,10 +114,12 @@ class MasterAdamW(torch.optim.AdamW):
         )
         alike: dict[tuple[torch.dtype, torch.dtype], Pairs] = defaultdict(list)
         for parameter, gradient in gradients:
+            if gradient.numel() == 0:  # a rank may have nothing of a small tensor
+                continue
             alike[gradient.dtype, parameter.dtype].append((parameter, gradient.contiguous()))
         for pairs in alike.values():
             masters = [self.masters.of(parameter) for parameter, _ in pairs]
-            kept = [self._kept(master) for master in masters]
+            kept = [self.state_of(master) for master in masters]
             steps = [state["step"] for state in kept]
             # a list of one tensor rather than the tensor, whose value torch would wait for
             torch._foreach_add_(steps, [one] * len(steps))
@@ -119,13 +130,13 @@ class MasterAdamW(torch.optim.AdamW):
                 squares=[state["exp_avg_sq"] for state in kept],
                 steps=steps,
                 gradients=[gradient for _, gradient in pairs],
-                weights=[parameter.detach() for parameter, _ in pairs],
+                weights=[local(parameter).detach() for parameter, _ in pairs],
                 decays=arrays_to_device([own], norm.device)[0],
             )
             adamw_step(tensors, rule)
 
-    def _kept(self, master: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of a master, made at its first step."""
+    def state_of(self, master: Tensor) -> dict[str, Tensor]:
+        """The optimizer's state of a master, made when it is first asked for."""
         state: dict[str, Tensor] = self.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -196,24 +207,28 @@ class MasterWeights:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._half = [p for p in parameters if p.dtype in _HALF]
-        self._masters: dict[nn.Parameter, Tensor] = {p: p.detach().float() for p in self._half}
+        given = list(parameters)
+        self._half = [p for p in given if p.dtype in _HALF]
+        self._masters: dict[nn.Parameter, Tensor] = {p: local(p).detach().float() for p in self._half}
+        self._own = {p: local(p) for p in given if p not in self._masters}
+        """Parameters that are their own masters; of sharded ones this rank's part."""
         self._versions = self._current_versions()
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What the optimizer updates: the parameter's master, or the parameter itself."""
-        return self._masters.get(parameter, parameter)
+        master = self._masters.get(parameter)
+        return self._own.get(parameter, parameter) if master is None else master
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self, *, always: bool = False) -> None:
         """Before a step: start again from weights that others have changed since the last one."""
-        if self._current_versions() != self._versions:
+        if always or self._current_versions() != self._versions:
             self._follow()
 
     @torch.no_grad()
     def write(self) -> None:
         """After a step: round the masters into the module."""
         if self._half:
-            weights: list[Tensor] = list(self._half)
+            weights = [local(p) for p in self._half]
             torch._foreach_copy_(weights, self.state_dict())
             self._versions = self._current_versions()
 
@@ -226,19 +241,19 @@ class MasterWeights:
         """Take up saved masters; None is a state from before there were any."""
         if state is not None and len(state) == len(self._half):
             for parameter, saved in zip(self._half, state, strict=True):
-                self._masters[parameter].copy_(saved)
+                self._masters[parameter].copy_(shard_of(saved, parameter))
         self._follow()
 
     @torch.no_grad()
     def _follow(self) -> None:
         for parameter, master in self._masters.items():
-            own = parameter.detach()
+            own = local(parameter).detach()
             torch.where(master.to(own.dtype) == own, master, own.float(), out=master)
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
         """Counters that torch raises at every change in place."""
-        return [p._version for p in self._half]
+        return [local(p)._version for p in self._half]
 
 
 def _remove(hooks: Iterable[Any]) -> None:
@@ -321,6 +336,7 @@ class GradientAccumulator:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or parameter in self._skipped:
             return
+        gradient = local(gradient)
         total = self._totals.get(parameter)
         self._totals[parameter] = gradient if total is None else total.float().add_(gradient)
         self._added.add(parameter)

@@ -69,7 +69,8 @@ def sft_step(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, 
     weights_T = by_token(trajectory_ids(rows), action_T)
     columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    return learner.step(packs_of(rows, columns, budget), _negative_log_likelihood)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    return learner.step(packs, _negative_log_likelihood)
 
 
 def _negative_log_likelihood(
@@ -345,10 +346,11 @@ def _update(
     learned = [i for i in part if bool(pieces[i].any())]
     others = sorted(set(part) - set(learned))
     budget = learner.micro_batch_tokens(len(experience.rows[i].tokens) for i in learned)
+    plain, ranks = learner.config.micro_batch_tokens, learner.group.size
     metrics = learner.step(
-        packs_of(experience.rows, columns, budget, learned),
+        packs_of(experience.rows, columns, budget, learned, ranks),
         objective,
-        measured=packs_of(experience.rows, columns, learner.config.micro_batch_tokens, others),
+        measured=packs_of(experience.rows, columns, plain, others, ranks),
         limits=None if limit is None else {OLD_KL: limit},
     )
     for name, parts in _SHARES.items():

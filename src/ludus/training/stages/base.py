@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -30,6 +30,8 @@ from ludus.training.run_context import RunContext
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseStageConfig)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,12 @@ class Stage(Generic[C]):
         self.is_half_updated = True
         yield
         self.is_half_updated = False
+
+    def update(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Change the weights by a function on all ranks; the engine's model has them then."""
+        result = self.context.ranks.run(function, *args, **kwargs)
+        self.context.ranks.publish(self.context.policy, self.context.model)
+        return result
 
     async def sync_engine(self) -> None:
         """After a step has been written down: let the engine go on with the new weights."""

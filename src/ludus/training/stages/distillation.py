@@ -57,7 +57,9 @@ class DistillationStage(Stage[DistillationConfig]):
     def __init__(self, context: RunContext, folder: Path, config: DistillationConfig) -> None:
         super().__init__(context, folder, config)
         temperature = context.recipe.sampling.temperature
-        self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
+        self._learner = context.ranks.make(
+            Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
+        )
         playing = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, playing, self.seed)
         self._teacher: nn.Module | None = None
@@ -79,7 +81,7 @@ class DistillationStage(Stage[DistillationConfig]):
         settings = ModelConfig(name=self.config.teacher, dtype=own.dtype, device=own.device)
         teacher, _ = load_model(settings, self.context.recipe.seed)
         use_ludus_attention(teacher)
-        self._teacher = frozen(teacher)
+        self._teacher = self.context.ranks.shard(frozen(teacher))
 
     async def advance(self, number: int) -> StepResult:
         assert self._teacher is not None
@@ -91,16 +93,18 @@ class DistillationStage(Stage[DistillationConfig]):
         await self.context.engine.pause()
         ready = time.perf_counter()
         with self.updating_weights():
-            metrics = distill(self._learner, said, self._teacher)
+            metrics = self.update(distill, self._learner, said, self._teacher)
         metrics |= rollout_metrics(played.groups)
         metrics |= timing_metrics(played.groups, ready - started, time.perf_counter() - ready)
         return StepResult(metrics, played.groups)
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner, {"player": self._worker.state_dict()})
+        state = {"player": self._worker.state_dict()}
+        self.context.ranks.run(save_learner, folder, self._learner, state)
 
     def load(self, folder: Path) -> None:
-        self._worker.load_state_dict(load_learner(folder, self._learner)["player"])
+        state = self.context.ranks.run(load_learner, folder, self._learner)
+        self._worker.load_state_dict(state["player"])
 
 
 def distill(
@@ -121,7 +125,8 @@ def distill(
         return -ratio_A * pack.advantages_A, {"reverse_kl": -pack.advantages_A}
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    return learner.step(packs_of(rows, columns, budget), objective)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    return learner.step(packs, objective)
 
 
 def check_teacher(context: RunContext, config: DistillationConfig) -> None:

@@ -285,7 +285,8 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
         return -pack.advantages_A * logprobs_A, {}
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    return learner.step(packs_of(rows, columns, budget), objective)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    return learner.step(packs, objective)
 
 
 class PreferenceStage(Stage[PreferenceConfig]):
@@ -295,7 +296,9 @@ class PreferenceStage(Stage[PreferenceConfig]):
         super().__init__(context, folder, config)
         # given pairs nobody sampled: they are read at temperature 1, mined ones as they were drawn
         temperature = context.recipe.sampling.temperature if config.pairs is None else 1.0
-        self._learner = Learner(context.model, config.optimizer, config.steps, temperature, self.seed)
+        self._learner = context.ranks.make(
+            Learner, context.policy, config.optimizer, config.steps, temperature, self.seed
+        )
         mining = RolloutSettings(config.tasks, config.attempts)
         self._worker = (
             RolloutWorker(context.task_sets, mining, self.seed) if config.pairs is None else None
@@ -350,7 +353,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
         await self.context.engine.pause()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
-            metrics |= prefer(self._learner, learned, self._reference, self.config)
+            metrics |= self.update(prefer, self._learner, learned, self._reference, self.config)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     def _note_found(self, number: int, pairs: Sequence[Pair]) -> None:
@@ -366,10 +369,11 @@ class PreferenceStage(Stage[PreferenceConfig]):
 
     def save(self, folder: Path) -> None:
         player = self._worker.state_dict() if self._worker is not None else None
-        save_learner(folder, self._learner, {"player": player, "found_any": self._found_any})
+        state = {"player": player, "found_any": self._found_any}
+        self.context.ranks.run(save_learner, folder, self._learner, state)
 
     def load(self, folder: Path) -> None:
-        state = load_learner(folder, self._learner)
+        state = self.context.ranks.run(load_learner, folder, self._learner)
         if self._worker is not None:
             self._worker.load_state_dict(state["player"])
             self._found_any = state["found_any"]

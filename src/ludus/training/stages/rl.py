@@ -38,7 +38,7 @@ from ludus.training.config.rl import CriticConfig, RLConfig
 from ludus.training.data.curriculum import DIFFICULTY, STRICTNESS, Curriculum
 from ludus.training.data.task_sampler import difficulty_of
 from ludus.training.ledger import Ledger
-from ludus.training.optim.critic import Critic
+from ludus.training.optim.critic import Critic, ValueModel
 from ludus.training.optim.learner import Learner
 from ludus.training.optim.policy_update import algorithm_of, policy_update
 from ludus.training.player import Deal, LocalPlayer
@@ -54,8 +54,9 @@ class RLStage(Stage[RLConfig]):
         super().__init__(context, folder, config)
         warm_up = config.critic.warmup_steps if config.critic is not None else 0
         total = max(0, config.steps - warm_up) * config.updates * config.epochs
-        self._learner = Learner(
-            context.model, config.optimizer, total, context.recipe.sampling.temperature, self.seed
+        temperature = context.recipe.sampling.temperature
+        self._learner = context.ranks.make(
+            Learner, context.policy, config.optimizer, total, temperature, self.seed
         )
         self._worker = RolloutWorker(context.task_sets, config.rollouts, self.seed)
         self._curriculum = Curriculum(config.curriculum)
@@ -85,7 +86,9 @@ class RLStage(Stage[RLConfig]):
         if Need.CRITIC in algorithm_of(config).needs:
             settings = config.critic or CriticConfig()
             total = config.steps * config.updates * settings.passes
-            self._critic = Critic(self.context.model, settings, total, self.seed)
+            made, ranks = self.context, self.context.ranks
+            values = ranks.shard(ValueModel(made.model, own_trunk=settings.kind == "model"))
+            self._critic = ranks.make(Critic, made.policy, settings, total, self.seed, values)
 
     def _async_rollouts(self) -> AsyncRollouts:
         config, sets = self.config, self.context.task_sets
@@ -158,7 +161,8 @@ class RLStage(Stage[RLConfig]):
     def _update(self, number: int, played: RolloutBatch) -> dict[str, float]:
         """Step `number` of the optimizer; where nothing could be learned, the update has no metrics."""
         warming_up = self._critic is not None and self._critic.is_warming_up(number)
-        metrics = {"no_signal": float(not warming_up)} | policy_update(
+        metrics = {"no_signal": float(not warming_up)} | self.update(
+            policy_update,
             self._learner,
             played,
             self.config,
@@ -203,7 +207,9 @@ class RLStage(Stage[RLConfig]):
         """After step `number`, counted from 0: let the reference follow, if it is time to."""
         config = self.config.reference_sync
         if config is not None and self._reference is not None and (number + 1) % config.every == 0:
-            sync_reference(self._reference, self.context.model, config.mixup_alpha)
+            self.context.ranks.run(
+                sync_reference, self._reference, self.context.policy, config.mixup_alpha
+            )
 
     def _adapt(self, metrics: dict[str, float]) -> None:
         """Find the next step's KL coefficient, and note the one that this step had."""
@@ -223,14 +229,16 @@ class RLStage(Stage[RLConfig]):
             "curriculum": self._curriculum.state_dict(),
             "kl": self._kl,
         }
-        save_learner(folder, self._learner, state)
+        ranks = self.context.ranks
+        ranks.run(save_learner, folder, self._learner, state)
         if self.config.reference_sync is not None and self._reference is not None:
-            save_synced(folder, self._reference)
+            ranks.run(save_synced, folder, self._reference)
         if self._critic is not None:
-            self._critic.save(folder)
+            ranks.run(self._critic.save, folder)
 
     def load(self, folder: Path) -> None:
-        state = load_learner(folder, self._learner)
+        ranks = self.context.ranks
+        state = ranks.run(load_learner, folder, self._learner)
         self._worker.load_state_dict(state["player"])
         if self._rollouts is not None:
             self._rollouts.load(folder, state["rollouts"])
@@ -238,9 +246,9 @@ class RLStage(Stage[RLConfig]):
         if self.config.kl_control is not None:
             self._kl = state["kl"]
         if self.config.reference_sync is not None and self._reference is not None:
-            load_synced(folder, self._reference)
+            ranks.run(load_synced, folder, self._reference)
         if self._critic is not None:
-            self._critic.load(folder)
+            ranks.run(self._critic.load, folder)
 
 
 def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:

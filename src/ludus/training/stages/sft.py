@@ -11,7 +11,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
-from ludus.training.checkpoint import load_learner, load_reference_model, save_learner
+from ludus.training.checkpoint import load_learner, load_start, save_learner
 from ludus.training.config.parts import Parts, demonstrations_of, errors_at
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
@@ -42,7 +42,9 @@ class SFTStage(Stage[SFTConfig]):
         super().__init__(context, folder, config)
         self._demonstrations: list[Trajectory] = []
         self._held_out: list[Trajectory] = []
-        self._learner = Learner(context.model, config.optimizer, config.steps, seed=self.seed)
+        self._learner = context.ranks.make(
+            Learner, context.policy, config.optimizer, config.steps, seed=self.seed
+        )
 
     @classmethod
     def check_parts(cls, config: SFTConfig, where: str, recipe: Recipe, parts: Parts) -> None:
@@ -95,9 +97,9 @@ class SFTStage(Stage[SFTConfig]):
         seed = key(self.context.recipe.seed, "warm start")
         batch = items_of_step(self._demonstrations, number, self.config.batch, seed)
         with self.updating_weights():
-            metrics = sft_step(self._learner, batch)
+            metrics = self.update(sft_step, self._learner, batch)
         if self._held_out and self._is_due(number + 1):
-            metrics["held_out_loss"] = loss_on(self._learner, self._held_out)
+            metrics["held_out_loss"] = self.context.ranks.run(loss_on, self._learner, self._held_out)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started})
 
     def _is_due(self, done: int) -> bool:
@@ -106,10 +108,10 @@ class SFTStage(Stage[SFTConfig]):
         return done in (1, self.steps) or bool(every and done % every == 0)
 
     def save(self, folder: Path) -> None:
-        save_learner(folder, self._learner)
+        self.context.ranks.run(save_learner, folder, self._learner)
 
     def load(self, folder: Path) -> None:
-        load_learner(folder, self._learner)
+        self.context.ranks.run(load_learner, folder, self._learner)
 
 
 def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
@@ -179,14 +181,12 @@ class RejectionStage(Stage[RejectionConfig]):
             with self.updating_weights():
                 if place == 0 and self.config.restart:
                     self._return_to_start()
-                metrics |= sft_step(self._learner, batch)
+                metrics |= self.update(sft_step, self._learner, batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
     async def begin(self) -> None:
         if self.config.restart:
-            load_reference_model(
-                self.context, self.folder, self.is_resumed
-            )  # written down, to return to
+            load_start(self.context, self.folder, self.is_resumed)  # written down, to return to
 
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._worker.play(round_number, {})
@@ -214,22 +214,24 @@ class RejectionStage(Stage[RejectionConfig]):
         )
 
     def _return_to_start(self) -> None:
-        start = load_reference_model(self.context, self.folder, is_resumed=True)
+        start = load_start(self.context, self.folder, is_resumed=True)
         self.context.model.load_state_dict(start.state_dict())
+        self.context.ranks.receive(self.context.policy, self.context.model)
         self._learner = self._new_learner()
 
     def _new_learner(self) -> Learner:
         """Its schedule runs over all rounds, or over one where each begins anew."""
         total = self.config.steps if self.config.restart else self.steps
-        return Learner(self.context.model, self.config.optimizer, total, seed=self.seed)
+        made = self.context
+        return made.ranks.make(Learner, made.policy, self.config.optimizer, total, seed=self.seed)
 
     def save(self, folder: Path) -> None:
         state = {"player": self._worker.state_dict(), "found_any": self._found_any}
-        save_learner(folder, self._learner, state)
+        self.context.ranks.run(save_learner, folder, self._learner, state)
         write_trajectories(folder / _KEPT, self._kept)
 
     def load(self, folder: Path) -> None:
-        state = load_learner(folder, self._learner)
+        state = self.context.ranks.run(load_learner, folder, self._learner)
         self._worker.load_state_dict(state["player"])
         self._found_any = state["found_any"]
         self._kept = read_trajectories(folder / _KEPT)

@@ -1,0 +1,581 @@
+"""The processes that train one model together: started, told what to do, watched, and ended.
+
+Rank 0 is the process of `ludus train`: it plays, samples, writes the run, and decides what happens next. The
+others do nothing but train. Rank 0 calls a function on all ranks at once (`Ranks.run`), with the same
+arguments everywhere; objects that were made so (`Ranks.make`: models, learners, critics) are named by number in
+later calls, so each rank uses its own. Inside a call all ranks compute the same things, except that each has
+its share of the micro-batches (`optim/sharding.py`). With one process, `run` and `make` are plain calls.
+
+Who waits for whom. A rank without work waits for the next call at a key-value store, without a deadline:
+playing takes as long as it takes. Everything within a call is collective, and every collective has a deadline
+(`cluster.timeout`). A rank that fails tells the others at the next collective; one that dies closes its
+connections, which ends the collective that the others are in. Either way rank 0 raises a `RankError` that names
+the rank and the cause. Ranks that rank 0 has started end with it: they read a pipe that closes when it dies.
+
+Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing is started here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.engine import decoder_of, unwrapped
+from ludus.engine.fused_model import disable_fused
+from ludus.training.config.recipe import ClusterConfig
+from ludus.training.optim.sharding import (
+    PeerFailed,
+    RankGroup,
+    ShardedModel,
+    current_group,
+    join_group,
+    leave_group,
+    shard,
+)
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_START_SECONDS = 300.0
+_END_SECONDS = 20.0
+_HELLO, _READY, _CALL, _ERROR = "ludus/hello", "ludus/ready", "ludus/call", "ludus/error"
+_STOP = b"stop"
+_WATCHED = "LUDUS_RANK_WATCHES_STDIN"
+
+
+class RankError(LudusError):
+    """A trainer rank died, failed or did not answer. The run can go on from its last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnLeader(Generic[T]):
+    """An argument that exists on rank 0 alone; the other ranks get None."""
+
+    value: T | None
+
+    def __reduce__(self) -> Any:
+        return OnLeader, (None,)
+
+
+class Ranks:
+    """The ranks as rank 0 sees them. This class is one process alone."""
+
+    size = 1
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on all ranks at once, and give rank 0's result back."""
+        return function(*args, **kwargs)
+
+    def make(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for something that each rank keeps: it can be an argument of later calls."""
+        return function(*args, **kwargs)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """The model, sharded over all ranks. Rank 0 keeps the one that it has."""
+        return model
+
+    def publish(self, policy: nn.Module, model: nn.Module) -> None:
+        """Copy the trained weights into rank 0's own model, which its engine samples."""
+
+    def receive(self, policy: nn.Module, model: nn.Module) -> None:
+        """Copy the weights of rank 0's own model into the sharded one."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+class LeadingRanks(Ranks):
+    """Several processes, of which this one is rank 0."""
+
+    def __init__(self, store: Store, group: RankGroup, processes: list[subprocess.Popen[bytes]]) -> None:
+        """`processes` are ranks 1, 2, ... where this process has started them."""
+        self.size = group.size
+        self._store, self._group, self._processes = store, group, processes
+        self._calls = 0
+        self._numbers: dict[int, int] = {}
+        """The numbers of objects that all ranks have, by their identity here."""
+        self._next_number = 0
+        self._dropped: list[int] = []
+        self._is_broken = self._is_closed = False
+        for process in processes:
+            threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(None, function, args, kwargs)
+
+    def make(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        number, self._next_number = self._next_number, self._next_number + 1
+        made = self._call(number, function, args, kwargs)
+        self._numbers[id(made)] = number
+        weakref.finalize(made, self._drop, id(made), number)
+        return made
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return self.make(build_sharded, skeleton_of(model), OnLeader(model))
+
+    def publish(self, policy: nn.Module, model: nn.Module) -> None:
+        assert isinstance(policy, ShardedModel)
+        self.run(publish_weights, policy, OnLeader(model))
+
+    def receive(self, policy: nn.Module, model: nn.Module) -> None:
+        assert isinstance(policy, ShardedModel)
+        self.run(receive_weights, policy, OnLeader(model))
+
+    def _drop(self, identity: int, number: int) -> None:
+        if self._numbers.get(identity) == number:
+            del self._numbers[identity]
+        self._dropped.append(number)
+
+    def _call(self, number: int | None, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        if self._is_broken or self._is_closed:
+            raise RankError(self._death("the ranks have ended"))
+        dropped, self._dropped = self._dropped, []
+        message = _dumped((number, dropped, function, args, kwargs), self._numbers)
+        self._calls += 1
+        try:
+            self._store.set(f"{_CALL}/{self._calls}", str(len(message)))
+            self._store.delete_key(f"{_CALL}/{self._calls - 1}")
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
+        except RuntimeError as error:
+            self._is_broken = True
+            raise RankError(self._death(str(error))) from error
+        try:
+            result = function(*args, **kwargs)
+            self._group.agree()
+            return result
+        except PeerFailed as error:
+            raise RankError(self._cause()) from error
+        except Exception as error:
+            try:
+                self._group.tell(error)
+            except PeerFailed:
+                raise RankError(self._cause()) from error
+            except RuntimeError as lost:  # so the first error was a lost connection
+                self._is_broken = True
+                raise RankError(self._death(str(lost))) from error
+            raise
+        except (
+            BaseException
+        ):  # interrupted in the midst of a call: the others wait for what does not come
+            self._is_broken = True
+            raise
+
+    def _cause(self) -> str:
+        """What the rank that failed said of it."""
+        for rank in range(1, self.size):
+            key = f"{_ERROR}/{self._calls}/{rank}"
+            if self._store.check([key]):
+                return f"trainer rank {rank} failed: {self._store.get(key).decode()}"
+        return "a trainer rank failed and did not say why"
+
+    def _death(self, told: str) -> str:
+        """Which rank is gone, and how it ended."""
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:  # a process that is dying may not have ended yet
+            for rank, process in enumerate(self._processes, start=1):
+                code = process.poll()
+                if code is not None:
+                    return f"trainer rank {rank} {ending(code)}"
+            time.sleep(0.02)
+        return f"a trainer rank was lost, or did not answer within cluster.timeout: {told}"
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Where one has ended, end the others: what is left of a collective would wait for it."""
+        process.wait()
+        if not self._is_closed:
+            for other in self._processes:
+                if other is not process and other.poll() is None:
+                    time.sleep(0.5)  # so that the first one to end is found first
+                    other.kill()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._is_broken:
+            try:
+                self._store.set(f"{_CALL}/{self._calls + 1}", _STOP.decode())
+            except RuntimeError:
+                self._is_broken = True
+        for process in self._processes:
+            try:
+                process.wait(0 if self._is_broken else _END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+        _leave()
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def rank_of_environment() -> int:
+    """The rank that torchrun, or whoever has set its variables, gives this process; 0 without any."""
+    return int(os.environ.get("RANK", "0")) if _is_given() else 0
+
+
+def _is_given() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def start_ranks(cluster: ClusterConfig, device: torch.device, threads: int | None) -> Ranks:
+    """The ranks of a recipe: started here, or those that the environment tells of."""
+    given = int(os.environ["WORLD_SIZE"]) if _is_given() else None
+    size = given or cluster.trainer_ranks or 1
+    if given is not None and cluster.trainer_ranks not in (None, given):
+        raise ConfigError(
+            f"cluster.trainer_ranks = {cluster.trainer_ranks}, and the environment (WORLD_SIZE) has {given} "
+            "ranks: leave cluster.trainer_ranks out under torchrun"
+        )
+    if size == 1:
+        return Ranks()
+    if size % cluster.replicas:
+        raise ConfigError(
+            f"cluster.replicas = {cluster.replicas} does not divide the {size} trainer ranks"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if device.type == "cuda" and torch.cuda.device_count() < here:
+        raise ConfigError(
+            f"cluster.trainer_ranks = {size} needs a GPU each, and this machine has "
+            f"{torch.cuda.device_count()}"
+        )
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is in use in this process already: train from a process of its own, or "
+            "destroy its process group first"
+        )
+    if threads is None and device.type == "cpu":
+        threads = 1  # processes that share the cores wait for each other's threads otherwise
+    hello = {
+        "backend": _backend(cluster, device),
+        "timeout": cluster.timeout,
+        "replicas": cluster.replicas,
+        "device": device.type,
+        "threads": threads,
+    }
+    if given is not None:
+        store, _, _ = next(iter(rendezvous("env://")))
+        store.set(_HELLO, json.dumps(hello))
+        return LeadingRanks(store, _join(store, 0, size, hello), [])
+    with _on_one_machine():
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set(_HELLO, json.dumps(hello))
+        processes = [_spawned(rank, size, store.port, threads) for rank in range(1, size)]
+        try:
+            _wait_until_ready(store, processes)
+            return LeadingRanks(store, _join(store, 0, size, hello), processes)
+        except BaseException:
+            for process in processes:
+                process.kill()
+                process.wait()
+            _leave()
+            raise
+
+
+def _backend(cluster: ClusterConfig, device: torch.device) -> str:
+    """For tensors on the host it is always gloo, which carries calls, agreements and metrics."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{'nccl' if cluster.backend == 'auto' else cluster.backend}"
+
+
+@contextmanager
+def _on_one_machine() -> Iterator[None]:
+    """gloo looks up the host's name to find its own address, which fails on many machines; not so here."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or sys.platform != "linux":
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _spawned(rank: int, size: int, port: int, threads: int | None) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
+        _WATCHED: "1",
+    }
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    code = "from ludus.training.ranks import serve_rank; serve_rank()"
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
+
+
+def _wait_until_ready(store: Store, processes: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    for rank, process in enumerate(processes, start=1):
+        while not store.check([f"{_READY}/{rank}"]):
+            if (code := process.poll()) is not None:
+                raise RankError(f"trainer rank {rank} {ending(code)} while it was started")
+            if time.monotonic() > deadline:
+                raise RankError(f"trainer rank {rank} did not start within {_START_SECONDS:g} seconds")
+            time.sleep(0.02)
+
+
+def _join(store: Store, rank: int, size: int, hello: dict[str, Any]) -> RankGroup:
+    device = torch.device(hello["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    if hello["threads"] is not None:
+        torch.set_num_threads(hello["threads"])
+    hook = sys.excepthook
+    dist.init_process_group(
+        hello["backend"],
+        store=PrefixStore("ludus", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=hello["timeout"]),
+    )
+    sys.excepthook = hook  # torch's puts "[rank0]:" before every line of a traceback, and stays
+    return join_group(device, hello["replicas"])
+
+
+def _leave() -> None:
+    leave_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# A rank that is not 0.
+
+
+def serve_rank() -> None:
+    """Do what rank 0 says until it says to stop; the process then ends. The environment tells the rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to hear, which saves first
+    if os.environ.get(_WATCHED):
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as torchrun sends it to all: likewise
+    logging.getLogger("ludus").setLevel(logging.ERROR)  # rank 0 says it all
+    warnings.simplefilter("ignore")
+    store, rank, size = next(iter(rendezvous("env://")))
+    store.set(f"{_READY}/{rank}", "1")
+    hello = json.loads(_waited_for(store, _HELLO))
+    group = _join(store, rank, size, hello)
+    objects: dict[int, Any] = {}
+    call = 0
+    while (told := _waited_for(store, f"{_CALL}/{(call := call + 1)}")) != _STOP:
+        message = torch.empty(int(told), dtype=torch.uint8)
+        try:
+            dist.broadcast(message, 0)
+        except RuntimeError:  # rank 0 is gone
+            os._exit(1)
+        _perform(message.numpy().tobytes(), objects, group, store, f"{_ERROR}/{call}/{rank}")
+    objects.clear()
+    _leave()
+
+
+def _perform(message: bytes, objects: dict[int, Any], group: RankGroup, store: Store, key: str) -> None:
+    try:
+        number, dropped, function, args, kwargs = _Loader(io.BytesIO(message), objects).load()
+        for gone in dropped:
+            objects.pop(gone, None)
+        result = function(*args, **kwargs)
+        group.agree()
+        if number is not None:
+            objects[number] = result
+    except PeerFailed:
+        return  # rank 0 knows, and decides
+    except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 has to hear of it
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        store.set(key, text)
+        try:
+            group.tell(error)
+        except PeerFailed:
+            return
+        except RuntimeError:  # a lost connection: nobody is left to work with
+            print(f"a trainer rank ended: {text}", file=sys.stderr)
+            os._exit(1)
+
+
+def _waited_for(store: Store, key: str) -> bytes:
+    """A value of the store, however long it takes; ends the process where the store is gone."""
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=60))
+            return bytes(store.get(key))
+        except dist.DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                os._exit(1)
+        except RuntimeError:
+            os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """Rank 0 holds the other end of this pipe."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
+
+
+# Calls as bytes.
+
+
+class _Dumper(pickle.Pickler):
+    """Objects that all ranks have go by number. Of an episode goes what training looks at."""
+
+    def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers = numbers
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._numbers.get(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Task:  # prompts and metadata, which may be any object of the user's
+            return Task, (obj.id, ())
+        if type(obj) is Trajectory:
+            fields: tuple[Any, ...] = (
+                obj.task,
+                obj.sequences,
+                [],
+                obj.answer,
+                obj.stop,
+                obj.failure,
+                obj.rewards,
+            )
+            return Trajectory, (*fields, obj.reward, obj.attempt, obj.seed)
+        return NotImplemented
+
+
+class _Loader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, objects: dict[int, Any]) -> None:
+        super().__init__(file)
+        self._objects = objects
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._objects[number]
+
+
+def _dumped(message: Any, numbers: dict[int, int]) -> bytes:
+    file = io.BytesIO()
+    _Dumper(file, numbers).dump(message)
+    return file.getvalue()
+
+
+# Models, from rank 0 to all. What is sent is the module without its weights: no other rank holds all of them.
+
+
+def skeleton_of(model: nn.Module) -> bytes:
+    """The module with the shapes of its parameters instead of their values; buffers as they are."""
+    file = io.BytesIO()
+    _SkeletonDumper(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
+    return file.getvalue()
+
+
+class _SkeletonDumper(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
+        self._parameters: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Parameter):
+            number = self._parameters.setdefault(id(obj), len(self._parameters))
+            return "parameter", number, tuple(obj.shape), obj.dtype, obj.requires_grad
+        if isinstance(obj, Tensor):
+            file = io.BytesIO()
+            torch.save(obj.detach().cpu(), file)
+            return "tensor", file.getvalue()
+        if isinstance(obj, torch.device):
+            return ("device",)
+        return None
+
+
+class _SkeletonLoader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+        self._parameters: dict[int, nn.Parameter] = {}
+
+    def persistent_load(self, given: Any) -> Any:
+        kind, *facts = given
+        if kind == "device":
+            return self._device
+        if kind == "tensor":
+            return torch.load(io.BytesIO(facts[0]), weights_only=True).to(self._device)
+        number, shape, dtype, trained = facts
+        if number not in self._parameters:
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            self._parameters[number] = nn.Parameter(empty, requires_grad=trained)
+        return self._parameters[number]
+
+
+def build_sharded(skeleton: bytes, source: OnLeader[nn.Module]) -> ShardedModel:
+    """On every rank: the module made anew, sharded, with rank 0's weights."""
+    group = current_group()
+    assert group.mesh is not None
+    kind = group.mesh.device_type
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    model: nn.Module = _SkeletonLoader(io.BytesIO(skeleton), device).load()
+    root = shard(model, group, _layers(model))
+    root.receive(source.value)
+    return root
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder's layers, which are gathered one at a time."""
+    inner = unwrapped(model)
+    if getattr(inner, "trunk", inner) is None:
+        return []  # a critic that is a head alone
+    decoder = decoder_of(model)
+    disable_fused(decoder, "its parameters are sharded, and whole only while their layer runs")
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    return [layer for child in lists for layer in child]
+
+
+@torch.no_grad()
+def publish_weights(policy: ShardedModel, target: OnLeader[nn.Module]) -> None:
+    """On every rank: gather what is trained, tensor by tensor, into rank 0's model."""
+    known = dict(target.value.named_parameters()) if target.value is not None else {}
+    for name, whole in policy.wholes(trainable=True):
+        if known:
+            known[name].copy_(whole)
+
+
+def receive_weights(policy: ShardedModel, source: OnLeader[nn.Module]) -> None:
+    """On every rank: take the weights of rank 0's model."""
+    policy.receive(source.value)
