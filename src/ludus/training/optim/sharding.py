@@ -11,6 +11,7 @@ say) is left by the others too: before every collective all ranks tell each othe
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -374,7 +375,11 @@ def load_shards(folder: Path, tensors: dict[str, Tensor], group: RankGroup) -> N
 
     planner = DefaultLoadPlanner(allow_partial_load=True)
     reader = FileSystemReader(folder)
-    load(tensors, storage_reader=reader, planner=planner, no_dist=group.size == 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # it is what one rank wants
+        load(tensors, storage_reader=reader, planner=planner, no_dist=group.size == 1)
 
 
 # FSDP's state after a pass that did not come to its end. torch 2.13 has `reset_iter_state`; before it the same
