@@ -99,3 +99,28 @@ def test_the_environment_of_forty_lines_is_learned() -> None:
     assert result.metrics[-1]["step"] == 44
     rewards = [row["reward"] for row in result.metrics if "reward" in row]
     assert sum(rewards[-3:]) / 3 > 0.9
+
+
+@pytest.fixture
+def mixed(corridor: str) -> None:
+    """The recipe with several environments that follows it."""
+    text = corridor.partition("## Several in one run")[2]
+    Path("mixed.toml").write_text(re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)[0])
+
+
+@pytest.mark.usefixtures("mixed")
+def test_the_recipe_of_several_environments_holds() -> None:
+    done = CliRunner().invoke(app, ["check", "recipe", "mixed.toml"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0 and "mixed.toml: ok" in done.output, done.output
+    for name in ("corridor", "safe", "maths"):
+        assert f"{name}: an episode was played, by a script" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mixed")
+def test_the_recipe_of_several_environments_trains() -> None:
+    small = ["rl.steps=1", "rl.attempts=2", "run.folder=mixed", "evaluation.tasks=2"]
+    size = "model.scratch={layers=1, width=32, heads=2}"
+    result = train(load_recipe("mixed.toml", [*small, size]), progress=False)
+    logged = {name for row in result.metrics for name in row}
+    assert {"sets/safe/reward/success", "sets/maths/reward/success", "sets/corridor/reward"} <= logged

@@ -9,6 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
+from ludus.engine import FakeEngine
+from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.training.config.parts import load_parts
+from ludus.training.config.recipe import load_recipe
+from ludus.training.models.loading import fit_tokenizer
+from ludus.training.run_context import build_task_sets, close_task_sets
 
 CODE = '''
 from ludus import Env, Task, ToolCall, reward, tool
@@ -133,3 +139,19 @@ def test_tasks_of_one_set_may_name_different_environments(tmp_path: Path) -> Non
     metrics = trained(tmp_path, COMMON + ONE)
     assert metrics["episodes"] == 8 and metrics["failures"] == 0
     assert metrics["tool/step/calls"] > 0 and metrics["tool/look/calls"] > 0
+
+
+async def test_a_set_without_rewards_whose_environment_pays_is_scored(tmp_path: Path) -> None:
+    """An episode that was paid nothing is worth 0: unscored, it would leave the baseline."""
+    (tmp_path / "two.py").write_text(CODE)
+    (tmp_path / "recipe.toml").write_text(COMMON + SETS.replace("rewards = []\n", ""))
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    tokenizer = HFTokenizer(fit_tokenizer([], vocabulary=0))
+    engine = FakeEngine(lambda tokens, sampling, session: "hello<|im_end|>", tokenizer)
+    sets = build_task_sets(recipe, load_parts(recipe), engine, tokenizer)
+    try:
+        for one in sets:
+            played = await one.rollout.play(one.tasks[0], attempt=0, seed=0)
+            assert played.reward == 0.0, one.name
+    finally:
+        await close_task_sets(sets)

@@ -203,7 +203,9 @@ def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tok
                 rollout.pools = {**rollout.pools, **{name: base.pools[name] for name in shared}}
             if config.tools is None:
                 rollout.tools = base.tools
-            if config.rewards is None and config.group_rewards is None:
+            # where there are none, the set's own environments decide what an episode without rewards is worth
+            shares_rewards = config.rewards is None and config.group_rewards is None
+            if shares_rewards and (parts.rewards or parts.group_rewards):
                 rollout.scorer = base.scorer
         weight = 1.0 if config is None else config.weight
         sets.append(TaskSet(spec.name, weight, own.tasks, own.held_out, rollout, spec.limits))
