@@ -142,7 +142,7 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
             ])  # fmt: skip
             print(" | ".join(rows[-1]), flush=True)
     columns = ["round", "", "wall", "times as fast", "update", "lag mean / max", "versions an episode"]
-    print(table_markdown("", [*columns, "success"], rows))
+    print(table_markdown([*columns, "success"], rows))
 
 
 def learning(options: argparse.Namespace, folder: Path, model: str) -> None:
@@ -175,7 +175,7 @@ def learning(options: argparse.Namespace, folder: Path, model: str) -> None:
         "lag max",
         "smallest ESS",
     ]
-    print(table_markdown("", columns, rows))
+    print(table_markdown(columns, rows))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ that time is the machine's business. It is counted from the moment at which ever
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import random
@@ -21,7 +22,7 @@ from stage_runs import Talker, assert_same_runs
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
-from ludus.observe import RunFolder
+from ludus.observe import RunFolder, read_notes
 
 HANG = 600.0
 
@@ -52,6 +53,22 @@ STAGES: list[dict[str, Any]] = [
 SHORT = [{**STAGES[0], "steps": 2}, {**STAGES[1], "steps": 4}, {**STAGES[3], "steps": 2}]
 
 
+ASYNC = [{
+    "kind": "rl", "steps": 12, "tasks": 2, "attempts": 2, "staleness": 2, "staleness_window": 2,
+    "optimizer": RATE,
+}]  # fmt: skip
+
+
+class Unsteady(ludus.Agent):
+    """Its turns take random times."""
+
+    async def run(self, episode: ludus.Episode) -> None:
+        for _ in range(3):
+            await episode.generate(max_tokens=5)
+            await asyncio.sleep(random.random() ** 4 * 0.1)
+            episode.observe("and then?")
+
+
 def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], ready: Connection) -> None:
     """What a process does: begin the run, or go on with it. One episode at a time, on one core."""
     code: dict[str, Any] = {
@@ -61,6 +78,9 @@ def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], re
     tables = {name: table for name, table in TINY.items() if name != "rl"}
     run = {"folder": folder, "checkpoint_every": checkpoint_every, "keep_checkpoints": 2}
     tables |= {"max_in_flight": 1, "stage": stages, "evaluation": {"every": 2}, "run": run}
+    if stages == ASYNC:
+        code |= {"agent": Unsteady(), "demonstrations": None, "group_rewards": None}
+        tables |= {"max_in_flight": 64}
     import matplotlib.pyplot  # noqa: F401 - what is imported late otherwise, so that a delay is spent on the run
     import pyarrow.parquet  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -158,3 +178,39 @@ def test_runs_killed_at_many_points_are_the_same_run(tmp_path: Path, method: str
         if len(killer.kills) >= 24 and {stage for _, stage in killer.kills} >= {0, 1, 2, 3}:
             return
     pytest.fail(f"the kills were too few, or all in the same stages: {killer.kills}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_asynchronous_run_that_is_killed_trains_every_group_once(tmp_path: Path) -> None:
+    """20 kills, over as many runs as that takes. What was in flight begins again; nothing is left behind."""
+    killer, draw = Killer("forkserver", ASYNC), random.Random(5)
+    killer.run_whole(tmp_path / "whole", 1)
+    for number in range(40):
+        every, cut = 1 + number % 3, tmp_path / f"cut-{number}"
+        while killer.kill(cut, every, killer.took * draw.uniform(0.05, 0.6)):
+            pass
+        _check_whole(cut)
+        if len(killer.kills) >= 20:
+            reached = {step for step, _ in killer.kills}
+            assert len(reached) > 3, f"the kills were all at the same place: {reached}"
+            return
+    pytest.fail(f"the kills were too few: {killer.kills}")
+
+
+def _check_whole(folder: Path) -> None:
+    """Every ordinal was trained in one step, and the versions of tokens keep the bound through all restarts."""
+    run, steps, batch = RunFolder(folder), ASYNC[0]["steps"], ASYNC[0]["tasks"]
+    files = [file for file in run.trajectory_files() if file.split == "train"]
+    assert [file.step for file in files] == list(range(1, steps + 1))
+    trained = [note["ordinal"] for file in files for note in read_notes(file.path)]
+    assert sorted(trained) == list(range(steps * batch))
+    rows = [row for row in run.metrics() if "lag_max" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["policy_version"] for row in rows] == list(range(steps))
+    assert max(row["lag_max"] for row in rows) <= 3
+    hidden = [path for path in folder.rglob(".*") if path.name != ".lock"]
+    assert not hidden, "leftovers of writes that were cut off"
+    latest = run.latest_checkpoint(thorough=True)
+    assert latest is not None and latest.step == steps
+    assert not json.loads((latest.path / "stage.json").read_text())["rollouts"]["deals"]
