@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.text import Text
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
-from ludus.training.config.recipe import Recipe, load_recipe
+from ludus.training.config.recipe import Recipe, launched_rank, load_recipe
 
 if TYPE_CHECKING:
     from ludus.training.api import Result
@@ -25,7 +24,7 @@ def run_training(
     recipe_path: Path | None, overrides: list[str], resume: Path | None, replay: Path | None = None
 ) -> None:
     """Train, show, report."""
-    if int(os.environ.get("RANK", "0")):
+    if launched_rank()[0]:
         from ludus.training.ranks import serve_rank
 
         serve_rank()  # one of several ranks that torchrun started: rank 0 has the run

@@ -36,14 +36,14 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.paths import beside, with_absolute_paths
-from ludus.training.config.recipe import Recipe, find_recipe, refuse_empty
+from ludus.training.config.recipe import Recipe, find_recipe, launched_rank, refuse_empty
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
-from ludus.training.ranks import rank_of_environment, serve_rank
+from ludus.training.ranks import serve_rank
 from ludus.training.replay import replayed_recipe
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
@@ -116,7 +116,7 @@ def train(
     by its own recipe; `replay`, one to train again from the groups that it recorded. The run's folder and its
     progress are shown on stderr, unless `progress` is false.
     """
-    if rank_of_environment():
+    if launched_rank()[0]:
         serve_rank()  # one of several ranks that torchrun started: rank 0 has the run
         raise SystemExit
     if isinstance(agent, Mapping):

@@ -48,7 +48,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import decoder_of, unwrapped
 from ludus.engine.fused_model import disable_fused
-from ludus.training.config.recipe import ClusterConfig
+from ludus.training.config.recipe import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
     RankGroup,
@@ -220,11 +220,10 @@ class LeadingRanks(Ranks):
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._is_broken:
-            try:
-                self._store.set(f"{_CALL}/{self._calls + 1}", _STOP.decode())
-            except RuntimeError:
-                self._is_broken = True
+        try:
+            self._store.set(f"{_CALL}/{self._calls + 1}", _STOP.decode())
+        except RuntimeError:
+            self._is_broken = True
         for process in self._processes:
             try:
                 process.wait(0 if self._is_broken else _END_SECONDS)
@@ -243,20 +242,11 @@ def ending(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def rank_of_environment() -> int:
-    """The rank that torchrun, or whoever has set its variables, gives this process; 0 without any."""
-    return int(os.environ.get("RANK", "0")) if _is_given() else 0
-
-
-def _is_given() -> bool:
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 def start_ranks(cluster: ClusterConfig, device: torch.device, threads: int | None) -> Ranks:
     """The ranks of a recipe: started here, or those that the environment tells of."""
-    given = int(os.environ["WORLD_SIZE"]) if _is_given() else None
-    size = given or cluster.trainer_ranks or 1
-    if given is not None and cluster.trainer_ranks not in (None, given):
+    given = launched_rank()[1]
+    size = given if given > 1 else cluster.trainer_ranks or 1
+    if given > 1 and cluster.trainer_ranks not in (None, given):
         raise ConfigError(
             f"cluster.trainer_ranks = {cluster.trainer_ranks}, and the environment (WORLD_SIZE) has {given} "
             "ranks: leave cluster.trainer_ranks out under torchrun"
@@ -287,7 +277,7 @@ def start_ranks(cluster: ClusterConfig, device: torch.device, threads: int | Non
         "device": device.type,
         "threads": threads,
     }
-    if given is not None:
+    if given > 1:
         store, _, _ = next(iter(rendezvous("env://")))
         store.set(_HELLO, json.dumps(hello))
         return LeadingRanks(store, _join(store, 0, size, hello), [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -259,6 +260,16 @@ class ClusterConfig(Config):
                 f"cluster.replicas = {self.replicas} must divide cluster.trainer_ranks = {self.trainer_ranks}"
             )
         return self
+
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched_rank() -> tuple[int, int]:
+    """(rank, number of ranks) as torchrun, or whoever has set its variables, says; (0, 1) without any."""
+    if not all(name in os.environ for name in _LAUNCHED):
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class TaskSetConfig(Config):
