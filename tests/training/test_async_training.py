@@ -157,6 +157,12 @@ def test_a_stopped_run_goes_on_and_trains_every_group_once(tmp_path: Path, error
     assert versions == list(range(6))
 
 
+def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+    train(tmp_path, staleness=2, steps=2)
+    ludus.train(resume=tmp_path, rl={"steps": 4}, **code(), progress=False)
+    assert trained_ordinals(RunFolder(tmp_path)) == list(range(8))
+
+
 async def test_a_cancelled_update_is_finished_and_saved(tmp_path: Path) -> None:
     """Ctrl-C while the weights change: the step is whole, and the last one."""
     tables = settings(tmp_path, staleness=1, steps=50)

@@ -25,6 +25,7 @@ from typing import Any, Self
 from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory
+from ludus.observe.background import BackgroundWriter
 from ludus.observe.checkpoints import (
     Checkpoint,
     checkpoint_problems,
@@ -153,13 +154,16 @@ _BEGINNING = (RECIPE, OBJECTS, "metrics.jsonl", "logs", "tensorboard", "wandb", 
 class RunWriter(RunFolder):
     """A run that is being written: one process holds the folder's lock from the first to the last write.
 
-    Made by `create` or `resume`; close it, or use it in `with`.
+    Made by `create` or `resume`; close it, or use it in `with`. After `write_in_background` metrics and
+    episodes are written by a thread: all of them are on the disk when a checkpoint appears, when they are
+    read here, and when the writer is closed. What could not be written is raised by the next call.
     """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._lock = FolderLock(self.path / _LOCK)
         self._sinks: Sinks | None = None
+        self._background: BackgroundWriter | None = None
         self._is_new = False
         """Whether it was begun by this writer."""
         self._made_folder = False
@@ -280,17 +284,55 @@ class RunWriter(RunFolder):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            _log.warning("closing %s: %s", self.path, error)  # what ended the run is worth more
 
     def close(self) -> None:
-        """Close the sinks and give the lock back. May be called twice."""
+        """Write out what waits, close the sinks and give the lock back. May be called twice."""
         try:
-            if self._sinks is not None:
-                self._sinks.close()
+            if self._background is not None:
+                self._background.close()
         finally:
-            self._sinks = None
-            self._lock.release()
+            self._background = None
+            try:
+                if self._sinks is not None:
+                    self._sinks.close()
+            finally:
+                self._sinks = None
+                self._lock.release()
+
+    def write_in_background(self) -> None:
+        """From now on metrics and episodes are written without the caller waiting for it."""
+        self._check_open()
+        self._background = self._background or BackgroundWriter()
+
+    def flush(self) -> None:
+        """Return when all that was logged is on the disk; raises what kept it from getting there."""
+        if self._background is not None:
+            self._background.flush()
+
+    def _write(self, write: Callable[[], object]) -> None:
+        if self._background is not None:
+            self._background.submit(write)
+        else:
+            write()
+
+    def metrics(self) -> list[Json]:
+        self.flush()
+        return super().metrics()
+
+    def trajectory_files(self) -> list[TrajectoryFile]:
+        self.flush()
+        return super().trajectory_files()
+
+    def trajectories(self, step: int, split: str = "train") -> list[Trajectory]:
+        self.flush()
+        return super().trajectories(step, split)
 
     def _check_open(self) -> None:
         if not self._lock.is_held:
@@ -312,7 +354,8 @@ class RunWriter(RunFolder):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a row of metrics."""
-        self._opened().write(step, metrics)
+        sinks, row = self._opened(), dict(metrics)
+        self._write(lambda: sinks.write(step, row))
 
     def replace_recipe(self, recipe: Mapping[str, Any]) -> None:
         """Go on by another recipe, which a later resume reads."""
@@ -338,13 +381,14 @@ class RunWriter(RunFolder):
         """
         self._check_open()
         path = self.trajectory_path(step, split)
-        write_groups(path, groups, step=step, split=split, notes=notes)
+        self._write(lambda: write_groups(path, groups, step=step, split=split, notes=notes))
         return path
 
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint's files to; it appears, whole, when the block ends."""
         self._check_open()
+        self.flush()  # what came before a checkpoint does not come again
         with new_checkpoint(self.checkpoints_path, step) as folder:
             yield folder
 

@@ -344,6 +344,7 @@ async def _train_in(
             if is_resumed:  # now that it can be gone on with: what was written after it will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)
+            writer.write_in_background()
             with frozen_gc():
                 trainer = Trainer(context, writer, on_step)
                 await trainer.train(checkpoint)
