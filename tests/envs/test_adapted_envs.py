@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ludus.core import ConfigError, MissingExtraError, Task
+from ludus.core import ByteTokenizer, ConfigError, MissingExtraError, Task
 from ludus.core.messages import Message
 from ludus.core.trajectory import Trajectory
+from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, load_env
-from ludus.rewards import build_reward
+from ludus.rewards import Scorer, build_reward
+from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.rollouts.env_contract import EnvContract
 from ludus.rollouts.tasksets import load_tasks
+from ludus.tools import as_toolset
 
 gymnasium = pytest.importorskip("gymnasium", reason="the extra gymnasium")
 
@@ -206,6 +212,228 @@ class Sums(vf.Taskset[SumTask, SumConfig]):
 
 __all__ = ["Sums"]
 """
+
+
+TOOLS = """
+import verifiers.v1 as vf
+
+class ShopState(vf.State):
+    bought: list[str] = []
+
+class ShopConfig(vf.ToolsetConfig):
+    currency: str = "EUR"
+
+class Shop(vf.Toolset[ShopConfig, ShopState]):
+    async def setup(self):
+        self.prices = {"tea": 2, "cake": 5}
+
+    async def setup_task(self, data):
+        self.budget = data.budget
+
+    @vf.tool
+    async def price(self, item: str) -> dict:
+        '''What something costs.'''
+        return {"item": item, "price": self.prices[item], "currency": self.config.currency}
+
+    @vf.tool(name="buy")
+    def buy_it(self, item: str, count: int = 1) -> str:
+        '''Buy something.'''
+        self.state.bought.extend([item] * count)
+        return f"{len(self.state.bought)} things of {self.budget}"
+
+class Clock(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def now(self) -> str:
+        '''The time.'''
+        return "noon"
+
+class ShopData(vf.TaskData):
+    wanted: list[str]
+    budget: int = 3
+
+class ShopTask(vf.Task[ShopData, ShopState]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.state.bought == self.data.wanted)
+
+    @vf.reward(weight=0.1)
+    async def calls(self, trace) -> float:
+        return float(sum(len(m.tool_calls or []) for m in trace.assistant_messages))
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Shop(ShopConfig())]
+
+class Shops(vf.Taskset[ShopTask]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Clock(vf.SharedToolsetConfig())]
+
+    def load(self):
+        for wanted in (["tea"], ["cake", "cake"]):
+            yield ShopTask(ShopData(prompt="Buy " + ", ".join(wanted), wanted=wanted))
+
+__all__ = ["Shops"]
+"""
+GAME = """
+import verifiers.v1 as vf
+
+class NumberData(vf.TaskData):
+    secret: int
+
+class NumberTask(vf.Task[NumberData]):
+    @vf.reward(weight=0.5)
+    async def polite(self, trace) -> float:
+        return float(all("please" in m.content for m in trace.assistant_messages))
+
+class GameConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[GameConfig]):
+    async def run(self, task, agents):
+        tries, won = 0, False
+        async with agents.player.interaction(task) as talk:
+            segment = await (talk.turn("Which number?") if task.data.prompt is None else talk.turn())
+            while not segment.terminated:
+                tries += 1
+                if segment.last_reply == "crash":
+                    raise RuntimeError("the game broke")
+                guess = int(segment.last_reply.split()[0])
+                if won := guess == task.data.secret:
+                    break
+                segment = await talk.turn("higher" if guess < task.data.secret else "lower")
+        talk.trace.record_reward("won", float(won) / tries, 1.0)
+
+class Numbers(vf.Taskset[NumberTask]):
+    def load(self):
+        for secret, prompt in ((7, "Which number?"), (3, None)):
+            yield NumberTask(NumberData(prompt=prompt, secret=secret))
+
+__all__ = ["Numbers", "Game"]
+"""
+verifiers = [
+    pytest.mark.worlds,
+    pytest.mark.skipif(not has("verifiers"), reason="the extra verifiers"),
+]
+
+
+def marked(test: Any) -> Any:
+    for mark in verifiers:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with modules that are task sets."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, code in (("sums", TASKSET), ("shops", TOOLS), ("numbers", GAME)):
+        (tmp_path / f"{name}_taskset.py").write_text(code)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.endswith("_taskset")]:
+        del sys.modules[name]
+
+
+def playing(name: str, *replies: str, format: str = "hermes", turns: int = 8) -> Rollout:
+    """A rollout of a task set's environment, in which the model says these things."""
+    tokenizer = ByteTokenizer()
+    return Rollout(
+        engine=FakeEngine([f"{reply}<|im_end|>" for reply in replies], tokenizer),
+        renderer=Renderer(tokenizer, load_format(format)),
+        scorer=Scorer([build_reward("verifiers")]),
+        tools=as_toolset([]),
+        pools={"verifiers": EnvPool(load_env(f"verifiers:{name}"), name="verifiers", size=1)},
+        budgets=Budgets(max_turns=turns, max_tokens=100_000),
+    )
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@marked
+async def test_tools_of_a_verifiers_task_set_have_its_state_and_its_rewards(tasksets: Path) -> None:
+    tea, cake = load_tasks("verifiers:shops_taskset")
+    assert tea.envs == {"verifiers": {}}
+    said = [
+        call("shop_price", item="cake"),
+        call("shop_buy", item="cake", count=2),
+        call("now"),
+        "Done.",
+    ]
+    rollout = playing("shops_taskset", *said, *said)
+    [bought, other] = [await rollout.play(task, attempt=0, seed=0) for task in (cake, tea)]
+    assert bought.failure is None and other.failure is None
+    results = [message.content for message in bought.messages if message.role == "tool"]
+    assert json.loads(results[0]) == {"item": "cake", "price": 5, "currency": "EUR"}
+    assert results[1:] == ["2 things of 3", "noon"]
+    assert bought.reward == pytest.approx(1.3)  # right, and 0.1 for each of three calls
+    assert other.reward == pytest.approx(0.3), "the state of the episode before is gone"
+    await rollout.pools["verifiers"].close()
+    names = [one.name for one in load_env("verifiers:shops_taskset")().tools()]
+    assert names == ["now", "shop_buy", "shop_price"]
+    with pytest.raises(
+        ConfigError, match="asks for the environment 'verifiers', but this run has: none"
+    ):
+        await replace(rollout, pools={}).play(tea, attempt=0, seed=0)
+
+
+@marked
+async def test_an_env_of_verifiers_takes_turns_with_the_model(tasksets: Path) -> None:
+    seven, three = load_tasks("verifiers:numbers_taskset")
+    assert [m.role for m in seven.messages] == ["user"] and not three.messages
+    rollout = playing(
+        "numbers_taskset", "5 please", "9 please", "7 please", "3", format="plain"
+    )  # the second task's user opens the conversation
+    [first, second] = [await rollout.play(task, attempt=0, seed=0) for task in (seven, three)]
+    assert first.failure is None and first.stop == "terminated", first.failure
+    assert first.reward == pytest.approx(1 / 3 + 0.5)
+    shown = [message.content for message in first.messages if message.role in ("tool", "user")]
+    assert shown[:3] == ["Which number?", "higher", "lower"]
+    assert second.reward == 1.0 and second.messages[0].content == "Which number?"
+    await rollout.pools["verifiers"].close()
+    cut = playing("numbers_taskset", "5 please", "6 please", format="plain", turns=2)
+    ended = await cut.play(seven, attempt=0, seed=0)
+    assert ended.stop == "max_turns" and ended.reward == 0.5, "the game was told that it is over"
+    await cut.pools["verifiers"].close()
+    broken = playing("numbers_taskset", "crash", "crash", format="plain")
+    failed = await broken.play(seven, attempt=0, seed=0)
+    assert failed.failure is not None and failed.failure.boundary == "env" and failed.reward is None
+    assert "RuntimeError: the game broke" in failed.failure.message
+    await broken.pools["verifiers"].close()
+
+
+REWARD = "    @vf.reward\n"
+
+
+@marked
+@pytest.mark.parametrize(
+    "name, old, new, missing",
+    [
+        ("boxed", REWARD, f"    NEEDS_CONTAINER = True\n\n{REWARD}", "a container"),
+        ("far", 'currency: str = "EUR"', 'url: str | None = "http://host:1/mcp"', "a tool server elsewhere"),
+        ("stopping", REWARD, f"    @vf.stop\n    async def over(self, trace: vf.Trace) -> bool: ...\n{REWARD}",
+         "its own conditions to stop"),
+        ("prepared", REWARD, f"    async def setup(self, trace, runtime): ...\n{REWARD}", "a runtime"),
+    ],
+)  # fmt: skip
+def test_what_a_task_set_of_verifiers_needs_beyond_is_refused(
+    tasksets: Path, name: str, old: str, new: str, missing: str
+) -> None:
+    assert old in TOOLS
+    (tasksets / f"{name}_taskset.py").write_text(TOOLS.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=rf"verifiers:{name}_taskset needs {missing}.*not covered"):
+        load_tasks(f"verifiers:{name}_taskset")
+
+
+@marked
+def test_an_env_with_several_agents_is_refused(tasksets: Path) -> None:
+    code = GAME.replace("    player: vf", "    judge: vf.AgentConfig = vf.AgentConfig()\n    player: vf")
+    (tasksets / "many_taskset.py").write_text(code)
+    with pytest.raises(ConfigError, match=r"needs several agents \(judge, player\)"):
+        load_tasks("verifiers:many_taskset")
 
 
 @pytest.mark.worlds

@@ -1,4 +1,4 @@
-"""Task sets of others, as tasks and a reward: reasoning-gym and verifiers.
+"""Task sets of reasoning-gym, as tasks and a reward; and what adapters of packages share.
 
 A recipe names one where it names tasks, with options behind a question mark, and the reward by its name:
 
@@ -19,9 +19,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.core.messages import Json, Message
+from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
 from ludus.rewards import reward
 
 SIZES = {"train": 2000, "held_out": 200}
@@ -38,10 +37,11 @@ def parse_reference(reference: str) -> tuple[str, str, Json]:
         raise ConfigError(
             f"{reference!r} is written NAME@SPLIT?option=value, where SPLIT is {' or '.join(SIZES)}"
         )
-    return name, split or "train", {key: _value(text) for key, text in parse_qsl(query)}
+    return name, split or "train", {key: parse_value(text) for key, text in parse_qsl(query)}
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """An option's value: JSON, or else text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -131,105 +131,3 @@ def reasoning_gym_score(answer: str, task: Task) -> float:
     given = (tagged[-1] if tagged else answer or "").strip()
     item = _item(where["set"], options, where["index"])
     return float(_dataset(where["set"], options).score_answer(given, item))
-
-
-# verifiers ------------------------------------------------------------------------------------------
-
-
-def verifiers_tasks(reference: str) -> list[Task]:
-    """The tasks of a task set; options are `skip`, `take`, and fields of the set's own config.
-
-    It is a package or module that exports a `Taskset` (verifiers 0.4), such as `gsm8k` or `my_taskset`.
-    """
-    name, query = reference.partition("?")[::2]
-    options = {key: _value(text) for key, text in parse_qsl(query)}
-    skip, take = options.pop("skip", 0), options.pop("take", SIZES["train"])
-    tasks = []
-    for index, one in enumerate(_taskset(name, json.dumps(options, sort_keys=True), skip + take)):
-        if index < skip:
-            continue
-        _check_coverage(name, one)
-        data = one.data
-        prompt = data.prompt if isinstance(data.prompt, str) else _chat(data.prompt)
-        where: Json = {"taskset": name, "options": options, "index": index}
-        id = f"{name.rpartition('/')[2]}-{data.id or index}"
-        system = data.system_prompt
-        tasks.append(Task.of(prompt, id=id, system=system, metadata={"verifiers": where}))
-    return tasks
-
-
-def _check_coverage(name: str, task: Any) -> None:
-    missing = ""
-    if task.NEEDS_CONTAINER:
-        missing = "a container"
-    elif task.toolsets(task.config):
-        missing = "tool servers of its own (toolsets)"
-    elif task.data.prompt is None:
-        missing = "a simulated user, who opens the conversation"
-    elif task.config.judges:
-        missing = "judges"
-    if missing:
-        raise ConfigError(
-            f"verifiers:{name} needs {missing}, which is not covered: task sets with prompts and rewards that "
-            "read the conversation are"
-        )
-
-
-def _chat(messages: Any) -> list[Json]:
-    return [{"role": one.role, "content": one.content} for one in messages]
-
-
-@lru_cache(maxsize=64)
-def _taskset(name: str, options: str, size: int) -> list[Any]:
-    loaders = imported("verifiers.v1.utils.loaders", "verifiers", "a task set of verifiers")
-    generic = import_module("verifiers.v1.utils.generic")
-    configs = import_module("verifiers.v1.configs.taskset")
-    tasksets = import_module("verifiers.v1.taskset")
-    try:
-        kind = loaders.taskset_class(name)
-        config = generic.concrete_type(kind, configs.TasksetConfig, origin=tasksets.Taskset)
-        made = kind((config or configs.TasksetConfig)(id=name, **json.loads(options)))
-        shared = type(made).toolsets(made.config)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"verifiers:{name}: {error}") from error
-    if shared:
-        raise ConfigError(f"verifiers:{name} has shared tool servers (toolsets), which is not covered")
-    return list(made.take(size))
-
-
-@reward(name="verifiers")
-async def verifiers_score(trajectory: Trajectory, task: Task) -> float:
-    """The weighted sum of the task set's own rewards, given the conversation."""
-    where = task.metadata.get("verifiers")
-    if where is None:
-        raise ConfigError(f"task {task.id!r} is none of verifiers'; the reward is for these only")
-    options, index = json.dumps(where["options"], sort_keys=True), where["index"]
-    theirs = _taskset(where["taskset"], options, index + 1)[index]
-    trace = _trace(theirs, trajectory.messages)
-    await theirs.score(trace, None)
-    return float(trace.reward)
-
-
-def _trace(task: Any, messages: list[Message]) -> Any:
-    """The conversation as verifiers records it; the model's turns are those after the prompt."""
-    traces, types = import_module("verifiers.v1.trace"), import_module("verifiers.v1.types")
-    graph, agents = import_module("verifiers.v1.graph"), import_module("verifiers.v1.configs.agent")
-    nodes = []
-    for position, one in enumerate(messages):
-        made: Any
-        if one.role == "assistant":
-            calls = [
-                types.ToolCall(id=call.id, name=call.name, arguments=json.dumps(call.arguments))
-                for call in one.tool_calls
-            ]
-            made = types.AssistantMessage(content=one.content, tool_calls=calls or None)
-        elif one.role == "tool":
-            made = types.ToolMessage(tool_call_id=one.tool_call_id or "", content=one.content)
-        else:
-            kind = types.SystemMessage if one.role == "system" else types.UserMessage
-            made = kind(content=one.content)
-        parent = position - 1 if position else None
-        nodes.append(graph.MessageNode(parent=parent, message=made, sampled=one.role == "assistant"))
-    recorded = traces.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-    agent = traces.AgentInfo(config=agents.AgentConfig())
-    return traces.Trace(task=recorded, agent=agent, nodes=nodes, is_completed=True, ok=True)

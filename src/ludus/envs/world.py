@@ -256,6 +256,7 @@ ADAPTERS = {
     "agentgym": "ludus.envs.foreign:AgentGymEnv",
     "gymnasium": "ludus.envs.gym:GymnasiumEnv",
     "openenv": "ludus.envs.foreign:OpenEnv",
+    "verifiers": "ludus.envs.verifiers:VerifiersEnv",
 }
 """Environments of others: their classes, by what stands before the colon of a reference."""
 _SERVER: dict[str, Any] = {"extra": "serve", "packages": ("aiohttp",)}
@@ -281,7 +282,7 @@ OTHERS = (
     ),
     World(
         "verifiers:NAME",
-        "Tasks; with the reward of that name.",
+        "Tasks, their tools or user, and the reward.",
         "",
         "",
         extra="verifiers",

@@ -40,7 +40,7 @@ REWARDS = Registry(
         "programs": "ludus.rewards.code_tests:Programs",
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
         "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_score",
-        "verifiers": "ludus.envs.foreign_tasks:verifiers_score",
+        "verifiers": "ludus.envs.verifiers:verifiers_score",
     },
 )
 GROUP_REWARDS = Registry(

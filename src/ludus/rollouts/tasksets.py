@@ -17,7 +17,7 @@ DATASET = "dataset:"
 SOURCES = {
     "gymnasium": "ludus.envs.gym:gymnasium_tasks",
     "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_tasks",
-    "verifiers": "ludus.envs.foreign_tasks:verifiers_tasks",
+    "verifiers": "ludus.envs.verifiers:verifiers_tasks",
 }
 """Task sets of others, by what stands before the colon, as in reasoning_gym:leg_counting@held_out."""
 FILES = (".jsonl", ".json", ".parquet")
