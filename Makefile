@@ -48,6 +48,7 @@ format: $(VENV)/.installed-dev  ## Put every file into its format
 bench: $(VENV)/.installed-dev  ## The benchmarks that need neither a GPU nor a peer's installation (an hour)
 	$(BIN)/python benchmarks/latency.py
 	$(BIN)/python benchmarks/turns.py
+	$(BIN)/python benchmarks/async_training.py
 	$(BIN)/python benchmarks/engine_cpu.py
 	$(BIN)/python benchmarks/sandbox.py
 	$(BIN)/python benchmarks/tool_server.py

@@ -107,7 +107,8 @@ def markdown() -> str:
             text = default_text(one)
             default = f"`{text}`" if text else "*must be given*" if one.is_required else ""
             cells = (f"`{one.key}`", takes, default, one.meaning)
-            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+            shown = (" ".join(cell.split()).replace("|", "&#124;") for cell in cells)
+            lines.append(f"| {' | '.join(shown)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
