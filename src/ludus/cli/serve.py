@@ -1,4 +1,4 @@
-"""`ludus serve`: tools and environments behind HTTP, until told to stop."""
+"""`ludus serve`: tools, environments and models behind HTTP, until told to stop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 
 serve_app = typer.Typer(
-    help="Serve tools and environments over HTTP.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Serve tools, environments and models over HTTP.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
 Backend = Literal["local", "processes", "ray"]
@@ -58,7 +61,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Log every request and 
 
 @serve_app.callback()
 def _serve() -> None:
-    """Serve tools and environments over HTTP."""
+    """Serve tools, environments and models over HTTP."""
 
 
 @serve_app.command("tools")
@@ -203,6 +206,110 @@ def serve_env(
     _run(served, "local" if replicas == 1 else "processes", replicas, config, token, kept, level)
 
 
+@serve_app.command("model")
+def serve_model(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A run's folder, a checkpoint, a model's folder, a .gguf file, a short or a hub name.",
+            metavar="MODEL",
+            show_default=False,
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What /v1/models calls it; MODEL when left out.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option(help="How tool calls are written: hermes, llama3, tags, fenced, react.")
+    ] = "hermes",
+    history: Annotated[
+        Literal["strict", "keep", "split"],
+        typer.Option(
+            help="What to do with a chat template that rewrites earlier turns, as in a recipe."
+        ),
+    ] = "split",
+    temperature: Annotated[float, typer.Option(min=0.0, help="Where a request names none.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a reply, likewise.")] = 1024,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights.")
+    ] = "auto",
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that wait; more get a 429.")] = 1024,
+    drain_seconds: DrainSeconds = 30.0,
+    client_seconds: ClientSeconds = 30.0,
+    keepalive_seconds: KeepaliveSeconds = 75.0,
+    max_body_bytes: MaxBodyBytes = 8_000_000,
+    held_bytes: HeldBytes = 64_000_000,
+    token_file: TokenFile = None,
+    no_token: NoToken = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a model by OpenAI's and Anthropic's APIs: chat completions, responses, messages.
+
+    Prints {"address": ...} when it is ready; SIGTERM drains it. Clients send the token as their API key.
+    """
+    config = _config(
+        host=host,
+        port=port,
+        concurrency=concurrency,
+        queue=queue,
+        drain_seconds=drain_seconds,
+        client_seconds=client_seconds,
+        keepalive_seconds=keepalive_seconds,
+        max_body_bytes=max_body_bytes,
+        held_bytes=held_bytes,
+    )
+    token, kept = _token(token_file, no_token, host)
+
+    from ludus.core.generation import Sampling
+    from ludus.serve.server import check_exposure, serve_until_told
+    from ludus.serve.telemetry import log_as_json
+
+    check_exposure(host, token)  # before minutes of loading
+    log_as_json(level=_log_level(quiet, verbose))
+    announce = _private_stdout()
+
+    async def serve() -> None:
+        from ludus.engine import EmbeddedEngine
+        from ludus.rollouts import Renderer, load_format
+        from ludus.serve.model import CheckpointService, ModelServer
+        from ludus.training.config.recipe import ModelConfig
+        from ludus.training.models.loading import check_source, load_model
+
+        source = ModelConfig(name=_newest_checkpoint(model), device=device, dtype=dtype)
+        check_source(source)
+        loaded, tokenizer = load_model(source, seed=0)
+        engine = EmbeddedEngine(loaded, tokenizer)
+        renderer = Renderer(tokenizer, load_format(format), history)
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+        service = CheckpointService(
+            engine, renderer, name or model, config, token=token, sampling=sampling
+        )
+        try:
+            await serve_until_told(ModelServer(service, config), _announcing(announce, kept))
+        finally:
+            await engine.close()
+
+    asyncio.run(serve())
+
+
+def _newest_checkpoint(model: str) -> str:
+    """Where the model is: a run's folder stands for its newest checkpoint."""
+    from ludus.observe import RunFolder
+
+    run = RunFolder(model)
+    if not run.is_run:
+        return model
+    latest = run.latest_checkpoint()
+    if latest is None:
+        raise ConfigError(f"the run {model} has no checkpoint yet")
+    return str(latest.path)
+
+
 def _log_level(quiet: bool, verbose: bool) -> int:
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose: give one of them")
@@ -262,17 +369,24 @@ def _run(
             return RayHost(references, workers, loader=LOADER)
         return LocalHost(lambda: load_served(references))
 
+    async def serve() -> None:
+        server = ToolServer(make_host(), config, token=token)
+        await serve_until_told(server, _announcing(announce, token_file))
+
+    asyncio.run(serve())
+
+
+def _announcing(stream: int, token_file: Path | None) -> Callable[[str], None]:
+    """Says on `stream` that the server is ready."""
+
     def ready(address: str) -> None:
         with suppress(BrokenPipeError):  # the parent may have closed its end
             told: dict[str, str | int] = {"address": address, "pid": os.getpid()}
             if token_file is not None:
                 told["token_file"] = str(token_file)
-            os.write(announce, json.dumps(told).encode() + b"\n")
+            os.write(stream, json.dumps(told).encode() + b"\n")
 
-    async def serve() -> None:
-        await serve_until_told(ToolServer(make_host(), config, token=token), ready)
-
-    asyncio.run(serve())
+    return ready
 
 
 def _private_stdout() -> int:

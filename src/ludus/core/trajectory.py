@@ -142,6 +142,8 @@ class Trajectory:
     seed: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """Where the time went: generate, tools, rewards, total."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What the agent counted, by the name of the metric: an agent behind the model server counts restarts."""
 
     @property
     def tokens(self) -> list[int]:

@@ -6,6 +6,7 @@ Nothing of a world is imported until it is used, so that listing them is quick a
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -28,6 +29,16 @@ ExpertMoves = Generator[ToolCall | str | None, str, None]
 Expert = Callable[[Task], ExpertMoves]
 """A demonstrator's script: yields tool calls and is sent their results; a text is the final answer. A first
 `yield None` is sent what the agent sees before it acts."""
+
+
+def next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
+    """What an expert does after it has observed that; None when it has ended."""
+    begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
+    try:
+        move = next(expert) if begins else expert.send(observed)
+        return expert.send(observed) if move is None else move  # None: it wants to see before it acts
+    except StopIteration:
+        return None
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,20 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "different episodes overlap.",
         "seconds per episode",
     ),
+    Metric("proxy/requests", "An agent behind the model server: replies that were recorded.", "per episode"),
+    Metric("proxy/conversations", "Conversations that it began, each a sequence of its own.", "per episode"),
+    Metric("proxy/branches", "Replies that did not continue the end of a sequence: another reply to the same "
+           "messages, or going on from an earlier turn.", "per episode"),
+    Metric("proxy/restarts", "Conversations with replies in them that were not found as they were sampled: the "
+           "client rewrote or shortened them, or the chat template did. Rendered anew, as a sequence of their "
+           "own.", "per episode"),
+    Metric("proxy/retries", "Retries that were answered by what the first request had sampled.",
+           "per episode"),
+    Metric("proxy/forwarded", "Requests for models at another address.", "per episode"),
+    Metric("proxy/unrecorded", "Replies that no client was there to take; they are not trained on.",
+           "per episode"),
+    Metric("proxy/temperature_overridden", "Requests for another temperature than the recipe's; they get that.",
+           "per episode"),
 )  # fmt: skip
 
 TRAINING_METRICS: tuple[Metric, ...] = (
@@ -276,9 +290,16 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
         metrics |= tool_metrics(scored)
         metrics |= _tokens(scored)
         metrics |= _means("seconds", [trajectory.seconds for trajectory in scored])
+        metrics |= _counts(scored)
     if groups:
         metrics["groups_without_signal"] = _mean(not has_signal(group) for group in groups)
     return metrics | failure_metrics(played)
+
+
+def _counts(scored: Sequence[Trajectory]) -> dict[str, float]:
+    """What agents counted. One that counted nothing under a name counted 0."""
+    names = sorted({name for trajectory in scored for name in trajectory.counts})
+    return {name: _mean(trajectory.counts.get(name, 0.0) for trajectory in scored) for name in names}
 
 
 def reward_metrics(scored: Sequence[Trajectory], success: Success = is_success) -> dict[str, float]:

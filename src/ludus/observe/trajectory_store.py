@@ -240,7 +240,7 @@ def _schema() -> Any:
         ("segments", pa.list_(pa.struct(segments))),
         ("parents", pa.list_(pa.struct([("sequence", count), ("segment", count)]))),
         ("more_sequences", pa.list_(pa.struct(flat))),
-        ("seconds", entries),
+        ("seconds", entries), ("counts", entries),
     ]  # fmt: skip
     return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
 
@@ -291,6 +291,7 @@ def row_of(trajectory: Trajectory, *, step: int, split: str, group: int) -> Json
         "parents": [{"sequence": sequence, "segment": segment} for sequence, segment in parents],
         "more_sequences": more,
         "seconds": _entries(trajectory.seconds),
+        "counts": _entries(trajectory.counts),
     }
     escaped: Json = _with_texts(row, escape)
     return escaped
@@ -309,6 +310,8 @@ def trajectory_of(stored: Mapping[str, Any]) -> Trajectory:
         "failure": None if failure["boundary"] is None else failure,
         "rewards": {entry["name"]: entry["value"] for entry in row["rewards"]},
         "seconds": {entry["name"]: entry["value"] for entry in row["seconds"]},
+        # files from before it was counted have none
+        "counts": {entry["name"]: entry["value"] for entry in row.get("counts") or ()},
     }
     return decode(_TRAJECTORY, {**row, **fields})
 

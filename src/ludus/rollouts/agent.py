@@ -8,14 +8,49 @@ up, so a loop needs no exit of its own for that.
 from __future__ import annotations
 
 import contextlib
+from typing import Literal
 
+from pydantic import Field
+
+from ludus.core.config import Config
 from ludus.core.messages import ToolCall
 from ludus.envs.world import Expert as Expert
 from ludus.rollouts.episode import Episode
 
 
+class ProgramConfig(Config):
+    """How a program of yours plays an episode: agent.loop = "command: ..." or a function (docs/programs.md)."""
+
+    models: dict[str, str] = Field(default_factory=dict)
+    """Who answers to which model name: "trained", "frozen" (the policy, not trained), or an address; "*" is
+    any other name. All names are the trained policy when left out."""
+    answer: Literal["reply", "stdout"] = "reply"
+    """The episode's answer: the last reply, or what the program prints (what a function returns)."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds until the program is killed, a failure at the boundary agent; budgets.max_seconds holds too."""
+    max_running: int | None = Field(default=None, ge=1)
+    """Programs that run at once, beside max_in_flight."""
+    output_bytes: int = Field(default=64_000, ge=100)
+    """Bytes kept of each of stdout and stderr: of the first the beginning, of the second the end."""
+    crash_reward: float | None = None
+    """The reward of an episode whose program fails after the model has replied; a failure, which is not
+    trained on, when left out."""
+    sandbox: bool = False
+    """Run the command in the sandbox (agent.sandbox), which needs the network there to reach the model."""
+    host: str = "127.0.0.1"
+    """Where the model server listens; every episode has a key of its own."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of a command."""
+
+
 class Agent:
     """The default loop."""
+
+    reports_rewards = False
+    """Whether an episode may have a reward without any reward function: the agent reports it."""
+
+    async def close(self) -> None:
+        """The run is over."""
 
     async def run(self, episode: Episode) -> None:
         while not episode.over:

@@ -30,10 +30,10 @@ from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, EnvTools, call_env, reset_env, tools_of
 from ludus.envs.isolated import IsolatedEnv
-from ludus.envs.world import ExpertMoves
+from ludus.envs.world import ExpertMoves, next_move
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert
-from ludus.rollouts.episode import Budgets, Episode, next_move
+from ludus.rollouts.episode import Budgets, Episode
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout

@@ -9,7 +9,6 @@ segments recorded so far, so the record cannot differ from what the model read.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -27,7 +26,8 @@ from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, Tool
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.envs.world import ExpertMoves
+from ludus.envs.world import ExpertMoves, next_move
+from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.tools import OutputLimits
 
@@ -100,6 +100,7 @@ class Episode:
         self.budgets = budgets
         self.context = context
         self._engine = engine
+        self._unbound = renderer
         self._renderer = renderer.bound(specs)
         self._tools = tools
         self._specs = list(specs)
@@ -127,6 +128,10 @@ class Episode:
     @property
     def over(self) -> bool:
         return self._stop is not None
+
+    @property
+    def temperature(self) -> float:
+        return self._sampling.temperature
 
     @property
     def turns_left(self) -> int:
@@ -216,6 +221,22 @@ class Episode:
         answer = parsed.answer if parsed.answer is not None else text
         return Turn(text, calls, answer, completion.finish)
 
+    def conversations(self) -> MessageTree:
+        """For an agent outside Ludus, whose requests are whole conversations: what it says is recorded there.
+
+        Such an agent calls tools of its own, and begins its conversations itself: `messages` are not shown.
+        """
+        self._pending.clear()
+        budgets = self.budgets
+        return MessageTree(
+            self.trajectory,
+            engine=self._engine,
+            renderer=self._unbound,
+            limits=TurnLimits(budgets.max_turns, budgets.max_turn_tokens, budgets.max_tokens),
+            sampling=self._sampling,
+            session=self.context.episode,
+        )
+
     async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
         """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
         started = time.perf_counter()
@@ -246,6 +267,10 @@ class Episode:
         """End the episode with this answer."""
         self.trajectory.answer = text
         self._stop = StopReason.ANSWERED
+
+    def end(self, reason: StopReason) -> None:
+        """End the episode for this reason."""
+        self._stop = reason
 
     def finish(self) -> None:
         """Record how it ended. An agent that returns without an answer has terminated it."""
@@ -339,16 +364,6 @@ class Episode:
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
         return [*new[:-1], replace(new[-1], content=text)]
-
-
-def next_move(expert: ExpertMoves, observed: str) -> ToolCall | str | None:
-    """What an expert does after it has observed that; None when it has ended."""
-    begins = inspect.getgeneratorstate(expert) == inspect.GEN_CREATED
-    try:
-        move = next(expert) if begins else expert.send(observed)
-        return expert.send(observed) if move is None else move  # None: it wants to see before it acts
-    except StopIteration:
-        return None
 
 
 @lru_cache(maxsize=1024)

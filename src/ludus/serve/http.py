@@ -273,26 +273,7 @@ class ToolApi:
 
     async def _body(self, request: web.Request, model: type[B]) -> B:
         """The validated body; `RequestError` if it is too large, too slow, too deep or not JSON."""
-        if request.content_type != JSON_TYPE:
-            # Also keeps web pages out: a browser sends a CORS preflight before JSON across origins.
-            message = f"send {JSON_TYPE}, not {request.content_type}"
-            raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
-        packing = request.headers.get("Content-Encoding", "identity")
-        if packing.lower() != "identity":
-            message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
-            raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
-        config, size = self._config, request.content_length
-        if size is not None and size > config.max_body_bytes:
-            raise _too_large(config.max_body_bytes)
-        share = self._bytes.share()
-        _share.set(share)
-        try:
-            data = await _read(request, share, config.max_body_bytes, config.client_seconds)
-        except TimeoutError:
-            request.protocol.keep_alive(False)
-            raise RequestError(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
-        except (web.RequestPayloadError, ConnectionError) as error:
-            raise RequestError(ErrorKind.BAD_REQUEST, f"the body could not be read: {error}") from None
+        data = await request_bytes(request, self._bytes, self._config)
         try:
             return model.model_validate_json(data)
         except ValidationError as error:
@@ -314,8 +295,7 @@ class ToolApi:
         except web.HTTPException as error:
             answer = _translated(error, self._config.max_body_bytes)
         finally:
-            if (share := _share.get()) is not None:
-                share.release()
+            release_bytes()
         name = request.match_info.route.name
         if name not in _CALLS or answer.status in (400, 401, 403, 404, 408, 413, 415):
             seconds = time.monotonic() - started
@@ -323,28 +303,65 @@ class ToolApi:
         return answer
 
     def _check_caller(self, request: web.Request) -> None:
-        if self._token is None:
-            if not _is_loopback_name(request.host):
-                # DNS rebinding: a web page whose name points here would otherwise pass for a local client.
-                message = "without a token this server answers to loopback names only"
-                raise RequestError(ErrorKind.FORBIDDEN, message)
-            return
-        if request.path in _OPEN_PATHS:
+        if self._token is not None and request.path in _OPEN_PATHS:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        good = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token)
-        if scheme.lower() != "bearer" or not good:
-            message = "send the header 'Authorization: Bearer TOKEN' with this server's token"
-            raise RequestError(ErrorKind.UNAUTHORIZED, message)
+        check_token(request, given if scheme.lower() == "bearer" else "", self._token)
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers[INSTANCE_HEADER] = self._service.instance
+
+
+def check_token(request: web.Request, given: str, token: bytes | None) -> None:
+    """`RequestError` unless the token is right; without one, unless the request came by a loopback name."""
+    if token is None:
+        if not _is_loopback_name(request.host):
+            # DNS rebinding: a web page whose name points here would otherwise pass for a local client.
+            message = "without a token this server answers to loopback names only"
+            raise RequestError(ErrorKind.FORBIDDEN, message)
+    elif not hmac.compare_digest(given.strip().encode("utf-8", "replace"), token):
+        message = "send the header 'Authorization: Bearer TOKEN' with this server's token"
+        raise RequestError(ErrorKind.UNAUTHORIZED, message)
 
 
 def _held() -> ByteShare:
     share = _share.get()
     assert share is not None, "the body is read first"
     return share
+
+
+async def request_bytes(request: web.Request, budget: ByteBudget, config: ServerConfig) -> bytearray:
+    """The body of a JSON request; `RequestError` if it is too large, too slow, or something else.
+
+    Its bytes count until `release_bytes`.
+    """
+    if request.content_type != JSON_TYPE:
+        # Also keeps web pages out: a browser sends a CORS preflight before JSON across origins.
+        message = f"send {JSON_TYPE}, not {request.content_type}"
+        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
+    packing = request.headers.get("Content-Encoding", "identity")
+    if packing.lower() != "identity":
+        message = f"send the body as it is, without Content-Encoding: {packing[:40]}"
+        raise RequestError(ErrorKind.UNSUPPORTED_TYPE, message)
+    size = request.content_length
+    if size is not None and size > config.max_body_bytes:
+        raise _too_large(config.max_body_bytes)
+    share = budget.share()
+    _share.set(share)
+    try:
+        return await _read(request, share, config.max_body_bytes, config.client_seconds)
+    except TimeoutError:
+        request.protocol.keep_alive(False)
+        raise RequestError(ErrorKind.SLOW_CLIENT, "the request took too long to arrive") from None
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise RequestError(ErrorKind.BAD_REQUEST, f"the body could not be read: {error}") from None
+
+
+def release_bytes() -> None:
+    """The request that is being answered needs its body no more."""
+    if (share := _share.get()) is not None:
+        share.release()
+        _share.set(None)
 
 
 async def _read(request: web.Request, share: ByteShare, most: int, seconds: float) -> bytearray:

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
+from typing import Protocol
 
 from aiohttp import web
 
@@ -47,27 +48,12 @@ class ToolServer:
             self._check_limits(list(facts))
             self.service = ToolService(self._host, facts, config)
             api = ToolApi(self.service, config, self._token)
-            self._runner = web.AppRunner(
-                api.application(),
-                access_log=None,
-                handler_cancellation=True,
-                keepalive_timeout=config.keepalive_seconds,
-                shutdown_timeout=1.0,
-                lingering_time=1.0,  # for the rest of a request body that is already answered
-                auto_decompress=False,  # compressed bodies are refused without unpacking them
-            )
-            await self._runner.setup()
-            site = web.TCPSite(self._runner, config.host, config.port, backlog=4096, reuse_address=True)
-            try:
-                await site.start()
-            except OSError as error:
-                where = f"{config.host}:{config.port}"
-                raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+            self._runner = await listening(api.application(), config)
         except BaseException:
             await self._stop()
             raise
         self._sweeper = asyncio.create_task(self.service.sessions.sweep())
-        self.address = _address(self._runner.addresses[0])
+        self.address = address_of(self._runner)
         return self.address
 
     async def drain_and_stop(self) -> None:
@@ -102,9 +88,17 @@ class ToolServer:
         await self.drain_and_stop()
 
 
-async def serve_until_told(
-    server: ToolServer, on_ready: Callable[[str], Awaitable[None] | None]
-) -> None:
+class Serving(Protocol):
+    """A server in this event loop."""
+
+    async def start(self) -> str:
+        """Listen, and return the address."""
+
+    async def drain_and_stop(self) -> None:
+        """Let what runs finish, and close."""
+
+
+async def serve_until_told(server: Serving, on_ready: Callable[[str], Awaitable[None] | None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
@@ -136,6 +130,28 @@ async def serve_until_told(
             loop.remove_signal_handler(number)
 
 
+async def listening(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    """The application, serving at the configured address."""
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=config.keepalive_seconds,
+        shutdown_timeout=1.0,
+        lingering_time=1.0,  # for the rest of a request body that is already answered
+        auto_decompress=False,  # compressed bodies are refused without unpacking them
+    )
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, config.host, config.port, backlog=4096, reuse_address=True)
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        where = f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    return runner
+
+
 def check_exposure(host: str, token: str | None) -> None:
     """`ConfigError` for an address that other machines can reach without a token."""
     if token is not None:
@@ -159,8 +175,9 @@ def _is_on_loopback(host: str) -> bool:
     return all(ip_address(str(entry[4][0])).is_loopback for entry in found)
 
 
-def _address(bound: tuple[str, int, int, int] | tuple[str, int]) -> str:
-    host, port = bound[0], bound[1]
+def address_of(runner: web.AppRunner) -> str:
+    """Where it can be reached, as `http://host:port`."""
+    host, port, *_ = runner.addresses[0]
     if ip_address(host).is_unspecified:
         host = _own_address(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""What a tool server reports: Prometheus metrics, and on demand a line of JSON for each request and call."""
+"""What a server reports: Prometheus metrics, and on demand a line of JSON for each request and call."""
 
 from __future__ import annotations
 
@@ -69,6 +69,36 @@ class Metrics:
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is asked for."""
         gauge: Any = Gauge(f"ludus_tools_{name}", help, registry=self.registry)
+        gauge.set_function(read)
+
+    def page(self) -> bytes:
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+class ModelMetrics:
+    """What a model server counts."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"ludus_model_{name}", help, labels, registry=registry)
+
+        self.requests = counter("requests", "Requests, by API and HTTP status.", "api", "status")
+        self.tokens = counter("tokens", "Tokens: read, found in the cache, written.", "kind")
+        self.retried = counter("retried", "Requests answered by what an earlier, equal one had sampled.")
+        self.seconds = Histogram(
+            "ludus_model_seconds",
+            "How long replies took.",
+            ("api",),
+            buckets=_BUCKETS,
+            registry=registry,
+        )
+
+    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        gauge: Any = Gauge(f"ludus_model_{name}", help, registry=self.registry)
         gauge.set_function(read)
 
     def page(self) -> bytes:

@@ -54,7 +54,8 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
         raise ConfigError("there are no tasks to train on: set tasks.train, or pass tasks=")
     if not any(stage.needs_rewards for stage in recipe.stages):
         return
-    shared = bool(parts.rewards or parts.group_rewards)
+    # a program reports its rewards, which shows only when it is played
+    shared = bool(parts.rewards or parts.group_rewards or getattr(parts.agent, "reports_rewards", False))
     # environments pay for steps, which shows only when they are played
     if not (shared or parts.all_envs or recipe.task_sets):
         raise ConfigError(
@@ -62,7 +63,7 @@ def _check_tasks(recipe: Recipe, parts: Parts) -> None:
             "environment pay for its steps"
         )
     for one in task_set_specs(recipe, parts) if recipe.task_sets else ():
-        if not (one.parts.rewards or one.parts.group_rewards or one.parts.all_envs):
+        if not (shared or one.parts.rewards or one.parts.group_rewards or one.parts.all_envs):
             raise ConfigError(
                 f"nothing is rewarded in the task set {one.name!r}: list rewards, or its own"
             )

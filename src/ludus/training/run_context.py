@@ -356,6 +356,10 @@ async def close_task_sets(sets: Sequence[TaskSet]) -> None:
     """Close the environments and tools of all sets, those they share once. Not the engine, nor sandboxes."""
     pools = {id(pool): pool for one in sets for pool in one.rollout.pools.values()}
     tools = {id(one.rollout.tools): one.rollout.tools for one in sets}
+    agents = {id(one.rollout.agent): one.rollout.agent for one in sets}
+    for agent in agents.values():
+        if (close := getattr(agent, "close", None)) is not None:  # a user's own may have none
+            await close()
     await asyncio.gather(*(pool.close() for pool in pools.values()))
     for shared in tools.values():
         await shut(shared)

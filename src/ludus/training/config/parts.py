@@ -20,6 +20,7 @@ from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset, tools_named
+from ludus.training.config.paths import COMMAND
 from ludus.training.config.recipe import Recipe, TaskSetConfig
 from ludus.training.config.stages import SFTConfig
 from ludus.training.data.conversations import Conversation, parse_conversations, read_conversations
@@ -117,6 +118,9 @@ def _shown(factory: Any) -> str:
     return f"{factory.__module__}:{getattr(factory, '__qualname__', type(factory).__name__)}"
 
 
+PROGRAM_AGENT = "ludus.serve.model.programs:ProgramAgent"
+
+
 def load_parts(recipe: Recipe) -> Parts:
     """Everything that the recipe names, imported. What is missing or broken is a `ConfigError`."""
     imitating = (where for where, stage in recipe.named_stages if isinstance(stage, SFTConfig))
@@ -176,7 +180,7 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
         named = [isinstance(spec, str | Mapping) for spec in value]
         return [new if is_name else old for new, old, is_name in zip(built, value, named, strict=True)]
     if name == "agent":
-        return _agent(load_reference(value) if isinstance(value, str) else value)
+        return _agent(value, recipe)
     if callable(value):
         return value
     if isinstance(value, str | PathLike):
@@ -216,11 +220,30 @@ def _environment(name: str, given: Any) -> Callable[[], Env]:
     return made
 
 
-def _agent(found: Any) -> Agent:
+def _agent(given: Any, recipe: Recipe) -> Agent:
+    """An agent of ours, or a program that talks to a chat API."""
+    if isinstance(given, str) and given.startswith(COMMAND):
+        return _program(given.removeprefix(COMMAND).strip(), recipe)
+    found = load_reference(given) if isinstance(given, str) else given
+    if inspect.isroutine(found):
+        return _program(found, recipe)
     agent = found() if isinstance(found, type) else found
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
-        raise ConfigError(f"the agent {found!r} has no coroutine 'async def run(self, episode)'")
+        raise ConfigError(
+            f"the agent {found!r} has no coroutine 'async def run(self, episode)', and is neither a function "
+            f"of (task, base_url, key) nor a '{COMMAND} ...'"
+        )
     made: Agent = agent
+    return made
+
+
+def _program(program: str | Callable[..., Any], recipe: Recipe) -> Agent:
+    """Through its name: programs are played by the model server, which stands beside training."""
+    if recipe.agent.tools:
+        raise ConfigError(
+            "a program has tools of its own, which it offers with each request: leave out agent.tools"
+        )
+    made: Agent = load_reference(PROGRAM_AGENT)(program, recipe.agent.program, recipe.agent.sandbox)
     return made
 
 

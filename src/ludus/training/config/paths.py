@@ -8,9 +8,12 @@ from any folder. What a run writes (`run.folder`, a new recording) is in the wor
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+COMMAND = "command:"
+"""What agent.loop starts with when it is a command."""
 _FILE = re.compile(
     r"(?P<path>.+\.(?:jsonl|json|parquet|py|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
 )
@@ -34,6 +37,8 @@ def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, 
         return [with_absolute_paths(inner, root, place) for inner in value]
     if not isinstance(value, str) or any(name in _TEXTS for name in (*place, ".".join(place))):
         return value
+    if place == ("agent", "loop") and value.startswith(COMMAND):
+        return _absolute_command(value, root or Path())
     match = _DATASET.fullmatch(value) or _FILE.fullmatch(value)
     if match is None and place not in _FOLDERS:
         return value
@@ -43,6 +48,16 @@ def with_absolute_paths(value: Any, root: Path | None = None, place: tuple[str, 
         return value
     start, rest = value[: match.start("path")] if match else "", match["rest"] or "" if match else ""
     return f"{start}{found.resolve()}{rest}"
+
+
+def _absolute_command(value: str, root: Path) -> str:
+    """The command with the files that it names in full: words that are files under `root`."""
+    try:
+        words = shlex.split(value.removeprefix(COMMAND))
+    except ValueError:
+        return value  # said when it is run
+    found = [str((root / word).resolve()) if (root / word).is_file() else word for word in words]
+    return value if found == words else f"{COMMAND} {shlex.join(found)}"
 
 
 def _is_there(found: Path, match: re.Match[str]) -> bool:

@@ -18,6 +18,7 @@ from ludus.core.failures import ConfigError, not_there
 from ludus.engine import EngineConfig
 from ludus.envs import PoolConfig
 from ludus.observe import RunFolder
+from ludus.rollouts.agent import ProgramConfig
 from ludus.rollouts.episode import Budgets
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
@@ -149,7 +150,9 @@ class AgentConfig(Config):
     step_rewards: Literal["sum", "max", "last"] | None = None
     """What calls pay an episode in all: their sum, the highest, the last; as environments say when left out."""
     loop: str = "ludus.rollouts.agent:Agent"
-    """The agent class."""
+    """The agent: a class, 'command: python my_agent.py', or a function of (task, base_url, key)."""
+    program: ProgramConfig = ProgramConfig()
+    """How a command or function plays an episode."""
     format: str = "hermes"
     """How tool calls are written: hermes, llama3, tags, fenced, react, plain."""
     format_options: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,217 @@
+"""OpenAI's chat completions API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ludus.core.messages import Json, Message, Role
+from ludus.serve.model.requests import (
+    ApiError,
+    Dialect,
+    ModelReply,
+    ModelRequest,
+    arguments_text,
+    asked_of,
+    bad,
+    check_tools,
+    content_text,
+    list_field,
+    number_field,
+    pieces_of,
+    read_call,
+    read_tool,
+    stops_field,
+    text_field,
+)
+
+ASKED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+"""Fields about sampling. Servers of open models also take those of `MORE`."""
+MORE = ("top_k", "min_p", "repetition_penalty")
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def parse(body: Json) -> ModelRequest:
+    """A request; `ApiError` says what is wrong with it."""
+    format = body.get("response_format")
+    if isinstance(format, dict) and format.get("type") not in (None, "text"):
+        raise bad(
+            f"response_format {format.get('type')!r} is not supported: replies are not constrained; ask for "
+            "JSON in the prompt, or give a tool",
+            "response_format",
+        )
+    choice = body.get("tool_choice")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(list_field(body, "tools"))]
+    options = body.get("stream_options")
+    return ModelRequest(
+        model=text_field(body, "model"),
+        messages=read_messages(list_field(body, "messages")),
+        tools=check_tools(tools),
+        stream=body.get("stream") is True,
+        max_tokens=number_field(body, "max_completion_tokens", "max_tokens"),
+        stop=stops_field(body.get("stop"), "stop"),
+        count=number_field(body, "n") or 1,
+        calls_allowed=choice != "none",
+        asked=asked_of(body, (*ASKED, *MORE)),
+        usage_in_stream=isinstance(options, dict) and options.get("include_usage") is True,
+        raw=body,
+    )
+
+
+def read_messages(raw: Sequence[Json]) -> tuple[Message, ...]:
+    """The messages of a conversation."""
+    if not raw:
+        raise bad("'messages' must hold at least one message", "messages")
+    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(raw))
+
+
+def _message(raw: Json, where: str) -> Message:
+    role = _ROLES.get(str(raw.get("role")))
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise bad(f"{where} has the role {raw.get('role')!r:.40}; a role is one of {known}", where)
+    content = content_text(raw.get("content"), where)
+    if role == "assistant":
+        calls = []
+        for call in list_field(raw, "tool_calls"):
+            function = call.get("function")
+            if not isinstance(function, dict):
+                raise bad(f"{where}: a call of type {call.get('type')!r:.40} cannot be read", where)
+            calls.append(
+                read_call(function.get("name"), function.get("arguments"), call.get("id"), where)
+            )
+        return Message(role, content or _refusal(raw), tuple(calls))
+    if role == "tool":
+        id, name = raw.get("tool_call_id"), raw.get("name")
+        return Message(
+            role,
+            content,
+            name=name if isinstance(name, str) else None,
+            tool_call_id=id if isinstance(id, str) else None,
+        )
+    return Message(role, content)
+
+
+def _refusal(raw: Json) -> str:
+    value = raw.get("refusal")
+    return value if isinstance(value, str) else ""
+
+
+def _tool(tool: Json, where: str) -> Any:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise bad(f"{where} is of type {tool.get('type')!r:.40}; only functions can be called", where)
+    return read_tool(function, "parameters", where)
+
+
+def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
+    """The reply as one JSON object."""
+    choices = [
+        {"index": i, "message": _reply_message(r), "logprobs": None, "finish_reason": _finish(r)}
+        for i, r in enumerate(replies)
+    ]
+    return {**_head(request, replies, ""), "choices": choices, "usage": _usage(replies)}
+
+
+def _head(request: ModelRequest, replies: Sequence[ModelReply], kind: str) -> Json:
+    return {
+        "id": f"chatcmpl-{replies[0].reply.id}",
+        "object": f"chat.completion{kind}",
+        "created": replies[0].created,
+        "model": request.model,
+    }
+
+
+def _reply_message(reply: ModelReply) -> Json:
+    said, calls = reply.reply, _calls(reply)
+    message: Json = {
+        "role": "assistant",
+        "content": said.text or (None if calls else ""),
+        "refusal": None,
+    }
+    if said.thought:
+        message["reasoning_content"] = said.thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _calls(reply: ModelReply) -> list[Json]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments_text(call)},
+        }
+        for call in reply.reply.calls
+    ]
+
+
+def _finish(reply: ModelReply) -> str:
+    if reply.reply.calls:
+        return "tool_calls"
+    return "length" if reply.is_cut else "stop"
+
+
+def _usage(replies: Sequence[ModelReply]) -> Json:
+    prompt, written = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
+    }
+
+
+def events(
+    request: ModelRequest, replies: Sequence[ModelReply]
+) -> Iterator[tuple[str | None, Json | str]]:
+    """The reply as chunks."""
+    head = _head(request, replies, ".chunk")
+
+    def chunk(index: int, delta: Json, finish: str | None = None) -> tuple[None, Json]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return None, {**head, "choices": [choice]}
+
+    for index, reply in enumerate(replies):
+        yield chunk(index, {"role": "assistant", "content": ""})
+        for piece in pieces_of(reply.reply.thought):
+            yield chunk(index, {"reasoning_content": piece})
+        for piece in pieces_of(reply.reply.text):
+            yield chunk(index, {"content": piece})
+        for number, call in enumerate(_calls(reply)):
+            function = {**call["function"], "arguments": ""}
+            yield chunk(index, {"tool_calls": [{**call, "index": number, "function": function}]})
+            for piece in pieces_of(call["function"]["arguments"]):
+                more = {"index": number, "function": {"arguments": piece}}
+                yield chunk(index, {"tool_calls": [more]})
+        yield chunk(index, {}, _finish(reply))
+    if request.usage_in_stream:
+        yield None, {**head, "choices": [], "usage": _usage(replies)}
+    yield None, "[DONE]"
+
+
+def error(problem: ApiError) -> Json:
+    """An error as OpenAI's clients read it."""
+    kind = _ERRORS.get(problem.status, "server_error")
+    shown = {"message": str(problem), "type": kind, "param": problem.param, "code": problem.code}
+    return {"error": shown}
+
+
+CHAT = Dialect("chat", parse, body, events, error)

@@ -1,0 +1,133 @@
+"""Serving one model to whoever has the token: no episodes, nothing is recorded, sampling is the client's."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from ludus.core.generation import Completion, Engine, Sampling
+from ludus.core.messages import Json
+from ludus.rollouts.message_tree import read_completion
+from ludus.rollouts.renderer import Renderer
+from ludus.serve.admission import Admission
+from ludus.serve.http import check_token
+from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.server import Incoming
+from ludus.serve.server import check_exposure
+from ludus.serve.service import ServerConfig
+from ludus.serve.telemetry import ModelMetrics
+
+MOST_REPLIES = 16
+_PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+_LANE = "model"
+
+
+class CheckpointService:
+    """A `ModelService` over an engine and a renderer, both of which stay the caller's."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        name: str,
+        config: ServerConfig | None = None,
+        *,
+        token: str | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """`sampling` has the defaults: what a request leaves out, and the longest reply."""
+        config = config or ServerConfig()
+        check_exposure(config.host, token)
+        self.metrics = ModelMetrics()
+        self._engine, self._renderer, self._name = engine, renderer, name
+        self._sampling = sampling or Sampling(max_tokens=1024)
+        self._token = None if token is None else token.encode()
+        self._admission = Admission(config.concurrency, config.queue, {})
+        self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
+
+    def authorize(self, request: web.Request, key: str) -> None:
+        check_token(request, key, self._token)
+
+    def models(self, caller: None) -> list[str]:
+        return [self._name]
+
+    async def complete(
+        self, caller: None, request: ModelRequest, incoming: Incoming
+    ) -> Sequence[ModelReply]:
+        """Any model name will do: clients have names of their own for what they talk to."""
+        renderer = self._renderer.bound(request.tools)
+        sampling = self._sampling_of(request, renderer)
+        ticket = self._admission.enter(_LANE)
+        try:
+            await ticket.granted()
+            context = renderer.prompt(request.messages, request.tools)
+            seed = request.asked.get("seed")
+            first = int(seed) if seed is not None else secrets.randbits(62)
+            seeds = [(first + number) % 2**62 for number in range(request.count)]
+            completions = await asyncio.gather(
+                *(self._engine.generate(context, replace(sampling, seed=one)) for one in seeds)
+            )
+        finally:
+            ticket.leave()
+        parses = bool(request.tools) and request.calls_allowed
+        return [
+            reply_of(
+                read_completion(renderer, completion, secrets.token_hex(8), request.stop, parses),
+                completion,
+                len(context),
+                request,
+            )
+            for completion in completions
+        ]
+
+    def _sampling_of(self, request: ModelRequest, renderer: Renderer) -> Sampling:
+        asked = request.asked
+        if used := next((name for name in _PENALTIES if asked.get(name)), None):
+            raise bad(f"'{used}' is not supported", used)
+        if request.count > MOST_REPLIES:
+            raise bad(f"'n' may be {MOST_REPLIES} at most", "n")
+        fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        chosen: dict[str, Any] = {name: asked[name] for name in fields if name in asked}
+        if "top_k" in chosen:
+            chosen["top_k"] = max(0, int(chosen["top_k"]))  # -1 is all of them, for vLLM's clients
+        try:
+            return replace(
+                self._sampling,
+                max_tokens=request.max_tokens or self._sampling.max_tokens,
+                stop=tuple(dict.fromkeys((*renderer.format.stops, *request.stop))),
+                stop_tokens=renderer.tokenizer.stop_tokens,
+                **chosen,
+            )
+        except ValueError as error:
+            raise bad(str(error).removeprefix("sampling.")) from None
+
+    def count_tokens(self, caller: None, request: ModelRequest) -> int:
+        renderer = self._renderer.bound(request.tools)
+        return len(renderer.prompt(request.messages, request.tools))
+
+    def reward(self, caller: None, body: Json) -> None:
+        raise ApiError(400, "this server serves a model and trains none: rewards are for episodes")
+
+    async def close(self) -> None:
+        """Nothing is kept here."""
+
+
+def reply_of(
+    reply: Any, completion: Completion, prompt_tokens: int, request: ModelRequest
+) -> ModelReply:
+    """A reply with what the API tells about it."""
+    return ModelReply(
+        reply,
+        completion.finish,
+        completion.stop if completion.stop in request.stop else None,
+        prompt_tokens,
+        len(completion.tokens),
+        completion.cached_tokens,
+        int(time.time()),
+    )

@@ -1,0 +1,353 @@
+"""Episodes behind the API: a key is an episode, and what is said with it is recorded exactly.
+
+Who waits for whom. Each request samples in a task of its own; a request that is marked as a retry, or that
+equals one whose client has gone, waits for that task instead of starting another. A turn is recorded when a
+client is there to take it: a reply that nobody waits for any more is dropped `ORPHAN_SECONDS` later, and was
+never part of the episode. Closing the episode cancels what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
+from ludus.core.messages import Json
+from ludus.core.random import key as seed_key
+from ludus.core.trajectory import StopReason, Trajectory
+from ludus.engine.remote import Address
+from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
+from ludus.serve.http import check_token
+from ludus.serve.model.checkpoint import reply_of
+from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.server import Forwarded, Incoming, finite_number, unknown_model
+from ludus.serve.telemetry import ModelMetrics
+
+log = logging.getLogger(__name__)
+
+TRAINED, FROZEN = "trained", "frozen"
+ANY = "*"
+ORPHAN_SECONDS = 30.0
+_MOST_ENDED = 65_536
+_FORWARD_SECONDS = 600.0
+_OFF = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0,
+        "frequency_penalty": 0}  # fmt: skip
+"""Sampling that draws from another distribution than the trained one, and the values that do nothing."""
+
+
+@dataclass(slots=True)
+class _Sampling:
+    """A request that is being sampled, or was."""
+
+    task: asyncio.Task[SampledTurn]
+    tree: MessageTree
+    waiters: int = 0
+    is_recorded: bool = False
+    orphaned: asyncio.TimerHandle | None = None
+
+
+class EpisodeSession:
+    """One episode: its conversations, and what its client reported."""
+
+    def __init__(
+        self,
+        tree: MessageTree,
+        models: Mapping[str, str] | None = None,
+        *,
+        temperature: float = 1.0,
+        metrics: ModelMetrics | None = None,
+        http: aiohttp.ClientSession | None = None,
+    ) -> None:
+        """`models` says who answers to a model's name: trained, frozen, or an address; all are trained when
+        left out. `tree` records the trained ones."""
+        self.key = f"sk-ludus-{secrets.token_urlsafe(24)}"
+        self.tree = tree
+        self.stop: StopReason | None = None
+        """The budget that was used up."""
+        self.failure: Exception | None = None
+        """What of ours failed last, unless something has succeeded since."""
+        self.answer: str | None = None
+        """The answer that the client reported."""
+        self.counts: Counter[str] = Counter()
+        self._models = dict(models or {ANY: TRAINED})
+        self._temperature, self._metrics, self._http = temperature, metrics, http
+        self._frozen: dict[str, MessageTree] = {}
+        self._sampling: dict[bytes, _Sampling] = {}
+        self._reward: float | None = None
+        self._turn_rewards: dict[str, float] = {}
+        self._is_closed = False
+
+    @property
+    def models(self) -> list[str]:
+        """The names that are answered to; "policy" stands for any."""
+        return ["policy" if name == ANY else name for name in self._models]
+
+    async def complete(
+        self, request: ModelRequest, incoming: Incoming
+    ) -> Sequence[ModelReply] | Forwarded:
+        route = self._models.get(request.model, self._models.get(ANY))
+        if route is None:
+            raise unknown_model(request.model, self.models)
+        if route not in (TRAINED, FROZEN):
+            self.counts["forwarded"] += 1
+            return await self._forward(Address.parse(route), request, incoming)
+        running = self._sampling.get(incoming.digest)
+        is_same = running is not None and (
+            incoming.is_retry or (not running.waiters and not running.is_recorded)
+        )
+        if running is None or not is_same:
+            self._check(request)
+            tree = self.tree if route == TRAINED else self._frozen_tree(request.model)
+            self._header_reward(request, incoming)
+            running = _Sampling(asyncio.create_task(self._sample(tree, request)), tree)
+            self._sampling[incoming.digest] = running
+        else:
+            self.counts["retries"] += 1
+            if self._metrics is not None:
+                self._metrics.retried.inc()
+        turn = await self._wait(running, incoming.digest)
+        if not running.is_recorded:
+            running.is_recorded = True
+            running.tree.commit(turn)
+        return [reply_of(turn.reply, turn.completion, turn.prompt_tokens, request)]
+
+    async def _wait(self, running: _Sampling, digest: bytes) -> SampledTurn:
+        if running.orphaned is not None:
+            running.orphaned.cancel()
+            running.orphaned = None
+        running.waiters += 1
+        try:
+            return await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            if running.waiters == 1 and not running.task.done() and not self._is_closed:
+                loop = asyncio.get_running_loop()
+                running.orphaned = loop.call_later(ORPHAN_SECONDS, running.task.cancel)
+            if self._is_closed:
+                raise ended() from None
+            if running.task.cancelled():
+                self._sampling.pop(digest, None)
+            raise
+        except Exception:
+            self._sampling.pop(digest, None)  # a retry samples again
+            raise
+        finally:
+            running.waiters -= 1
+
+    async def _sample(self, tree: MessageTree, request: ModelRequest) -> SampledTurn:
+        try:
+            turn = await tree.sample(
+                request.messages,
+                request.tools,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
+                parses_calls=request.calls_allowed,
+            )
+        except BudgetUsedUp as error:
+            if tree is self.tree:
+                self.stop = error.stop
+            raise
+        except (InfraError, Aborted) as error:
+            self.failure = error
+            raise
+        self.failure = None
+        return turn
+
+    def _check(self, request: ModelRequest) -> None:
+        """Refuse what would make the record a lie; note what the recipe decides instead of the client."""
+        asked = request.asked
+        if request.count > 1:
+            raise bad("'n' must be 1 while this model is trained: send a request for each reply", "n")
+        if asked.get("logit_bias"):
+            raise bad("'logit_bias' draws from another distribution than the trained one", "logit_bias")
+        for name, off in _OFF.items():
+            if name in asked and asked[name] != off and not (name == "top_k" and asked[name] < 0):
+                raise bad(
+                    f"'{name}' = {asked[name]} draws from another distribution than the one that is trained, "
+                    "which makes importance ratios wrong: leave it out",
+                    name,
+                )
+        if asked.get("temperature", self._temperature) != self._temperature:
+            self.counts["temperature_overridden"] += 1
+            _note_temperature(asked["temperature"], self._temperature)
+
+    def _frozen_tree(self, name: str) -> MessageTree:
+        """What a frozen name says is sampled from the policy and recorded nowhere."""
+        if name not in self._frozen:
+            own = self.tree.trajectory
+            scratch = Trajectory(own.task, seed=seed_key(own.seed, "frozen", name))
+            self._frozen[name] = self.tree.sibling(scratch, f"frozen.{len(self._frozen)}")
+        return self._frozen[name]
+
+    async def _forward(self, address: Address, request: ModelRequest, incoming: Incoming) -> Forwarded:
+        """Hand a request on to another server, by the same API."""
+        if self._http is None:
+            raise ConfigError("this session cannot forward requests")
+        body = {**request.raw, "model": address.model or request.model}
+        headers = {"x-api-key": own, "Authorization": f"Bearer {own}"} if (own := _own_key()) else {}
+        url = f"{address.url.removesuffix('/')}/{incoming.path.removeprefix('/v1/')}"
+        timeout = aiohttp.ClientTimeout(total=_FORWARD_SECONDS)
+        try:
+            async with self._http.post(url, json=body, headers=headers, timeout=timeout) as answer:
+                return Forwarded(answer.status, answer.content_type, await answer.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self.failure = EngineError(f"the model at {url} does not answer: {error}")
+            raise self.failure from error
+
+    def count_tokens(self, request: ModelRequest) -> int:
+        return self.tree.count_tokens(request.messages, request.tools)
+
+    # Rewards
+
+    def report(self, body: Json) -> None:
+        """A reward, of the episode or of one completion; and the answer. What comes again replaces."""
+        unknown = sorted(body.keys() - {"reward", "completion", "answer"})
+        if unknown:
+            raise bad(
+                f"there is no field {unknown[0]!r:.40}: send reward, completion, answer", unknown[0]
+            )
+        answer = body.get("answer")
+        if not isinstance(answer, str | None):
+            raise bad("'answer' must be a text", "answer")
+        self.answer = answer if answer is not None else self.answer
+        if body.get("reward") is None:
+            return
+        value, completion = finite_number(body["reward"], "reward"), body.get("completion")
+        if completion is None:
+            self._reward = value
+            return
+        turn = str(completion).rpartition("-" if str(completion).startswith("chat") else "_")[2]
+        if not self.tree.has_turn(turn):
+            raise ApiError(404, f"no reply of this episode has the id {completion!r:.100}")
+        self._turn_rewards[turn] = value
+
+    def _header_reward(self, request: ModelRequest, incoming: Incoming) -> None:
+        if incoming.reward is None:
+            return
+        turn = self.tree.last_turn_of(request.messages, request.tools)
+        if turn is None:
+            raise bad("a reward came with a conversation that holds no reply of this episode")
+        self._turn_rewards[turn] = incoming.reward
+
+    # The end
+
+    async def close(self) -> None:
+        """The end: running requests are cancelled; rewards and counts go into the trajectory."""
+        self._is_closed = True
+        tasks = [one.task for one in self._sampling.values() if not one.task.done()]
+        for one in self._sampling.values():
+            if one.orphaned is not None:
+                one.orphaned.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in self._sampling.values():
+            if one.task.done() and not one.task.cancelled():
+                one.task.exception()  # it was told to whoever waited; nobody else asks
+        for tree in (self.tree, *self._frozen.values()):
+            await tree.close()
+        for turn, value in self._turn_rewards.items():
+            self.tree.reward(value, turn)
+        if self._reward is not None and self.tree.last is not None:
+            self.tree.reward(self._reward)
+        unrecorded = sum(not one.is_recorded for one in self._sampling.values())
+        counts = {**self.tree.counts, **self.counts, "unrecorded": unrecorded}
+        self.tree.trajectory.counts.update({f"proxy/{name}": value for name, value in counts.items()})
+
+
+class EpisodeService:
+    """A `ModelService` whose keys are the episodes that are open now."""
+
+    def __init__(self) -> None:
+        self.metrics = ModelMetrics()
+        self._sessions: dict[str, EpisodeSession] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self.metrics.watch("episodes", "Episodes that are open now.", lambda: len(self._sessions))
+
+    def open(self, session: EpisodeSession) -> None:
+        """From now on its key is good."""
+        self._sessions[session.key] = session
+
+    async def end(self, session: EpisodeSession) -> None:
+        """From now on its key is not: 409."""
+        if self._sessions.pop(session.key, None) is None:
+            return
+        self._ended[session.key] = None
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+        await session.close()
+
+    def authorize(self, request: web.Request, key: str) -> EpisodeSession | None:
+        if request.path == "/metrics":
+            check_token(request, key, None)
+            return None
+        return self.session(key)
+
+    def session(self, key: str) -> EpisodeSession:
+        """The open episode of a key; `ApiError` if there is none."""
+        if key in self._ended:
+            raise ended()
+        if key not in self._sessions:
+            raise ApiError(401, "this key belongs to no episode", code="invalid_api_key")
+        return self._sessions[key]
+
+    def models(self, caller: EpisodeSession) -> list[str]:
+        return caller.models
+
+    async def complete(
+        self, caller: EpisodeSession, request: ModelRequest, incoming: Incoming
+    ) -> Sequence[ModelReply] | Forwarded:
+        return await caller.complete(request, incoming)
+
+    def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
+        return caller.count_tokens(request)
+
+    def reward(self, caller: EpisodeSession, body: Json) -> None:
+        caller.report(body)
+
+    async def close(self) -> None:
+        for session in list(self._sessions.values()):
+            await self.end(session)
+
+
+def ended() -> ApiError:
+    """A request with the key of an episode that has ended."""
+    return ApiError(409, "the episode of this key has ended", code="episode_ended")
+
+
+def check_models(models: Mapping[str, str]) -> None:
+    """`ConfigError` for a table of models that nothing could be trained with."""
+    for name, route in models.items():
+        if route not in (TRAINED, FROZEN) and not route.startswith(("http://", "https://")):
+            raise ConfigError(
+                f'agent.program.models.{name} is "trained", "frozen" or an address such as '
+                f'"http://host:8000/v1#MODEL", not {route!r}'
+            )
+    if models and TRAINED not in models.values():
+        raise ConfigError('agent.program.models trains none of them: set one to "trained"')
+
+
+def _own_key() -> str:
+    return os.environ.get("LUDUS_API_KEY", "").strip()
+
+
+_noted: set[tuple[Any, float]] = set()
+
+
+def _note_temperature(asked: Any, used: float) -> None:
+    """Once for each value."""
+    if (asked, used) not in _noted and len(_noted) < 100:
+        _noted.add((asked, used))
+        log.warning(
+            "the agent asks for temperature %s; the recipe's, %s, is used: it is the one that is trained",
+            asked,
+            used,
+        )

@@ -1,0 +1,304 @@
+"""Programs as agents: a command or a function plays an episode against the model server, with a key of its own.
+
+Who waits for whom. The server listens in the event loop that plays the episodes, from the first episode until
+`close`. An episode opens a key, starts its program and waits for it to end, within `timeout`; the program waits
+for the server, the server for the engine. Many programs run at once, each in a process group of its own, which
+is killed when the episode is over, whatever is left in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+
+from ludus.core.concurrency import DeadlineExceeded, run_sync
+from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError
+from ludus.core.task import Task
+from ludus.core.trajectory import StopReason
+from ludus.core.user_code import error_with_location, log_once
+from ludus.rollouts.agent import Agent, ProgramConfig
+from ludus.rollouts.episode import Episode
+from ludus.sandbox import Limits, SandboxConfig, shared_sandbox
+from ludus.serve.model.episodes import EpisodeService, EpisodeSession, check_models
+from ludus.serve.model.server import ModelServer
+from ludus.serve.service import ServerConfig
+from ludus.tools.wire import task_to_json
+
+log = logging.getLogger(__name__)
+
+TASK = "LUDUS_TASK"
+_MOST_VARIABLE = 100_000
+"""Linux takes no environment variable longer than 128 KiB."""
+_SHOWN = 1_500
+_PYTHON = ("python", "python3")
+
+
+class ProgramFailed(InfraError):
+    """A program did not do its part: it crashed, hung, or never asked the model anything."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Boundary.AGENT, message, retriable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended: what it said, and what went wrong, if anything."""
+
+    output: str | None
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class _Serving:
+    """The server of this event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    service: EpisodeService
+    server: ModelServer
+    http: aiohttp.ClientSession
+    places: asyncio.Semaphore | None
+
+
+class ProgramAgent(Agent):
+    """Plays each episode by a command, or by a function of (task, base_url, key)."""
+
+    reports_rewards = True
+
+    def __init__(
+        self,
+        program: str | Callable[..., Any],
+        config: ProgramConfig | None = None,
+        sandbox: SandboxConfig | None = None,
+    ) -> None:
+        self.config = config or ProgramConfig()
+        check_models(self.config.models)
+        self._function = program if callable(program) else None
+        self._argv = [] if callable(program) else _argv(program)
+        if self._function is not None and self.config.sandbox:
+            raise ConfigError("agent.program.sandbox runs commands; a function runs in this process")
+        if self.config.host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("the model server listens on %s: the keys are random", self.config.host)
+        self._sandbox = sandbox or SandboxConfig()
+        self._serving: _Serving | None = None
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    async def run(self, episode: Episode) -> None:
+        serving = await self._started()
+        async with self._place(serving):
+            tree = episode.conversations()
+            tree.expert = episode.expert
+            session = EpisodeSession(
+                tree,
+                self.config.models,
+                temperature=episode.temperature,
+                metrics=serving.service.metrics,
+                http=serving.http,
+            )
+            serving.service.open(session)
+            try:
+                ended = await self._play(episode.task, serving.server.address, session.key)
+            finally:
+                await serving.service.end(session)
+        self._conclude(episode, session, ended)
+
+    def _conclude(self, episode: Episode, session: EpisodeSession, ended: Ended) -> None:
+        """How the episode ended. A budget that was used up explains whatever the program did next."""
+        last = session.tree.last
+        if session.stop is not None and last is not None:
+            episode.end(session.stop)
+            return
+        if ended.problem is not None and session.failure is not None:
+            raise session.failure  # ours: the program only passed it on
+        if ended.problem is not None and (last is None or self.config.crash_reward is None):
+            raise ProgramFailed(ended.problem)
+        if last is None:
+            raise ProgramFailed("the program ended without a reply of the model")
+        if ended.problem is not None and self.config.crash_reward is not None:
+            session.tree.reward(self.config.crash_reward)
+            episode.end(StopReason.TERMINATED)
+            return
+        said = ended.output if self.config.answer == "stdout" else None
+        answer = session.answer if session.answer is not None else said
+        episode.answer(answer if answer is not None else last.reply.answer)
+
+    async def _play(self, task: Task, address: str, key: str) -> Ended:
+        """Run the program to its end."""
+        try:
+            async with asyncio.timeout(self.config.timeout) as deadline:
+                if self._function is not None:
+                    return await self._call(self._function, task, address, key)
+                if self.config.sandbox:
+                    return await self._run_in_sandbox(task, address, key)
+                return await self._run(task, address, key)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            limit = f"agent.program.timeout = {self.config.timeout:g}"
+            return Ended(None, f"the program took longer than {limit} seconds")
+
+    async def _call(self, function: Callable[..., Any], task: Task, address: str, key: str) -> Ended:
+        """A function that returns a text answers with it; a number is the episode's reward."""
+        base = f"{address}/v1"
+        try:
+            if inspect.iscoroutinefunction(function):
+                found = await function(task, base, key)
+            else:
+                found = await run_sync(function, task, base, key, timeout=self.config.timeout)
+        except DeadlineExceeded:
+            return Ended(None, f"the function took longer than {self.config.timeout:g} seconds")
+        except (InfraError, Aborted, ConfigError):
+            raise
+        except Exception as error:  # noqa: BLE001 - what the agent raises ends its episode alone
+            log_once(log, "the agent", error)
+            return Ended(None, f"the function raised {error_with_location(error)}")
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            assert self._serving is not None
+            self._serving.service.session(key).report({"reward": found})
+            return Ended(None)
+        if not isinstance(found, str | None):
+            return Ended(
+                None, f"the function returned {found!r:.80}: a text, a number or None is expected"
+            )
+        return Ended(found)
+
+    async def _run(self, task: Task, address: str, key: str) -> Ended:
+        told = json.dumps(task_to_json(task))
+        limit = self.config.output_bytes
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **self._environment(told, address, key)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"agent.loop: {self._argv[0]!r} cannot be run: {error}") from None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            stdout, stderr, _, _ = await asyncio.gather(
+                _read(process.stdout, limit, keeps_end=False),
+                _read(process.stderr, limit, keeps_end=True),
+                _write(process.stdin, told.encode()),
+                process.wait(),
+            )
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children too
+            await asyncio.shield(process.wait())
+        code = process.returncode
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return Ended(stdout, f"the program {how}: {_tail(stderr) or _tail(stdout) or 'no output'}")
+        return Ended(stdout.strip())
+
+    async def _run_in_sandbox(self, task: Task, address: str, key: str) -> Ended:
+        told = json.dumps(task_to_json(task))
+        variables = [f"{name}={value}" for name, value in self._environment(told, address, key).items()]
+        seconds = min(self.config.timeout, 86_400)
+        limits: Limits = self._sandbox.limits.model_copy(update={"wall_seconds": seconds})
+        box = shared_sandbox(self._sandbox)
+        found = await box.run(["env", *variables, *self._argv], stdin=told, limits=limits)
+        if found.ok and not found.exit_code:
+            return Ended(found.stdout.strip())
+        why = _tail(found.stderr) or found.text()[-_SHOWN:]
+        return Ended(found.stdout, f"the program failed in the sandbox ({found.outcome}): {why}")
+
+    def _environment(self, task: str, address: str, key: str) -> dict[str, str]:
+        found = {
+            "OPENAI_BASE_URL": f"{address}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": address,
+            "ANTHROPIC_API_KEY": key,
+            "LUDUS_BASE_URL": address,
+            "LUDUS_KEY": key,
+            "NO_PROXY": "127.0.0.1,localhost,::1",
+            **self.config.env,
+        }
+        if len(task) < _MOST_VARIABLE:
+            found[TASK] = task
+        return found
+
+    @contextlib.asynccontextmanager
+    async def _place(self, serving: _Serving) -> AsyncIterator[None]:
+        if serving.places is None:
+            yield
+            return
+        async with serving.places:
+            yield
+
+    async def _started(self) -> _Serving:
+        """The server of this event loop; started by the first episode."""
+        loop = asyncio.get_running_loop()
+        if self._serving is not None and self._serving.loop is loop:
+            return self._serving
+        async with self._locks.setdefault(loop, asyncio.Lock()):
+            if self._serving is not None and self._serving.loop is loop:
+                return self._serving
+            service = EpisodeService()
+            config = ServerConfig(
+                host=self.config.host, max_body_bytes=64_000_000, held_bytes=256_000_000
+            )
+            server = ModelServer(service, config)
+            await server.start()
+            http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            most = self.config.max_running
+            places = None if most is None else asyncio.Semaphore(most)
+            self._serving = _Serving(loop, service, server, http, places)
+            return self._serving
+
+    async def close(self) -> None:
+        """Stop the server; the next episode starts another."""
+        serving, self._serving = self._serving, None
+        if serving is None or serving.loop is not asyncio.get_running_loop():
+            return
+        await serving.service.close()
+        await serving.server.drain_and_stop()
+        await serving.http.close()
+
+
+def _argv(command: str) -> list[str]:
+    """The words of a command. `python` is the one that runs Ludus."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"the command {command!r} cannot be read: {error}") from None
+    if not words:
+        raise ConfigError("the command is empty: write 'command: python my_agent.py'")
+    return [sys.executable, *words[1:]] if words[0] in _PYTHON else words
+
+
+async def _read(stream: asyncio.StreamReader, limit: int, *, keeps_end: bool) -> str:
+    """All that a program prints is taken, and so much of it is kept."""
+    kept = bytearray()
+    while chunk := await stream.read(65_536):
+        if keeps_end:
+            kept = (kept + chunk)[-limit:]
+        else:
+            kept += chunk[: limit - len(kept)]
+    return kept.decode("utf-8", "replace")
+
+
+async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # a program need not read it
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+def _tail(text: str) -> str:
+    return text.strip()[-_SHOWN:]

@@ -1,0 +1,213 @@
+"""What the APIs have in common: a request, a reply, an error, and how to read what clients send."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludus.core.failures import LudusError
+from ludus.core.generation import FinishReason
+from ludus.core.messages import Json, Message, ToolCall, ToolSpec
+from ludus.rollouts.message_tree import Reply
+from ludus.tools.wire import dump
+
+MOST_STOPS = 16
+_EMPTY = {"type": "object", "properties": {}}
+_IMAGES = frozenset({"image_url", "input_image", "image"})
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
+
+
+class ApiError(LudusError):
+    """Why a request has no reply, with the HTTP status that says so."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be understood or served."""
+    return ApiError(400, message, param=param, code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request for a reply, whatever the API that it came by."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    stream: bool = False
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    count: int = 1
+    """How many replies (`n`)."""
+    calls_allowed: bool = True
+    """False for tool_choice = "none": tools stay in the prompt, and what is written is text."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling that the client asked for: temperature, top_p, seed, ..."""
+    usage_in_stream: bool = False
+    raw: Json = field(default_factory=dict)
+    """The body."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReply:
+    """A reply, with what APIs tell about it."""
+
+    reply: Reply
+    finish: FinishReason
+    stop: str | None
+    """The client's stop string that ended it."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    created: int
+
+    @property
+    def is_cut(self) -> bool:
+        return self.finish is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API: how its requests are read and its replies are written."""
+
+    name: str
+    parse: Callable[[Json], ModelRequest]
+    body: Callable[[ModelRequest, Sequence[ModelReply]], Json]
+    events: Callable[[ModelRequest, Sequence[ModelReply]], Iterator[tuple[str | None, Json | str]]]
+    """The reply as a stream of server-sent events: (name, data)."""
+    error: Callable[[ApiError], Json]
+
+
+def event_bytes(events: Iterable[tuple[str | None, Json | str]]) -> bytes:
+    """Server-sent events."""
+    lines: list[bytes] = []
+    for name, data in events:
+        if name is not None:
+            lines.append(f"event: {name}\n".encode())
+        lines.append(b"data: " + (data.encode() if isinstance(data, str) else dump(data)) + b"\n\n")
+    return b"".join(lines)
+
+
+def pieces_of(text: str, size: int = 64) -> list[str]:
+    """A text in the pieces that a stream sends."""
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+# Reading fields. What is null is left out.
+
+
+def text_field(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise bad(f"'{name}' must be a text", name)
+    return value
+
+
+def number_field(body: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these fields that is given: a whole number above 0."""
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise bad(f"'{name}' must be a whole number above 0, not {value!r:.40}", name)
+        return value
+    return None
+
+
+def stops_field(value: Any, name: str) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise bad(f"'{name}' must be a text or a list of texts", name)
+    if len(found) > MOST_STOPS:
+        raise bad(f"'{name}' may have {MOST_STOPS} texts at most", name)
+    return tuple(found)
+
+
+def asked_of(body: Mapping[str, Any], names: Sequence[str]) -> Json:
+    """The fields of these names that are given, numbers where there must be numbers."""
+    found = {name: body[name] for name in names if body.get(name) is not None}
+    for name, value in found.items():
+        if name != "logit_bias" and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise bad(f"'{name}' must be a number, not {value!r:.40}", name)
+    return found
+
+
+def list_field(body: Mapping[str, Any], name: str) -> list[Json]:
+    value = body.get(name)
+    found = [] if value is None else value
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise bad(f"'{name}' must be a list of objects", name)
+    return found
+
+
+def content_text(content: Any, where: str) -> str:
+    """A message's text; parts are joined, None is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad(f"the content of {where} must be a text or a list of parts", where)
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _IMAGES:
+            raise bad(
+                f"this model reads text only: {where} holds a part of type {kind!r}", where, "no_images"
+            )
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(text, str):
+            raise bad(f"{where} holds a part of type {kind!r}: only text can be read", where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:
+    """A call in a message; the arguments are an object, or its JSON."""
+    if not isinstance(name, str) or not name:
+        raise bad(f"{where}: a call needs the name of a tool", where)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise bad(f"{where}: the arguments of {name!r} are not JSON", where) from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise bad(f"{where}: the arguments of {name!r} must be an object", where)
+    return ToolCall(name, arguments, id if isinstance(id, str) else "")
+
+
+def read_tool(tool: Mapping[str, Any], schema: str, where: str) -> ToolSpec:
+    """A tool that a client offers; `schema` is the field with its parameters."""
+    name, description = tool.get("name"), tool.get("description")
+    parameters = tool.get(schema)
+    if not isinstance(name, str) or not name:
+        raise bad(f"{where} needs a name", where)
+    if not isinstance(description, str | None) or not isinstance(parameters, dict | None):
+        raise bad(f"{where}: description must be a text and {schema} a JSON Schema", where)
+    return ToolSpec(name, description or "", parameters or dict(_EMPTY))
+
+
+def check_tools(tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad("two tools have the same name", "tools")
+    return tuple(tools)
+
+
+def arguments_text(call: ToolCall) -> str:
+    """A call's arguments as clients get them."""
+    return json.dumps(call.arguments, ensure_ascii=False)

@@ -1,0 +1,316 @@
+"""The model server: HTTP in front of a `ModelService`, which knows whose request it is and how to reply.
+
+Who waits for whom. A request waits for its reply for as long as that takes: while the weights are updated the
+engine is paused and connections are held, because clients give up after a few refusals. A client that
+disconnects cancels its handler at once; what the service does then is the service's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ludus.core.failures import Aborted, ConfigError, InfraError
+from ludus.core.messages import Json
+from ludus.rollouts.message_tree import BudgetUsedUp
+from ludus.serve.admission import ByteBudget, RequestError
+from ludus.serve.http import release_bytes, request_bytes
+from ludus.serve.model.anthropic import ANTHROPIC
+from ludus.serve.model.chat import CHAT
+from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad, event_bytes
+from ludus.serve.model.responses import RESPONSES
+from ludus.serve.server import address_of, listening
+from ludus.serve.service import ServerConfig
+from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
+from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
+
+REWARD_HEADER = "X-Ludus-Reward"
+_EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What the HTTP request says beside its body."""
+
+    path: str
+    digest: bytes
+    """Of its path and body: the same for a retry."""
+    is_retry: bool
+    reward: float | None = None
+    """The reward of the turn that this request goes on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """The answer of another server, handed on as it is."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class ModelService(Protocol):
+    """Who may ask what, and what is replied. A caller is what `authorize` returns."""
+
+    @property
+    def metrics(self) -> ModelMetrics: ...
+
+    def authorize(self, request: web.Request, key: str) -> Any:
+        """Whose key it is; `ApiError` or `RequestError` if it is nobody's."""
+
+    def models(self, caller: Any) -> Sequence[str]:
+        """The names of the models that may be asked for."""
+
+    async def complete(
+        self, caller: Any, request: ModelRequest, incoming: Incoming
+    ) -> Sequence[ModelReply] | Forwarded:
+        """The replies to a request."""
+
+    def count_tokens(self, caller: Any, request: ModelRequest) -> int:
+        """How many tokens the model would read."""
+
+    def reward(self, caller: Any, body: Json) -> None:
+        """Note a reward."""
+
+    async def close(self) -> None:
+        """End what still runs."""
+
+
+class ModelServer:
+    """A model server in this event loop: `start`, then `drain_and_stop`; or `async with`."""
+
+    def __init__(self, service: ModelService, config: ServerConfig | None = None) -> None:
+        self._service, self._config = service, config or ServerConfig()
+        self._bytes = ByteBudget(self._config.held_bytes)
+        self._runner: web.AppRunner | None = None
+        self._started = time.monotonic()
+        self._version = version("ludus")
+        self._running = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        """Set when the last request has ended after `drain_and_stop` was called."""
+        self.address = ""
+        """Where it can be reached, as `http://host:port`, once it listens."""
+        service.metrics.watch("running", "Requests that wait for a reply.", lambda: self._running)
+
+    async def start(self) -> str:
+        """Listen, and return the address."""
+        self._runner = await listening(self._application(), self._config)
+        self.address = address_of(self._runner)
+        return self.address
+
+    async def drain_and_stop(self) -> None:
+        """Let requests finish within `drain_seconds`; close connections and the service."""
+        self._draining = True
+        if self._running:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), self._config.drain_seconds)
+        await self._service.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def __aenter__(self) -> ModelServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drain_and_stop()
+
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=self._config.max_body_bytes)
+        for path, dialect in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/responses", RESPONSES),
+            ("/v1/messages", ANTHROPIC),
+        ):
+            app.router.add_post(path, self._answering(dialect, self._complete))
+        app.router.add_post("/v1/messages/count_tokens", self._answering(ANTHROPIC, self._count))
+        app.router.add_post("/v1/reward", self._answering(CHAT, self._reward))
+        app.router.add_get("/v1/models", self._answering(CHAT, self._models))
+        app.router.add_get("/v1/models/{name:.+}", self._answering(CHAT, self._model))
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._healthz)
+        app.router.add_get("/metrics", self._answering(CHAT, self._metrics))
+        app.router.add_route("*", "/{path:.*}", self._answering(CHAT, self._unknown))
+        return app
+
+    def _answering(
+        self, dialect: Dialect, handle: Callable[[web.Request, Dialect], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """The handler with errors as responses in the API's own form."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                response = await handle(request, dialect)
+            except (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted) as error:
+                response = _error_response(_as_api_error(error), dialect)
+            finally:
+                release_bytes()
+            self._service.metrics.requests.labels(dialect.name, response.status).inc()
+            return response
+
+        return answer
+
+    async def _complete(self, request: web.Request, dialect: Dialect) -> web.Response:
+        started = time.perf_counter()
+        caller = self._authorize(request)
+        data = await request_bytes(request, self._bytes, self._config)
+        asked = dialect.parse(_json(data))
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        incoming = Incoming(
+            request.path,
+            blake2b(request.path.encode() + b"\n" + data, digest_size=16).digest(),
+            retries.isdecimal() and int(retries) > 0,
+            _reward_header(request),
+        )
+        self._running += 1
+        try:
+            replies = await self._service.complete(caller, asked, incoming)
+        finally:
+            self._running -= 1
+            if self._draining and not self._running:
+                self._idle.set()
+        if isinstance(replies, Forwarded):
+            kind = replies.content_type
+            return web.Response(body=replies.body, status=replies.status, content_type=kind)
+        metrics = self._service.metrics
+        metrics.seconds.labels(dialect.name).observe(time.perf_counter() - started)
+        metrics.tokens.labels("read").inc(replies[0].prompt_tokens)
+        metrics.tokens.labels("cached").inc(replies[0].cached_tokens)
+        metrics.tokens.labels("written").inc(sum(reply.completion_tokens for reply in replies))
+        if asked.stream:
+            events = event_bytes(dialect.events(asked, replies))
+            return web.Response(body=events, content_type=_EVENTS, headers={"Cache-Control": "no-cache"})
+        return _json_response(dialect.body(asked, replies))
+
+    async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
+        caller = self._authorize(request)
+        data = await request_bytes(request, self._bytes, self._config)
+        asked = dialect.parse(_json(data))
+        return _json_response({"input_tokens": self._service.count_tokens(caller, asked)})
+
+    async def _reward(self, request: web.Request, dialect: Dialect) -> web.Response:
+        caller = self._authorize(request)
+        data = await request_bytes(request, self._bytes, self._config)
+        self._service.reward(caller, _json(data))
+        return _json_response({"ok": True})
+
+    async def _models(self, request: web.Request, dialect: Dialect) -> web.Response:
+        names = self._service.models(self._authorize(request))
+        listed = [_model(name) for name in names]
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {}
+        return _json_response({"object": "list", "data": listed, "has_more": False, **ends})
+
+    async def _model(self, request: web.Request, dialect: Dialect) -> web.Response:
+        name = request.match_info["name"]
+        known = self._service.models(self._authorize(request))
+        if name not in known:
+            raise unknown_model(name, known)
+        return _json_response(_model(name))
+
+    async def _healthz(self, request: web.Request) -> web.Response:
+        body = {
+            "status": "draining" if self._draining else "ok",
+            "version": self._version,
+            "uptime": round(time.monotonic() - self._started, 3),
+            "running": self._running,
+        }
+        is_ready = request.path == "/healthz" or not self._draining
+        return _json_response(body, 200 if is_ready else 503)
+
+    async def _metrics(self, request: web.Request, dialect: Dialect) -> web.Response:
+        self._authorize(request)
+        return web.Response(body=self._service.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _unknown(self, request: web.Request, dialect: Dialect) -> web.Response:
+        served = "POST /v1/chat/completions, /v1/responses, /v1/messages; GET /v1/models"
+        raise ApiError(404, f"there is no {request.method} {request.path[:200]}; there are {served}")
+
+    def _authorize(self, request: web.Request) -> Any:
+        if self._draining:
+            raise ApiError(503, "this server is being stopped", retry_after=1.0)
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        return self._service.authorize(request, key)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> ApiError:
+    """A model that is not served."""
+    listed = ", ".join(known)
+    message = f"the model {name!r:.100} does not exist here; there are: {listed}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+def _model(name: str) -> Json:
+    about = {"object": "model", "created": 0, "owned_by": "ludus"}
+    return {
+        "id": name,
+        **about,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    """An error as what the API says of it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        status = 429 if error.kind is ErrorKind.OVERLOADED else error.kind.status
+        return ApiError(status, str(error), code=error.kind.value, retry_after=error.retry_after)
+    if isinstance(error, BudgetUsedUp):
+        is_long = error.stop.value == "max_tokens"
+        return ApiError(400, str(error), code="context_length_exceeded" if is_long else "max_turns")
+    if isinstance(error, ConfigError):
+        return bad(str(error))
+    if isinstance(error, InfraError) and not error.retriable:
+        return bad(str(error))
+    return ApiError(500, str(error))
+
+
+def _error_response(error: ApiError, dialect: Dialect) -> web.Response:
+    response = _json_response(dialect.error(error), error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after))
+    return response
+
+
+def _json_response(body: Json, status: int = 200) -> web.Response:
+    return web.Response(body=dump(body), status=status, content_type=JSON_TYPE)
+
+
+def _json(data: bytearray) -> Json:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad("the body must be a JSON object")
+    return body
+
+
+def _reward_header(request: web.Request) -> float | None:
+    text = request.headers.get(REWARD_HEADER)
+    return None if text is None else finite_number(text, REWARD_HEADER)
+
+
+def finite_number(value: Any, name: str) -> float:
+    """A number that a client sent."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise bad(f"{name} must be a finite number, not {value!r:.40}", name)
+    return number
