@@ -219,15 +219,9 @@ async def test_while_it_is_held_no_request_reaches_the_engine_and_tools_go_on() 
 
 
 async def test_with_rewards_that_remember_holding_waits_for_the_episodes_in_flight() -> None:
-    class Counting:
-        name = "counting"
-
+    class Memory:
         def __init__(self) -> None:
             self.count = 0
-
-        async def score(self, trajectory: Any, task: Any, envs: Any) -> float:
-            self.count += 1
-            return float(self.count)
 
         def state_dict(self) -> dict[str, Any]:
             return {"count": self.count}
@@ -235,16 +229,32 @@ async def test_with_rewards_that_remember_holding_waits_for_the_episodes_in_flig
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.count = state["count"]
 
-    counting = Counting()
+    class Counting(Memory):
+        name = "counting"
+
+        async def score(self, trajectory: Any, task: Any, envs: Any) -> float:
+            self.count += 1
+            return float(self.count)
+
+    class CountingGroups(Memory):
+        name = "groups"
+
+        async def score_group(self, group: ludus.Group) -> list[float]:
+            await asyncio.sleep(0.02)
+            self.count += 1
+            return [0.0 for _ in group.trajectories]
+
+    counting, groups = Counting(), CountingGroups()
     slow = engine(first_is_right, seconds=lambda tokens: 0.02)
-    playing = rollouts([task_set(tasks(6), slow, rewards=[counting], max_in_flight=3)], steps=2)
+    one = task_set(tasks(6), slow, rewards=[counting], group_rewards=[groups], max_in_flight=3)
+    playing = rollouts([one], steps=2)
     waiting = asyncio.create_task(playing.next_batch())
     await asyncio.sleep(0.01)
     await playing.hold()
-    held = counting.count
-    assert held == 3
-    await asyncio.sleep(0.04)
-    assert counting.count == held
+    held = counting.count, groups.count
+    assert held == (3, 1), "an episode of the second group waits for its place"
+    await asyncio.sleep(0.06)
+    assert (counting.count, groups.count) == held
     playing.release()
     await waiting
     await playing.close()

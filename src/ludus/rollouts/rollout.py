@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -78,7 +78,9 @@ class Rollout:
         finally:
             await _cancel(running)
 
-    async def group(self, task: Task, first: int, seed: int, places: asyncio.Semaphore) -> Group:
+    async def group(
+        self, task: Task, first: int, seed: int, places: AbstractAsyncContextManager[object]
+    ) -> Group:
         """The attempts `first` and following at a task, scored; each waits for one of the `places`."""
 
         async def one(attempt: int) -> Trajectory:

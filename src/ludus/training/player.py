@@ -100,6 +100,7 @@ class LocalPlayer:
         need, and scores would be lost: an evaluation puts rewards' memories back to where they were before
         it."""
         self._places = _Places(max(one.rollout.max_in_flight for one in sets))
+        self._attempts_left: dict[int, _GroupPlaces] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._begun: dict[int, tuple[Deal, float]] = {}
         self._arrived: asyncio.Queue[PlayedGroup | BaseException] = asyncio.Queue()
@@ -123,7 +124,11 @@ class LocalPlayer:
 
     async def _group(self, deal: Deal) -> Group:
         rollout: Rollout = rollouts_at(self._sets, self._attempts, deal.values)[deal.set]
-        return await rollout.group(deal.task, deal.attempt, deal.seed, self._places)
+        places = self._attempts_left[deal.ordinal] = _GroupPlaces(self._places, self._attempts)
+        try:
+            return await rollout.group(deal.task, deal.attempt, deal.seed, places)
+        finally:
+            del self._attempts_left[deal.ordinal]
 
     async def outcome(self) -> PlayedGroup:
         return _unwrapped(await self._arrived.get())
@@ -135,6 +140,8 @@ class LocalPlayer:
         self._places.close()
         if self._drains:
             await self._places.empty()
+            scored = [o for o, places in self._attempts_left.items() if not places.left]
+            await asyncio.gather(*(self._running[ordinal] for ordinal in scored))
         for engine in self._engines.values():
             engine.gate.clear()
 
@@ -214,6 +221,20 @@ class _Places(asyncio.Semaphore):
     async def empty(self) -> None:
         """Wait until nobody has a place."""
         await self._idle.wait()
+
+
+class _GroupPlaces:
+    """The places as the attempts of one group take them, and how many attempts have not ended."""
+
+    def __init__(self, places: _Places, attempts: int) -> None:
+        self._places, self.left = places, attempts
+
+    async def __aenter__(self) -> None:
+        await self._places.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._places.release()
+        self.left -= 1
 
 
 class _GatedEngine:
