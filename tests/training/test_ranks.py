@@ -16,7 +16,7 @@ from small_steps import imitation, rows_of_lengths, small_model
 from torch import nn
 
 from ludus.core import LudusError, Trajectory
-from ludus.engine import decoder_of, set_activation_checkpointing
+from ludus.engine import checkpointed_layers, decoder_of, set_activation_checkpointing
 from ludus.training import (
     Columns,
     Critic,
@@ -125,6 +125,42 @@ def test_two_ranks_equal_one(pair: Ranks, tied: bool, layers: int) -> None:
         return imitating(ranks, model, layers), model
 
     on_both(work, pair)
+
+
+def test_activation_memory_on_two_ranks(pair: Ranks) -> None:
+    """What a token takes is measured on the sharded model too; with little memory all layers are recomputed."""
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model = small_model()
+        policy, learner = learner_on(ranks, model, activation_memory=5e-5)
+        rows = rows_of_lengths([30, 20, 12, 9, 5])
+        budget = ranks.run(budget_of, learner, rows)
+        layers = ranks.run(checkpointed_layers, policy)
+        assert budget < 40
+        assert layers > 0
+        metrics = ranks.run(imitate, learner, rows, budget)
+        ranks.publish(policy, model)
+        return [metrics | {"budget": budget, "layers": layers}], model
+
+    on_both(work, pair)
+
+
+def budget_of(learner: Learner, rows: Sequence[Row]) -> int:
+    return learner.micro_batch_tokens(len(row.tokens) for row in rows)
+
+
+def attends_by_ludus(policy: nn.Module) -> bool:
+    """On the rank that is not 0, which has no engine; whatever is wrong there is raised here."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    decoder = decoder_of(policy)
+    assert all(layer.self_attn.config._attn_implementation == "ludus" for layer in decoder.layers)
+    assert "ludus" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    return True
+
+
+def test_ranks_without_an_engine_attend_as_it_does(pair: Ranks) -> None:
+    assert pair.run(attends_by_ludus, pair.shard(small_model()))
 
 
 def test_half_precision_has_its_masters_in_parts(pair: Ranks) -> None:

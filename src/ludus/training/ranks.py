@@ -30,12 +30,12 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -112,10 +112,22 @@ class Ranks:
         """End the other ranks."""
 
 
+class RankProcess(Protocol):
+    """Another rank's process, as whoever started it knows it; `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None:
+        """Its exit code (minus the signal that killed it), or None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; raises `subprocess.TimeoutExpired` where that takes longer."""
+
+    def kill(self) -> None: ...
+
+
 class LeadingRanks(Ranks):
     """Several processes, of which this one is rank 0."""
 
-    def __init__(self, store: Store, group: RankGroup, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(self, store: Store, group: RankGroup, processes: Sequence[RankProcess]) -> None:
         """`processes` are ranks 1, 2, ... where this process has started them."""
         self.size = group.size
         self._store, self._group, self._processes = store, group, processes
@@ -207,7 +219,7 @@ class LeadingRanks(Ranks):
             time.sleep(0.02)
         return f"a trainer rank was lost, or did not answer within cluster.timeout: {told}"
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: RankProcess) -> None:
         """Where one has ended, end the others: what is left of a collective would wait for it."""
         process.wait()
         if not self._is_closed:
@@ -230,7 +242,7 @@ class LeadingRanks(Ranks):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if process.stdin is not None:
+            if isinstance(process, subprocess.Popen) and process.stdin is not None:
                 process.stdin.close()
         _leave()
 
@@ -242,8 +254,27 @@ def ending(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def start_ranks(cluster: ClusterConfig, device: torch.device, threads: int | None) -> Ranks:
-    """The ranks of a recipe: started here, or those that the environment tells of."""
+Launch = Callable[[Mapping[str, str]], RankProcess]
+"""Starts a process that calls `serve_rank` with these environment variables added to its own."""
+
+
+def start_ranks(
+    cluster: ClusterConfig,
+    device: torch.device,
+    threads: int | None,
+    *,
+    launch: Launch | None = None,
+    address: str = "127.0.0.1",
+) -> Ranks:
+    """The ranks of a recipe: started here, or those that the environment tells of.
+
+    Args:
+        cluster: How many, and how the model lies on them.
+        device: Where rank 0 trains; the others on devices of the same kind.
+        threads: Of each process on the host; one on a CPU when left out.
+        launch: Starts the process of a rank; on this machine when left out.
+        address: What this machine is called by the others.
+    """
     given = launched_rank()[1]
     size = given if given > 1 else cluster.trainer_ranks or 1
     if given > 1 and cluster.trainer_ranks not in (None, given):
@@ -281,11 +312,16 @@ def start_ranks(cluster: ClusterConfig, device: torch.device, threads: int | Non
         store, _, _ = next(iter(rendezvous("env://")))
         store.set(_HELLO, json.dumps(hello))
         return LeadingRanks(store, _join(store, 0, size, hello), [])
-    with _on_one_machine():
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with nullcontext() if launch is not None else _on_one_machine():
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         store.set(_HELLO, json.dumps(hello))
-        processes = [_spawned(rank, size, store.port, threads) for rank in range(1, size)]
+        variables = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
+        if threads is not None:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        processes: list[RankProcess] = []
         try:
+            for rank in map(str, range(1, size)):
+                processes.append((launch or spawn_rank)({**variables, "RANK": rank, "LOCAL_RANK": rank}))
             _wait_until_ready(store, processes)
             return LeadingRanks(store, _join(store, 0, size, hello), processes)
         except BaseException:
@@ -317,24 +353,15 @@ def _on_one_machine() -> Iterator[None]:
         del os.environ[name]
 
 
-def _spawned(rank: int, size: int, port: int, threads: int | None) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-        _WATCHED: "1",
-    }
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
+def spawn_rank(variables: Mapping[str, str]) -> RankProcess:
+    """Start a rank on this machine. It ends when this process does."""
+    paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    environment = {**os.environ, **variables, "PYTHONPATH": paths, _WATCHED: "1"}
     code = "from ludus.training.ranks import serve_rank; serve_rank()"
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
 
 
-def _wait_until_ready(store: Store, processes: list[subprocess.Popen[bytes]]) -> None:
+def _wait_until_ready(store: Store, processes: Sequence[RankProcess]) -> None:
     deadline = time.monotonic() + _START_SECONDS
     for rank, process in enumerate(processes, start=1):
         while not store.check([f"{_READY}/{rank}"]):

@@ -342,6 +342,15 @@ class Recipe(Config):
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    @model_validator(mode="after")
+    def _one_device_each(self) -> Recipe:
+        if (self.cluster.trainer_ranks or 1) > 1 and ":" in self.model.device:
+            raise ValueError(
+                f"model.device = {self.model.device!r} is one device, and cluster.trainer_ranks = "
+                f"{self.cluster.trainer_ranks} need one each: say auto, cuda or cpu"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _lift_max_failures(cls, raw: Any) -> Any:

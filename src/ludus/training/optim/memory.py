@@ -159,17 +159,21 @@ def measure(model: nn.Module) -> ActivationCosts:
             sampling_mode(model),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
-            states = compute(model, hidden_states, tokens, context.position_ids, context)
+            states = compute(model, _states, tokens, context)
     finally:
         set_activation_checkpointing(model, checkpointed)
         if isinstance(model, ShardedModel):
             model.reset()  # this pass has no backward
     for tensor in (*model.parameters(), *model.buffers()):  # where a first pass may have moved them
-        kept.pop(tensor.untyped_storage().data_ptr(), None)
+        kept.pop(local(tensor).untyped_storage().data_ptr(), None)
     width = states.shape[-1] * states.element_size()
     full = sum(kept.values()) // (len(tokens) * max(1, layers))
     # the layer's input, and the residual where a forward hands that on beside it
     return ActivationCosts(layers, max(full, 2 * width), 2 * width)
+
+
+def _states(model: nn.Module, tokens: Tensor, context: PackedContext) -> Tensor:
+    return hidden_states(model, tokens, context.position_ids, context).clone()  # FSDP warns of views
 
 
 def _layers(model: nn.Module) -> int:
