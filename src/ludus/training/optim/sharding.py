@@ -30,6 +30,7 @@ from ludus.training.data.packing import is_out_of_memory
 
 R = TypeVar("R")
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)
+_TOLD = "_ludus_told"
 
 
 class PeerFailed(LudusError):
@@ -49,7 +50,6 @@ class RankGroup:
         self.rank = 0 if mesh is None else dist.get_rank()
         self.size = 1 if mesh is None else dist.get_world_size()
         self.roots: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-        self._told: BaseException | None = None
 
     def agree(self) -> None:
         """Wait for all ranks; raise where one of them has failed. Comes before every collective."""
@@ -63,9 +63,9 @@ class RankGroup:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error, once; they leave the pass that they are in."""
-        if self.size == 1 or error is self._told or isinstance(error, PeerFailed):
+        if self.size == 1 or isinstance(error, PeerFailed) or getattr(error, _TOLD, False):
             return
-        self._told = error
+        setattr(error, _TOLD, True)  # noted there: kept here, its frames would hold the pass's tensors
         if not isinstance(error, PeerOutOfMemory):
             code = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
             if self._exchange(code) == _FAILED and code == _OUT_OF_MEMORY:
