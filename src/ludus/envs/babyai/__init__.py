@@ -41,6 +41,8 @@ TRAINING = 200
 """Training tasks of each sub-task."""
 FIRST_SEED = 1_000
 """Of the training tasks."""
+UNSOLVABLE = {("GoToImpUnlock-v0", 6): 206, ("GoToImpUnlock-v0", 1039): 1239}
+"""Mazes in which the goal and the only key lie behind the locked door, and the seeds that take their place."""
 
 SYSTEM = """You are in a room of a maze and have to reach a goal. Each action is one of these:
 - turn left, turn right, move forward
@@ -145,8 +147,8 @@ def _room_task(split: str, number: int, first: int) -> Task:
 
 
 def _task(split: str, sub_task: str, number: int, first: int) -> Task:
-    levels = LEVELS[sub_task]
-    place = {"level": f"BabyAI-{levels[number % len(levels)]}", "seed": first + number}
+    level, seed = LEVELS[sub_task][number % len(LEVELS[sub_task])], first + number
+    place = {"level": f"BabyAI-{level}", "seed": UNSOLVABLE.get((level, seed), seed)}
     return Task(
         f"babyai-{split}-{sub_task}-{number}",
         (Message("system", SYSTEM),),  # what is to be done is in what the reset shows
@@ -178,7 +180,7 @@ def _played(planner: Planner) -> Generator[ToolCall, str, None]:
         state = game.place, int(game.env.agent_dir), game.env.carrying is None, action
         tried[state] += 1
         if tried[state] > _CIRCLES:
-            return  # what it wants cannot be had in this maze: 1 of 1,200 training tasks
+            return  # what it wants cannot be had in this maze
         yield ToolCall("step", {"action": action})
         game.act(action)
 

@@ -1,8 +1,8 @@
 """A planner that plays BabyAI by the same words as an agent. It knows the whole maze.
 
 At each turn it looks at what the mission still wants, which comes down to facing one of some cells. It computes
-the distance of every place and direction to that, and takes the action in words that ends nearest. Nothing is
-remembered between turns, so it goes on from any state.
+the distance of every place and direction to that, and takes the action in words that ends nearest. All that it
+remembers between turns is an object that it is moving out of its way, so it goes on from any state.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ class Planner:
     def __init__(self, game: MazeGame) -> None:
         self.game = game
         self.env = game.env
+        self._moving: Any = None
+        """What is in the way of something that is carried: that is put down until this is out of the way."""
+        self._kept_free: set[Cell] = set()
+        """The way, on which nothing is put down."""
 
     def next_action(self) -> str | None:
         """The action to take now; None when it knows of none."""
+        if self._moving is not None and (action := self._move_aside()) is not None:
+            return action
+        self._moving, self._kept_free = None, set()
         instruction = _pending(self.env.instrs)
         carried = self.env.carrying
         match type(instruction).__name__:
@@ -84,10 +91,19 @@ class Planner:
         """Drop what is carried where it is in nobody's way: in no door, and not beside one."""
 
         def is_out_of_the_way(cell: Cell) -> bool:
+            if cell in self._kept_free:
+                return False
             around = [self._thing((cell[0] + dx, cell[1] + dy)) for dx, dy in VECTORS]
             return not any(one is not None and one.type == "door" for one in around)
 
         return self._drop_on(is_out_of_the_way)
+
+    def _move_aside(self) -> str | None:
+        """Take what is in the way off it; None when that is done."""
+        if self.env.carrying is not None:
+            return self._put_away()
+        cell = _cell(self._moving.cur_pos)
+        return self._face([cell], "pickup") if cell in self._kept_free else None
 
     def _drop_on(self, fits: Callable[[Cell], bool]) -> str | None:
         cells = [
@@ -138,15 +154,29 @@ class Planner:
         best, action = min(ways, default=(distance[here], ""))
         if best < distance[here]:
             return action
-        return self._clear(_ahead(here))
+        return self._clear(_ahead(here), distance)
 
-    def _clear(self, cell: Cell) -> str | None:
+    def _clear(self, cell: Cell, distance: dict[State, int]) -> str | None:
         """Take away what lies on the way."""
         if self.env.carrying is not None:
+            thing = self._thing(cell)
+            if self._moving is None and thing is not None and thing.type in ("ball", "box", "key"):
+                self._moving, self._kept_free = thing, self._way(distance)
             return self._put_away()
         blocking = next((one for one in self.game.view.objects if one.cell == cell), None)
         action = f"pickup {blocking}"
         return action if action in self.game.view.actions else None
+
+    def _way(self, distance: dict[State, int]) -> set[Cell]:
+        """The cells of a shortest way from here."""
+        state = (self.game.place, self._direction)
+        cells = {state[0]}
+        while distance[state] > 0:
+            cell, way = state
+            nexts = [(cell, (way - 1) % 4), (cell, (way + 1) % 4), (_ahead(state), way)]
+            state = min((one for one in nexts if one in distance), key=distance.__getitem__)
+            cells.add(state[0])
+        return cells
 
     def _unlock(self, goals: list[State], keys: tuple[str, ...]) -> str | None:
         """The way leads through a locked door: open it, for which its key may have to be fetched."""
