@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from browser_site import Site, running_site
@@ -316,6 +316,71 @@ def test_task_files_load_where_their_sites_are_known(
         ({"must_include": ["0", "1"]}, "10", 1.0),
         ({"fuzzy_match": "N/A"}, "N/A", 1.0),
         ({"exact_match": "x", "must_include": ["y"]}, "x", 0.0),
+        # the answer is cleaned twice (before the comparison and in it), the reference once
+        ({"exact_match": "a"}, "' a '", 1.0),
+        ({"exact_match": "a"}, "\"'A'\"", 1.0),
+        ({"exact_match": "' a '"}, "a", 0.0),
+        ({"exact_match": "'a\""}, "'a\"", 1.0),
+        ({"exact_match": ""}, "'", 1.0),
+        ({"must_include": ["'Red Lamp'"]}, "a red lamp", 1.0),
+        ({"must_include": [" 5 "]}, "15", 0.0),
+        ({"must_include": ["lamp"]}, "lampshade", 1.0),
+        ({"must_include": []}, "anything", 1.0),
+        ({}, "anything", 1.0),
+        # a single character is a word of Treebank's rules
+        *(
+            ({"must_include": ["5"]}, answer, 1.0)
+            for answer in (
+                "5",
+                "5.",
+                "It is 5!",
+                "(5)",
+                "[5]",
+                "$5",
+                "5%",
+                "#5",
+                "5, or so",
+                "5: five",
+                "'5' it is",
+                'it is "5"',
+                "5*",
+                "5; 6",
+                "5--6",
+                "5...",
+                "5’s",
+                "a 5's",
+                "a\n5\nb",
+            )
+        ),
+        *(
+            ({"must_include": ["5"]}, answer, 0.0)
+            for answer in (
+                "15",
+                "1.5",
+                "5.0",
+                "5,000",
+                "5,6",
+                "5:30",
+                "5-star",
+                "5/10",
+                "-5",
+                "+5",
+                "=5",
+                "5th",
+                "v5",
+                "~5",
+                "There are 5. They are red.",
+                "five",
+                "",
+                "_5",
+            )
+        ),
+        ({"must_include": ["i"]}, "I can't say it", 1.0),
+        ({"must_include": ["i"]}, "it is his", 0.0),
+        ({"must_include": ["5", "6"]}, "156", 1.0),
+        ({"must_include": ["55"]}, "1555", 1.0),
+        # N/A and what stands beside it
+        ({"fuzzy_match": "N/A"}, " 'n/a' ", 1.0),
     ],
 )
 async def test_string_match(references: dict[str, Any], answer: str, score: float) -> None:
@@ -339,8 +404,26 @@ async def test_a_judge_is_asked_and_missed() -> None:
     assert await string_match(evaluation, "little", objective="How?", judge=judge) == 0.0
     assert asked == [("fuzzy", "How?", "cheap", "little"), ("fuzzy", "How?", "small", "little")]
     impossible = {"reference_answers": {"fuzzy_match": "N/A"}, "string_note": "no such shop"}
-    await string_match(impossible, "there is no shop", objective="How?", judge=judge)
-    assert asked[-1] == ("unachievable", "How?", "no such shop", "there is no shop")
+    await string_match(impossible, "There is no shop", objective="How?", judge=judge)
+    assert asked[-1] == ("unachievable", "How?", "no such shop", "there is no shop"), "cleaned"
+    # what a judge says of an impossible task replaces what was found before it, and is asked for after a miss
+    both = {"reference_answers": {"exact_match": "x", "fuzzy_match": "N/A"}, "string_note": "cheap"}
+    assert await string_match(both, "N/A", objective="How?", judge=judge) == 1.0
+    assert asked[-1] == ("unachievable", "How?", "cheap", "n/a")
+    references = {"must_include": ["lit"], "fuzzy_match": ["cheap"]}
+    assert await string_match({"reference_answers": references}, "little", judge=judge) == 1.0
+    assert await string_match({"reference_answers": references}, "big", judge=judge) == 0.0
+
+
+@pytest.mark.parametrize(
+    "references", [{"must_include": "text"}, {"fuzzy_match": "text"}, {"starts": "x"}]
+)
+async def test_references_of_another_form_are_refused(references: dict[str, Any]) -> None:
+    async def judge(kind: str, objective: str, reference: str, answer: str) -> float:
+        raise AssertionError("it is not asked")
+
+    with pytest.raises(ConfigError, match="task 't'"):
+        await string_match({"reference_answers": references}, "text", task="t", judge=judge)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +437,24 @@ async def test_a_judge_is_asked_and_missed() -> None:
         ("http://a.b/s?q=lamp", "http://a.b/s?q=chair", 0.0),
         ("http://a.b/s?q=lamp", "http://a.b/s", 0.0),
         ("http://a.b/s?q=lamp |OR| http://a.b/s?q=chair", "http://a.b/s?q=chair", 1.0),
+        # the base and the query of different alternatives may be matched
+        ("http://a.b/x?q=1 |OR| http://a.b/y?q=2", "http://a.b/x?q=2", 1.0),
+        ("http://a.b/x?q=1 |OR| http://a.b/y", "http://a.b/y", 0.0),
+        ("http://a.b/x |OR| http://a.b/y", "http://a.b/z", 0.0),
+        ("http://a.b/x|OR|http://a.b/y", "http://a.b/y", 0.0),
+        # the base is searched for anywhere, without the scheme; what follows # is not compared
+        ("https://a.b/x", "http://www.a.b/x/y", 1.0),
+        ("http://a.b/x#top", "http://a.b/x#end", 1.0),
+        ("http://a.b/X", "http://a.b/x", 0.0),
+        ("http://a.b/x", "http://a.b/y?next=a.b/x", 0.0),
+        # values are decoded; empty ones count for nothing; one of several is enough
+        ("http://a.b/s?q=usb+wifi", "http://a.b/s?q=usb%20wifi", 1.0),
+        ("http://a.b/s?l%5B%5D=help%20wanted", "http://a.b/s?l[]=help+wanted&state=open", 1.0),
+        ("http://a.b/s?q=", "http://a.b/s", 1.0),
+        ("http://a.b/s?q=1&q=2", "http://a.b/s?q=2", 1.0),
+        ("http://a.b/s?q=1&r=2", "http://a.b/s?q=1", 0.0),
+        ("http://a.b/s/?q=1", "http://a.b/s/?q=1/", 1.0),
+        ("http://a.b/s/?q=1", "http://a.b/s?q=1", 0.0),
     ],
 )
 def test_url_match(reference: str, url: str, score: float) -> None:
@@ -364,7 +465,7 @@ class PaperPage:
     """A page of known contents."""
 
     def __init__(self, url: str) -> None:
-        self.at, self.visited = url, [url]
+        self.at, self.visited, self.ran = url, [url], list[str]()
 
     async def url(self) -> str:
         return self.at
@@ -377,7 +478,19 @@ class PaperPage:
         return f"<p>Caf&eacute; at {self.at}</p>"
 
     async def evaluate(self, expression: str) -> Any:
-        return "Tom &amp; Jerry" if "title" in expression else None
+        self.ran.append(expression)
+        if "broken" in expression:
+            raise PageProblem("no such element")
+        return self.values.get(expression.removeprefix("() => "), "Tom &amp; Jerry")
+
+    values: ClassVar[dict[str, Any]] = {
+        "document.nothing": None,
+        "document.zero": 0,
+        "document.price": 12.5,
+        "document.checked": True,
+        "[...document.list]": ["a", "b"],
+        "document.empty": "",
+    }
 
 
 class DownPage(PaperPage):
@@ -416,7 +529,38 @@ async def test_program_html(site: Site) -> None:
     assert await score(target("last", "", must_include=["café", "nothing |OR| a.b/f"])) == 1.0
     assert await score(target("last", "", must_include=["café", "tea"])) == 0.0
     assert await score(target("http://a.b/x", title, exact_match="Tom & Jerry")) == 1.0
-    assert await score(target("http://a.b/x", "document.body.nothing", must_include=["x"])) == 0.0
+    assert await score(target("http://a.b/x", "document.broken", must_include=["x"])) == 0.0
+    assert await score(target("http://a.b/x", "document.broken", exact_match="")) == 1.0
+    # a value becomes text as Python writes it
+    for locator, text in (
+        ("document.nothing", "None"),
+        ("document.zero", "0"),
+        ("document.price", "12.5"),
+        ("document.checked", "true"),
+        ("[...document.list]", "['a', 'b']"),
+        ("document.empty", ""),
+    ):
+        assert await score(target("last", locator, exact_match=text)) == 1.0, locator
+        assert await score(target("last", locator, exact_match="something")) == 0.0, locator
+    # both comparisons: only the first counts; single characters are not words here; " |OR| " only with spaces
+    both = {"exact_match": "Tom & Jerry", "must_include": ["nothing"]}
+    assert await score(target("last", title, **both)) == 1.0
+    assert await score(target("last", "document.price", must_include=["2"])) == 1.0
+    assert await score(target("last", title, must_include=["Tom|OR|Bo"])) == 0.0
+    assert await score(target("last", title, must_include=["tom", "JERRY |OR| Bo"])) == 1.0
+    assert await score(target("last", "  ", must_include=["café"])) == 1.0
+    with pytest.raises(ConfigError, match="list of texts"):
+        await score(target("last", title, must_include="Tom"))
+    with pytest.raises(ConfigError, match="no comparison"):
+        await score(target("last", title, fuzzy_match=["Tom"]))
+    # what prepares the page runs before; when one of it fails, the rest does not run, and the page is looked at
+    page = PaperPage("http://a.b/")
+    prepared = {
+        **target("last", title, exact_match="Tom & Jerry"),
+        "prep_actions": ["one()", "broken()", "two()"],
+    }
+    assert await evaluate({"eval_types": ["program_html"], "program_html": [prepared]}, "", page) == 1.0
+    assert page.ran == ["() => one()", "() => broken()", f"() => {title}"]
     assert (
         await score(
             target("http://c.d/", "", must_include=["c.d"]), target("last", "", must_include=["c.d"])
@@ -424,7 +568,7 @@ async def test_program_html(site: Site) -> None:
         == 1.0
     )
     post = "func:reddit_get_post_url('__last_url__')"
-    assert await score(target(post, "", must_include=["http://a.b/f/books/12/a-post/<"])) == 1.0
+    assert await score(target(post, "", must_include=["http://a.b/f/books/12/<"])) == 1.0
     order = target(
         "func:shopping_get_latest_order_url()", "", must_include=["/sales/order/view/order_id/190/"]
     )
@@ -442,7 +586,32 @@ async def test_program_html(site: Site) -> None:
     ):
         with pytest.raises(ConfigError, match=r"helper|locator"):
             await score(target("last", bad, must_include=["x"]))
-    assert reddit_post_url("http://a.b/f/books", reddit="http://a.b") == "http://a.b/f/books"
+
+
+@pytest.mark.parametrize(
+    ("url", "post"),
+    [
+        ("http://a.b/f/books/12/a-post/-/comment/3", "http://a.b/f/books/12/"),
+        ("http://a.b/f/books/12", "http://a.b/f/books/12/"),
+        ("http://a.b:99/f/books/12/a?x=1#y", "http://a.b:99/f/books/12/"),
+        ("http://a.b/f/books", "http://a.b/f/books"),
+        ("http://a.b/user/ann/12", "http://a.b/user/ann/12"),
+        ("http://a.b/", "http://a.b/"),
+    ],
+)
+def test_the_address_of_a_post(url: str, post: str) -> None:
+    assert reddit_post_url(url) == post
+
+
+async def test_a_shop_that_does_not_answer_is_no_verdict() -> None:
+    locator = "func:shopping_get_sku_latest_review_author('B00')"
+    target = {"url": "last", "locator": locator, "required_contents": {"exact_match": "Bo"}}
+    evaluation = {"eval_types": ["program_html"], "program_html": [target]}
+    with running_site() as site:
+        pass
+    with pytest.raises(InfraError, match="could not ask the shop's REST interface") as failure:
+        await evaluate(evaluation, "", PaperPage("http://a.b/"), sites={"SHOPPING": site.url})
+    assert failure.value.boundary is Boundary.REWARD
 
 
 # Tasks and the program, without a browser -------------------------------------------------------------

@@ -194,6 +194,15 @@ async def test_an_instance_whose_process_was_killed_while_idle_is_replaced() -> 
     await pool.close()
 
 
+async def test_one_that_was_stopped_while_idle_ends_with_its_pool() -> None:
+    pool = EnvPool(Odd, name="odd", size=1, close_timeout=0.5)
+    async with pool.lease("a", TASK) as env:
+        pid = env.process_id
+    os.kill(pid, signal.SIGSTOP)
+    await pool.close()
+    await until(lambda: not alive(pid))
+
+
 async def test_everything_it_started_ends_with_it() -> None:
     pool = EnvPool(Odd, name="odd", size=1)
     async with pool.lease("a", TASK) as env:

@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ludus.core import ByteTokenizer, Task, Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts.agent import Expert
 from ludus.training import load_recipe
 
 
 async def play_expert(
-    name: str, tasks: Sequence[Task], *, size: int = 4, max_turns: int | None = None
+    name: str,
+    tasks: Sequence[Task],
+    *,
+    size: int = 4,
+    max_turns: int | None = None,
+    retries: int = 1,
+    pool: EnvPool | None = None,
+    expert: Expert | None = None,
+    on_episode: Callable[[Trajectory], None] = lambda played: None,
 ) -> list[Trajectory]:
     """One episode for each task, by the environment's own expert, through the tools the model has.
 
-    In the action format of its recipe, so that this is known to fit its tools.
+    In the action format of its recipe, so that this is known to fit its tools. The pool is closed at the end.
     """
     world, agent = WORLDS[name], load_recipe(name).agent
-    pools = {name: EnvPool(world.factory, name=name, size=size)} if world.env else {}
+    pools = {name: pool or EnvPool(world.factory, name=name, size=size)} if world.env else {}
     playing = Rollout(
         engine=FakeEngine([]),
         renderer=Renderer(ByteTokenizer(), load_format(agent.format, **agent.format_options)),
         scorer=Scorer(world.scored_by()),
         tools=world.toolset(),
         pools=pools,
-        agent=Demonstrator(world.expert),
+        agent=Demonstrator(expert or world.expert),
         budgets=Budgets(
             max_turns=max_turns or world.max_turns, max_tokens=2_000_000, max_observation_tokens=20_000
         ),
         max_in_flight=8,
+        retries=retries,
     )
     try:
-        return [group.trajectories[0] async for group in playing.groups(tasks, seed=1)]
+        played = []
+        async for group in playing.groups(tasks, seed=1):
+            played += group.trajectories
+            on_episode(group.trajectories[0])
+        return played
     finally:
         for pool in pools.values():
             await pool.close()

@@ -18,17 +18,21 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.core import process_worker
@@ -39,6 +43,8 @@ T = TypeVar("T")
 
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.25
+_LEFT_SECONDS = 5.0
+"""A folder that is younger may be one whose process has yet to lock it."""
 
 
 class NotPicklable(ConfigError):
@@ -232,16 +238,18 @@ class CallWorker(WorkerProcess):
         _alive.add(self)
         self.send(pickle.dumps([path for path in sys.path if isinstance(path, str)]))
 
-    def call(self, data: bytes, timeout: float | None) -> tuple[str, Any]:
+    def call(
+        self, data: bytes, timeout: float | None, read_timeout: float = _START_SECONDS
+    ) -> tuple[str, Any]:
         """What a packed call gave: ("value", it), ("error", what it raised) or ("lost", a text).
 
         `DeadlineExceeded` when that takes longer than `timeout`, counted from when the worker has read the
-        call; it is still at it then, and has to be killed.
+        call, for which it has `read_timeout`; it is still at it then, and has to be killed.
         """
         self.send(data)
-        outcome = self.receive(_START_SECONDS)
+        outcome = self.receive(read_timeout)
         if outcome is None:
-            raise WorkerError(f"a worker process read no call within {_START_SECONDS:g} seconds")
+            raise WorkerError(f"a worker process read no call within {read_timeout:g} seconds")
         if outcome == "started":
             outcome = self.receive(timeout)
         if outcome is None:
@@ -288,6 +296,44 @@ class CallWorker(WorkerProcess):
 
     def _death_message(self) -> str:
         return f"{self.ending(1.0)} under its call"
+
+
+class ScratchFolder:
+    """A temporary folder that this process holds. One that a killed process has left is removed by the next
+    process that makes a folder of the same prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            _remove_if_left(other)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = os.open(self.path, os.O_RDONLY)  # it ends with the process, however that ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._finalizer = weakref.finalize(self, _remove_held, self.path, lock)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it; safe from any thread, and more than once."""
+        self._finalizer()
+
+
+def _remove_held(folder: Path, lock: int) -> None:
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.1)  # a process that was killed may still be at its last write
+    os.close(lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # it is held, gone, or another user's
+        if time.time() - folder.stat().st_mtime < _LEFT_SECONDS:
+            return
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 _alive: weakref.WeakSet[CallWorker] = weakref.WeakSet()

@@ -63,10 +63,12 @@ class IsolatedEnv:
         *,
         start_timeout: float | None = 60.0,
         call_timeout: float | None = 60.0,
+        close_timeout: float = 10.0,
         memory_mb: int | None = None,
     ) -> None:
         """`call_timeout` bounds attributes and methods by name; a pool bounds all other calls."""
         own: dict[str, Any] = {"_name": name, "_call_timeout": call_timeout, "_memory_mb": memory_mb}
+        own["_close_timeout"] = close_timeout
         maker = factory.func if isinstance(factory, partial) else factory  # a class with options
         own |= {"_kind": maker if isinstance(maker, type) else IsolatedEnv}
         own |= {"_lock": threading.Lock(), "_worker": None, "_ending": "", "_methods": {}}
@@ -80,7 +82,7 @@ class IsolatedEnv:
             ) from error
         vars(self)["_worker"] = CallWorker()
         try:
-            made = self._answer(data, "being made", start_timeout)
+            made = self._answer(data, "being made", start_timeout, start_timeout)
         except BaseException:
             self._worker.kill()
             raise
@@ -146,7 +148,8 @@ class IsolatedEnv:
         """Let the environment close itself, and end its process; one that is busy is killed."""
         try:
             if self._worker.is_alive and not self._lock.locked():
-                self._ask("method", "close", (), {}, timeout=self._call_timeout)
+                limit = self._close_timeout
+                self._ask("method", "close", (), {}, timeout=limit, read_timeout=limit)
         finally:
             self._worker.kill()
 
@@ -178,7 +181,9 @@ class IsolatedEnv:
     def __repr__(self) -> str:
         return f"<{self._kind.__name__} in process {self.process_id}>"
 
-    def _ask(self, what: str, *args: Any, timeout: float | None = None) -> Any:
+    def _ask(
+        self, what: str, *args: Any, timeout: float | None = None, read_timeout: float | None = None
+    ) -> Any:
         try:
             data = process_worker.pack_call(_perform, (what, *args), {})
         except TypeError as error:
@@ -187,13 +192,14 @@ class IsolatedEnv:
             ) from error
         named = args[0] if what in ("method", "attribute") else what
         with self._lock:
-            return self._answer(data, f"{named!r}", timeout)
+            return self._answer(data, f"{named!r}", timeout, read_timeout)
 
-    def _answer(self, data: bytes, what: str, timeout: float | None) -> Any:
+    def _answer(self, data: bytes, what: str, timeout: float | None, read_timeout: float | None) -> Any:
         try:
             if self._ending:
                 raise WorkerError(self._ending)
-            kind, value = self._worker.call(data, timeout)
+            limits = (timeout,) if read_timeout is None else (timeout, read_timeout)
+            kind, value = self._worker.call(data, *limits)
         except (WorkerError, DeadlineExceeded) as error:
             # what state it is in is not known: it is not used again
             self._worker.signal()

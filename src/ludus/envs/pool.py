@@ -317,6 +317,7 @@ class EnvPool:
                 name,
                 start_timeout=reset_timeout,
                 call_timeout=self.step_timeout,
+                close_timeout=close_timeout,
                 memory_mb=memory_mb,
             )
         self._show_actions = show_actions

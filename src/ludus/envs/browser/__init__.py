@@ -128,7 +128,10 @@ class Browser(Env):
         self._begin(task, objective, evaluation, screenshot)
         self._names = dict(names or {})
         await self._on_host(self._start(policy, options, starts))
-        return await self._observed("None")
+        seen = await self._observed("None")
+        if self._open_session().is_stuck:
+            raise self._site_failure(self.url, "it does not respond, or has crashed")
+        return seen
 
     async def step(self, action: str) -> Step:
         """Use the browser.

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.core.processes import ScratchFolder
 from ludus.envs.browser.gateway import Gateway, NetworkPolicy
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chro
 """What is looked for on the path."""
 SANDBOX = "LUDUS_CHROMIUM_SANDBOX"
 """0 switches Chromium's own sandbox off, which needs user namespaces; as root it is always off."""
+_NODE = "PLAYWRIGHT_NODEJS_PATH"
+"""The environment variable with the program that runs Playwright's driver, which has no other setting for
+its temporary files."""
 FLAGS = (
     "--disable-gpu",
     "--disable-background-networking",
@@ -107,6 +113,9 @@ class BrowserHost:
         self._browsers: list[Chromium] = []
         self._gateways: dict[NetworkPolicy, Gateway] = {}
         self._starting = asyncio.Lock()
+        self._folders: list[ScratchFolder] = []
+        """What drivers and browsers keep in files; those of a driver that was killed are nobody else's to
+        remove."""
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine over there, from any event loop; cancelled with the caller."""
@@ -212,7 +221,8 @@ class BrowserHost:
     async def _launched(self, path: str, is_sandboxed: bool) -> Chromium:
         is_new = self._playwright is None
         if self._playwright is None:
-            self._playwright = await _start_playwright()
+            self._folders.append(ScratchFolder("ludus-browser-"))
+            self._playwright = await _start_playwright(self._folders[-1].path)
         try:
             browser = await self._playwright.chromium.launch(
                 executable_path=path,
@@ -242,6 +252,8 @@ class BrowserHost:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._playwright.stop()
+        for folder in self._folders:
+            await asyncio.to_thread(folder.remove)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -284,12 +296,26 @@ def release_host(host: BrowserHost) -> None:
         host.stop()
 
 
-async def _start_playwright() -> Playwright:
+async def _start_playwright(folder: Path) -> Playwright:
+    """Its driver, which keeps files in `folder` and has the browsers do so."""
     try:
+        import playwright
         from playwright.async_api import async_playwright
     except ImportError as error:
         raise MissingExtraError("playwright", "browser", "the environment browser") from error
-    return await async_playwright().start()
+    before = os.environ.get(_NODE)
+    node = before or str(Path(inspect.getfile(playwright)).parent / "driver" / "node")
+    script = folder / "node"
+    script.write_text(f'#!/bin/sh\nTMPDIR={shlex.quote(str(folder))} exec {shlex.quote(node)} "$@"\n')
+    script.chmod(0o700)
+    if os.access(script, os.X_OK) and os.access(node, os.X_OK):  # not where programs may not be in /tmp
+        os.environ[_NODE] = str(script)
+    try:
+        return await async_playwright().start()
+    finally:
+        os.environ.pop(_NODE, None)
+        if before is not None:
+            os.environ[_NODE] = before
 
 
 async def _close_browser(chromium: Chromium) -> None:

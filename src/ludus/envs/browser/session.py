@@ -103,6 +103,11 @@ class BrowserSession:
             raise Notice("There is no tab.")
         return self._current
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the current page hangs or has crashed."""
+        return self._current is not None and (self._current.hangs or self._current.has_crashed)
+
     async def forget(self) -> None:
         """Back to one tab and numbers from 1, for another episode in the same context."""
         for tab in self._tabs[1:]:

@@ -186,7 +186,7 @@ async def evaluate(
         elif kind == "url_match":
             score *= url_match(evaluation, await page.url())
         elif kind == "program_html":
-            score *= await program_html(evaluation["program_html"], page, sites or {})
+            score *= await program_html(evaluation["program_html"], page, sites or {}, task=task)
         else:
             raise ConfigError(f"task {task!r}: WebArena has no evaluator {kind!r}")
     return score
@@ -201,28 +201,38 @@ async def string_match(
     judge: Judge | None = None,
 ) -> float:
     """How the answer of `stop [answer]` compares with the reference answers."""
-    score = 1.0
+    score, answer = 1.0, _clean(answer)  # each comparison cleans it again, as in the original
     for approach, value in (evaluation.get("reference_answers") or {}).items():
         if approach == "exact_match":
             score *= _is_exactly(value, answer)
         elif approach == "must_include":
-            for wanted in value:
-                score *= _includes(wanted, answer, by_word=len(value) == 1)
+            wanted_texts = _texts(value, task)
+            for wanted in wanted_texts:
+                score *= _includes(wanted, answer, by_word=len(wanted_texts) == 1)
         elif approach == "fuzzy_match":
-            if value == "N/A" and _is_exactly(value, answer):
+            is_unachievable = value == "N/A"
+            if is_unachievable and score * _is_exactly(value, answer) == 1.0:
                 continue
             if judge is None:
                 raise MissingJudgeError(task)
-            if value == "N/A":
+            if is_unachievable:
                 score = await judge(
                     "unachievable", objective, str(evaluation.get("string_note", "")), answer
                 )
                 continue
-            for wanted in [value] if isinstance(value, str) else value:
+            for wanted in _texts(value, task):
                 score *= await judge("fuzzy", objective, wanted, answer)
         else:
             raise ConfigError(f"task {task!r}: WebArena has no comparison {approach!r} of answers")
     return float(score)
+
+
+def _texts(value: Any, task: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(
+            f"task {task!r}: must_include and fuzzy_match take a list of texts, not {value!r}"
+        )
+    return value
 
 
 def _clean(answer: str) -> str:
@@ -241,8 +251,24 @@ def _includes(wanted: str, answer: str, *, by_word: bool = False) -> float:
     """A single character must be a word of its own where it is all that is asked for: "0" is not in "10"."""
     wanted, answer = _clean(wanted), _clean(answer)
     if by_word and len(wanted) == 1:
-        return float(wanted in re.findall(r"\d+(?:[.,]\d+)*|\w+|[^\w\s]", answer))
+        return float(wanted in _words(answer))
     return float(wanted in answer)
+
+
+_PUNCTUATION = re.compile(
+    r"""\.\.+ | -- | '' | [][(){}<>;@\#$%&?!*"“”‘’«»] | [:,](?!\d)  # words of their own, wherever they are
+    | \.(?=[])}>"'»”’\s]*$)  # the full stop of the last sentence""",
+    re.VERBOSE,
+)
+_APOSTROPHE = re.compile(
+    r"(?<=\w)n't(?=\s|$)|(?<!\w)'(?=(?![smdtn])\w\b)|(?<=[^\s'])'(?:s|m|d|ll|re|ve|)(?=\s|$)"
+)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a lower-case text as Treebank's rules have them (`word_tokenize` of NLTK): "5-star", "5/10",
+    "-5", "5:30" and "1.5" are one word each, "$5", "5%" and "(5)" are not."""
+    return _APOSTROPHE.sub(r" \g<0> ", _PUNCTUATION.sub(r" \g<0> ", text)).split()
 
 
 def url_match(evaluation: Mapping[str, Any], url: str) -> float:
@@ -266,7 +292,11 @@ def url_match(evaluation: Mapping[str, Any], url: str) -> float:
 
 
 async def program_html(
-    targets: Sequence[Mapping[str, Any]], page: JudgedPage, sites: Mapping[str, str]
+    targets: Sequence[Mapping[str, Any]],
+    page: JudgedPage,
+    sites: Mapping[str, str],
+    *,
+    task: str = "",
 ) -> float:
     """Whether pages of the site show what they should."""
     score = 1.0
@@ -289,7 +319,7 @@ async def program_html(
         if "exact_match" in wanted:
             score *= _is_exactly(wanted["exact_match"], seen)
         elif "must_include" in wanted:
-            for content in wanted["must_include"]:
+            for content in _texts(wanted["must_include"], task):
                 score *= float(any(_includes(one, seen) for one in content.split(" |OR| ")))
         else:
             raise ConfigError(f"WebArena has no comparison {sorted(wanted)!r} of contents")
@@ -307,7 +337,7 @@ async def _located(target: Mapping[str, Any], page: JudgedPage, sites: Mapping[s
         except PageProblem:
             pass  # as the original: what cannot be prepared is looked at as it is
         try:
-            return str(await page.evaluate(f"() => {locator}") or "")
+            return str(await page.evaluate(f"() => {locator}"))  # null is "None", as in the original
         except PageProblem:
             return ""  # it is the wrong page
     if locator.startswith("func:"):
@@ -339,7 +369,7 @@ async def _helper(call: str, page: JudgedPage, sites: Mapping[str, str]) -> str:
             f"the helper function of a WebArena task cannot be read: {call[:200]!r} ({error})"
         ) from error
     if name == "reddit_get_post_url":
-        return reddit_post_url(*arguments, reddit=sites.get("REDDIT", ""))
+        return reddit_post_url(*arguments)
     if name == "gitlab_get_project_memeber_role":  # spelled like this in the task files
         return await _gitlab_role(page, *arguments)
     if name in _SHOP_HELPERS:
@@ -349,17 +379,13 @@ async def _helper(call: str, page: JudgedPage, sites: Mapping[str, str]) -> str:
     raise ConfigError(f"there is no helper function {name!r} for WebArena's tasks")
 
 
-def reddit_post_url(url: str, *, reddit: str) -> str:
-    """The address of a post without what follows it."""
+def reddit_post_url(url: str) -> str:
+    """The address of a post without what follows its number; other addresses as they are."""
     parts = urllib.parse.urlparse(url)
-    steps = [one for one in parts.path.split("/") if one]
-    if (
-        len(steps) < 4
-        or steps[0] != "f"
-        or (reddit and parts.netloc != urllib.parse.urlparse(reddit).netloc)
-    ):
+    steps = parts.path.split("/")
+    if len(steps) < 4 or steps[1] != "f":
         return url
-    return f"{parts.scheme}://{parts.netloc}/f/{steps[1]}/{steps[2]}/{steps[3]}/"
+    return f"{parts.scheme}://{parts.netloc}/f/{steps[2]}/{steps[3]}/"
 
 
 async def _gitlab_role(page: JudgedPage, account: str) -> str:
@@ -382,8 +408,12 @@ def _shop_api(shop: str, path: str, token: str | None, body: Any = None) -> Any:
     )
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{shop}/rest/{path}", data, headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:  # no connection, no JSON, or an error status
+        message = f"the evaluator could not ask the shop's REST interface ({shop}/rest/{path}): {error}"
+        raise InfraError(Boundary.REWARD, message) from error
 
 
 def _shop_token(shop: str) -> str:

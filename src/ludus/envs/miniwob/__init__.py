@@ -113,6 +113,14 @@ class MiniWob(Browser):
             return Step("The episode is over.", self.reward, terminated=True)
         return Step(await self._observed(action, problem), 0.0)
 
+    async def _observed(self, action: str, problem: str = "") -> Observation:
+        """These pages do not hang or crash of their own accord, so that one that does is our failure."""
+        seen = await super()._observed(action, problem)
+        if self._open_session().is_stuck:
+            message = f"MiniWoB's page for {self.objective!r} does not respond, or has crashed"
+            raise InfraError(Boundary.ENV, message, retriable=False, replay=True, kind="BrowserLost")
+        return seen
+
     async def _state(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = await self._open_session().evaluate(_STATE)

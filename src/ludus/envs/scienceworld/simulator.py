@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from ludus.core.failures import Boundary, InfraError, MissingExtraError
+from ludus.core.processes import ScratchFolder
 from ludus.core.random import key
 
 JAVA_OPTIONS = (
@@ -167,9 +167,7 @@ class _JavaProcess:
             raise InfraError(
                 Boundary.ENV, "there is no program java; install Java 8 or later", retriable=False
             )
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="ludus-scienceworld-", ignore_cleanup_errors=True
-        )
+        self._folder = ScratchFolder("ludus-scienceworld-")
         """It writes a table of its objects into the working directory."""
         self.process = subprocess.Popen(
             [
@@ -179,7 +177,7 @@ class _JavaProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=self._folder.name,
+            cwd=self._folder.path,
             start_new_session=True,  # Ctrl-C is ours alone
         )
         self._greeting: list[str] = []
@@ -217,7 +215,7 @@ class _JavaProcess:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
