@@ -10,7 +10,7 @@ from ludus.core.failures import ConfigError, ToolFault
 from ludus.core.messages import ToolResult
 from ludus.core.task import Task
 from ludus.envs.env import Env
-from ludus.envs.scienceworld.simulator import Simulator, SimulatorFault
+from ludus.envs.scienceworld.simulator import CALL_SECONDS, Simulator, SimulatorFault
 from ludus.envs.scienceworld.tasks import (
     FIRST_ACTION,
     VARIATIONS,
@@ -44,14 +44,17 @@ class ScienceWorld(Env):
 
     step_rewards = "max"
 
-    def __init__(self) -> None:
+    def __init__(self, call_seconds: float = CALL_SECONDS) -> None:
+        """In a recipe, `[agent.pools.scienceworld] options`: `call_seconds` is how long the simulator may take
+        to start, and for a call, beside the pool's `reset_timeout` and `step_timeout`."""
         self.score = 0
         """The package's score now, from 0 to 100; -100 after a focus on the wrong object."""
         self.best = 0
         """The highest score of the episode."""
         self._is_over = False
         self._episodes = 0
-        self._simulator = Simulator()
+        self._call_seconds = call_seconds
+        self._simulator = self._new_simulator()
 
     def reset(self, task: Task, name: str, variation: int, simplifications: str = "") -> str:
         known = {task: count for counts in VARIATIONS.values() for task, count in counts.items()}
@@ -62,7 +65,7 @@ class ScienceWorld(Env):
             )
         if self._episodes >= EPISODES_PER_PROCESS:
             self._simulator.close()
-            self._simulator, self._episodes = Simulator(), 0
+            self._simulator, self._episodes = self._new_simulator(), 0
         self._episodes += 1
         self._is_over = False
         description = self._simulator.load(name, variation, simplifications=simplifications)
@@ -109,6 +112,9 @@ class ScienceWorld(Env):
 
     def close(self) -> None:
         self._simulator.close()
+
+    def _new_simulator(self) -> Simulator:
+        return Simulator(start_seconds=self._call_seconds, call_seconds=self._call_seconds)
 
     def _paid(self) -> float:
         """The score so far as a reward; the papers count a negative score as 0."""

@@ -121,6 +121,8 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
 
 _GOLD_ATTEMPTS = 5
+_GOLD_SECONDS = 600.0
+"""For a call that works out a gold path: seconds on a machine that is idle, minutes on one that is not."""
 _gold_lock = threading.Lock()
 _gold_simulator: Simulator | None = None
 
@@ -135,7 +137,7 @@ def gold_path(name: str, variation: int, simplifications: str = "") -> tuple[str
     global _gold_simulator
     with _gold_lock:
         if _gold_simulator is None or not _gold_simulator.is_alive:
-            _gold_simulator = Simulator()
+            _gold_simulator = Simulator(start_seconds=_GOLD_SECONDS, call_seconds=_GOLD_SECONDS)
         simulator = _gold_simulator
         path: list[str] = []
         for attempt in range(_GOLD_ATTEMPTS):
