@@ -56,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Reference]] = {
         {"discount": 0.7, "step_weight": 0.5, "normalise": False},
         lambda b: reference.gigpo(b, 0.7, 0.5, False),
     ),
+    # without branches they are these; with them, tests/algos/test_trees.py
+    "tree_grpo": ("tree_grpo", {}, reference.grpo),
+    "treepo": ("treepo", {}, reference.reinforce_pp_baseline),
+    "tree_value": ("tree_value", {}, reference.dr_grpo),
     "gae": (
         "gae",
         {"discount": 0.97, "lam": 0.9},

@@ -116,7 +116,7 @@ def test_another_copy_of_each_group_does_not_matter(name: str, batch: list[Attem
     found = estimate(double).advantages_T
     torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
     expected = estimate(inputs).advantages_T
-    if name in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+    if name in ("gae", "reinforce_pp", "reinforce_pp_baseline", "treepo"):
         # deviations over twice the tokens divide by 2n - 1, not by 2 (n - 1); the scale apart, nothing changes
         for number in set(inputs.sets.tolist()):
             mine = inputs.action_T & (inputs.sets[inputs.trajectory_T] == number)

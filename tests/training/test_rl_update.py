@@ -75,6 +75,10 @@ PLANS: dict[str, tuple[Callable[[list[Any]], Tokens], Callable[..., float], str]
     "ppo": (ppo, USUAL, "token"),
     "turn_grpo": (lambda a: advantages.turn_grpo(a, 1.0, True), USUAL, "token"),
     "gigpo": (lambda a: advantages.gigpo(a, 0.95, 1.0, True), USUAL, "token"),
+    # without branches; with them, tests/algos/test_trees.py
+    "tree_grpo": (advantages.grpo, USUAL, "token"),
+    "treepo": (advantages.reinforce_pp_baseline, USUAL, "token"),
+    "tree_value": (advantages.dr_grpo, USUAL, "token"),
 }
 
 

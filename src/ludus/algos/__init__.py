@@ -75,6 +75,7 @@ from ludus.algos.registry import (
     options_of,
 )
 from ludus.algos.shaping import overlong_penalty, resample_on_correct, roc_penalty
+from ludus.algos.trees import TreeNodes, tree_grpo, tree_nodes, tree_value, treepo
 
 __all__ = [
     "AGGREGATIONS",
@@ -96,6 +97,7 @@ __all__ = [
     "Metrics",
     "Need",
     "PolicyLoss",
+    "TreeNodes",
     "TurnTokens",
     "action_span",
     "adapted_kl_coefficient",
@@ -137,6 +139,10 @@ __all__ = [
     "rloo",
     "roc_penalty",
     "token_rewards",
+    "tree_grpo",
+    "tree_nodes",
+    "tree_value",
+    "treepo",
     "truncated_importance",
     "turn_grpo",
     "turn_returns",

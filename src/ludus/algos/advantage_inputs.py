@@ -22,11 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ludus.algos.trees import TreeNodes
 
 # Ranges of options: a recipe's value outside of its range is refused by name.
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -72,6 +75,8 @@ class AdvantageInputs:
     """The task set of each trajectory: statistics over the batch are taken within it. None: one set."""
     penalty_T: Tensor | None = None
     """A reward for each action token beside the total, such as -beta times a divergence. None: 0."""
+    tree: TreeNodes | None = None
+    """Which trajectories share their first turns. None: none does."""
 
     def __post_init__(self) -> None:
         sizes = {"N": len(self.rewards_N), "T": len(self.trajectory_T)}
@@ -79,7 +84,7 @@ class AdvantageInputs:
             sizes["U"] = len(self.trajectory_U)
         for name in self.__slots__:
             value, letter = getattr(self, name), name[-1]
-            if value is None:
+            if value is None or name == "tree":
                 continue
             if letter not in sizes:
                 raise ValueError(f"{name} counts turns, so trajectory_U must be given with it")
@@ -96,6 +101,10 @@ class AdvantageInputs:
         """The total reward of each trajectory and the penalties of its action tokens."""
         if self.penalty_T is None:
             return self.rewards_N
+        if self.tree is not None:  # shared turns count for each trajectory that has them
+            said_T, turn_T = self.action_T, required(self.turn_T, "turn_T")
+            paid_U = sum_within(self.penalty_T[said_T], turn_T[said_T], len(self.tree.node_U))
+            return self.rewards_N + self.tree.turn_sums(paid_U, len(self.rewards_N))
         return self.rewards_N.index_add(0, self.trajectory_T, self.penalty_T * self.action_T)
 
     @property
@@ -104,8 +113,17 @@ class AdvantageInputs:
         return torch.zeros_like(self.group_N) if self.set_N is None else self.set_N
 
     def broadcast(self, advantages_N: Tensor) -> Advantages:
-        """One number per trajectory, given to each of its tokens that the loss applies to."""
-        return Advantages(advantages_N[self.trajectory_T] * self.loss_mask)
+        """One number per trajectory, given to each of its tokens that the loss applies to.
+
+        A turn that several trajectories share gets the mean of theirs.
+        """
+        advantages_T = advantages_N[self.trajectory_T]
+        if self.tree is not None:
+            turn_T = required(self.turn_T, "turn_T")
+            mean_U = self.tree.node_means(advantages_N)[self.tree.node_U]
+            padded = torch.cat([mean_U, mean_U.new_zeros(1)])
+            advantages_T = torch.where(turn_T >= 0, padded[turn_T], advantages_T)
+        return Advantages(advantages_T * self.loss_mask)
 
     def broadcast_turns(self, advantages_U: Tensor) -> Advantages:
         """One number per turn, given to each of its tokens that the loss applies to."""

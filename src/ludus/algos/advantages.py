@@ -130,7 +130,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
     2025, arXiv:2501.03262, section on the variant with a baseline.
     """
     centred_N = centered(inputs.totals, inputs.group_N)
-    return Advantages(whitened(centred_N[inputs.trajectory_T], inputs))
+    return Advantages(whitened(inputs.broadcast(centred_N).advantages_T, inputs))
 
 
 @needs(Need.SIBLINGS, Need.TURNS)

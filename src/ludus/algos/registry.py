@@ -41,6 +41,9 @@ ESTIMATORS = Registry(
         "gae": "ludus.algos.gae:gae",
         "turn_grpo": "ludus.algos.advantages:turn_grpo",
         "gigpo": "ludus.algos.advantages:gigpo",
+        "tree_grpo": "ludus.algos.trees:tree_grpo",
+        "treepo": "ludus.algos.trees:treepo",
+        "tree_value": "ludus.algos.trees:tree_value",
     },
 )
 LOSSES = Registry(
@@ -127,6 +130,9 @@ ALGORITHMS: dict[str, AlgorithmSpec] = {
     "ppo": AlgorithmSpec("gae"),
     "turn_grpo": AlgorithmSpec("turn_grpo"),
     "gigpo": AlgorithmSpec("gigpo"),
+    "tree_grpo": AlgorithmSpec("tree_grpo"),
+    "treepo": AlgorithmSpec("treepo"),
+    "tree_value": AlgorithmSpec("tree_value"),
 }
 """A recipe's `algorithm`: one of these, or a reference to an estimator of one's own."""
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ludus.core.task import Task
     from ludus.core.tokenizer import ByteTokenizer, Tokenizer
     from ludus.core.trajectory import (
+        Branch,
         Group,
         GroupReward,
         MediaSpan,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Aborted",
     "Boundary",
+    "Branch",
     "ByteTokenizer",
     "Completion",
     "Config",

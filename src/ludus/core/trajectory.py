@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ludus.core.failures import Failure, Fault
 from ludus.core.generation import FinishReason, VersionSpan
@@ -121,6 +121,22 @@ class TokenSequence:
         return sum(len(segment.tokens) for segment in self.segments)
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a branch of a tree goes on: behind the first `segments` segments of another attempt of its group.
+
+    These segments are the other's own objects, in memory and after reading a file, so that whoever counts or
+    trains segments can tell by identity what is shared.
+    """
+
+    attempt: int
+    segments: int
+    """Of the first sequence; the next one is an action."""
+    state: Literal["fork", "replay", "fresh"] = "fork"
+    """How the tools and environments came to be where the other's had been: from a snapshot, by the same calls
+    again, or not at all, so that the attempt began anew and shares nothing (`segments` is 0)."""
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One episode. The common case is a single sequence.
@@ -141,9 +157,11 @@ class Trajectory:
     attempt: int = 0
     seed: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time went: generate, tools, rewards, total."""
+    """Where the time went: generate, tools, rewards, total. A branch's own, without its prefix."""
     counts: dict[str, float] = field(default_factory=dict)
     """What the agent counted, by the name of the metric: an agent behind the model server counts restarts."""
+    branch: Branch | None = None
+    """Where it branched off another attempt; None for an attempt that began at the prompt."""
 
     @property
     def tokens(self) -> list[int]:
@@ -160,6 +178,12 @@ class Trajectory:
     @property
     def actions(self) -> list[Segment]:
         return [segment for sequence in self.sequences for segment in sequence.actions]
+
+    @property
+    def own_segments(self) -> list[Segment]:
+        """All segments but those that a branch shares with the attempt that it branched off."""
+        segments = [segment for sequence in self.sequences for segment in sequence.segments]
+        return segments if self.branch is None else segments[self.branch.segments :]
 
     @property
     def turns(self) -> int:

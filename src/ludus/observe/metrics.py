@@ -67,9 +67,20 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
     Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
     Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
-    Metric("tokens/action", "Mean number of tokens the model sampled.", "tokens per episode"),
+    Metric("tokens/action", "Mean number of tokens the model sampled; those that branches of a tree share "
+           "count once.", "tokens per episode"),
     Metric("tokens/observation", "Mean number of tokens tools and environments put there, and the "
            "end-of-turn tokens that were added for the model.", "tokens per episode"),
+    Metric("tree/branches", "Attempts that went on from a turn of another one (`rl.tree`).", "episodes", "sum"),
+    Metric("tree/replayed", "Branches whose tools and environments came to their turn by the same calls again.",
+           "episodes", "sum"),
+    Metric("tree/fresh", "Branches that could not be had, and were played from the prompt instead.", "episodes",
+           "sum"),
+    Metric("tree/tokens_saved", "Sampled tokens that branches share with the attempts that they branched off.",
+           "tokens", "sum"),
+    Metric("tree/calls_saved", "Tool calls that forked branches share, and that were not made again.", "calls",
+           "sum"),
+    Metric("tree/depth", "Mean number of turns that a branch shares.", "turns"),
     Metric(
         "groups_without_signal",
         "Share of all groups in which no two scored attempts have different rewards: a baseline taken "
@@ -291,6 +302,8 @@ def rollout_metrics(groups: Sequence[Group], success: Success = is_success) -> d
         metrics |= _tokens(scored)
         metrics |= _means("seconds", [trajectory.seconds for trajectory in scored])
         metrics |= _counts(scored)
+    if any(trajectory.branch is not None for trajectory in played):
+        metrics |= _tree(played)
     if groups:
         metrics["groups_without_signal"] = _mean(not has_signal(group) for group in groups)
     return metrics | failure_metrics(played)
@@ -388,10 +401,39 @@ def set_metrics(name: str, metrics: Mapping[str, float], chosen: Iterable[str]) 
 
 def _tokens(scored: Sequence[Trajectory]) -> dict[str, float]:
     totals: Counter[SegmentKind] = Counter()
-    sequences = [sequence for trajectory in scored for sequence in trajectory.sequences]
-    for segment in (segment for sequence in sequences for segment in sequence.segments):
-        totals[segment.kind] += len(segment.tokens)
+    seen: set[int] = set()
+    for trajectory in scored:
+        shared = 0 if trajectory.branch is None else trajectory.branch.segments
+        segments = [segment for sequence in trajectory.sequences for segment in sequence.segments]
+        for place, segment in enumerate(segments):
+            if place >= shared or id(segment) not in seen:  # what branches share counts once
+                totals[segment.kind] += len(segment.tokens)
+        seen.update(map(id, segments))
     return {f"tokens/{kind.value}": totals[kind] / len(scored) for kind in SegmentKind}
+
+
+def _tree(played: Sequence[Trajectory]) -> dict[str, float]:
+    """What branches share with the attempts that they branched off."""
+    states = Counter(t.branch.state for t in played if t.branch is not None)
+    prefixes = [
+        (
+            t.branch.state,
+            [s for s in t.sequences[0].segments[: t.branch.segments] if s.logprobs is not None],
+        )
+        for t in played
+        if t.branch is not None and t.branch.segments
+    ]
+    forked = [actions for state, actions in prefixes if state == "fork"]
+    metrics: dict[str, float] = {
+        "tree/branches": len(prefixes),
+        "tree/replayed": states["replay"],
+        "tree/fresh": states["fresh"],
+        "tree/tokens_saved": sum(len(one.tokens) for _, actions in prefixes for one in actions),
+        "tree/calls_saved": sum(len(one.calls) for actions in forked for one in actions),
+    }
+    if prefixes:
+        metrics["tree/depth"] = _mean(len(actions) for _, actions in prefixes)
+    return metrics
 
 
 def _means(family: str, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,6 +5,10 @@ in order, belong to which segment. The first sequence, nearly always the only on
 `tokens`, `action_mask` and `logprobs` to itself; further ones are in `more_sequences`. `action_mask`
 alone could be computed from the segments: it is there because every reader wants it, and costs next to
 nothing.
+
+A branch of a tree is stored without what the attempt that it branched off has already: of its first sequence
+without `shared_segments` segments, and without `shared_messages` messages. Its parent's row stands before it in
+the same group.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +28,18 @@ from ludus.core.codec import decode
 from ludus.core.failures import Boundary, Failure, LudusError, not_there
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, Segment, SegmentKind, TokenSequence, Trajectory
+from ludus.core.trajectory import Branch, Group, Segment, SegmentKind, TokenSequence, Trajectory
 from ludus.observe.encoding import dump_value, escape, load_value, unescape
 from ludus.observe.files import atomic_file
 
-FORMAT = b"1"
-"""Counts the changes to the columns that an older reader would misread."""
+FORMATS = FORMAT, TREE_FORMAT = (b"1", b"2")
+"""Counts the changes to the columns that an older reader would misread. 2: there are branches of trees."""
 
 _FORMAT_KEY = b"ludus.trajectories"
 _NOTES_KEY = b"ludus.groups"
 _ROWS_AT_ONCE = 256
 _FAILURE = tuple(field.name for field in fields(Failure))
+_BRANCH = tuple(field.name for field in fields(Branch))
 _JSON = frozenset({"target", "envs", "metadata", "tool_calls", "calls", "media"})
 """Columns of JSON text, which `dump_value` has escaped."""
 _TRAJECTORY = TypeAdapter(Trajectory)
@@ -67,10 +72,15 @@ def write_trajectories(
     if len(numbers) != len(trajectories):
         raise ValueError(f"{len(numbers)} group numbers for {len(trajectories)} trajectories")
     rows = (
-        row_of(trajectory, step=step, split=split, group=number)
-        for trajectory, number in zip(trajectories, numbers, strict=True)
+        row_of(trajectory, step=step, split=split, group=number, parent=parent)
+        for trajectory, number, parent in zip(
+            trajectories, numbers, _parents(trajectories, numbers), strict=True
+        )
     )
-    schema = _schema().with_metadata({**_schema().metadata, _NOTES_KEY: json.dumps(list(notes))})
+    has_trees = any(trajectory.branch is not None for trajectory in trajectories)
+    schema = _schema().with_metadata(
+        {_FORMAT_KEY: TREE_FORMAT if has_trees else FORMAT, _NOTES_KEY: json.dumps(list(notes))}
+    )
     with (
         atomic_file(path) as temporary,
         pq.ParquetWriter(temporary, schema, **_encodings()) as writer,
@@ -170,10 +180,20 @@ def _read(
     if not Path(path).is_file():
         raise StoreError(not_there(path, beside_recipe=False))
     names = ("task_id", "attempt", "failure_boundary")
+    known: dict[tuple[int, int], Trajectory] = {}
     try:
         with pq.ParquetFile(path) as file:
-            _check_format(path, (file.schema_arrow.metadata or {}).get(_FORMAT_KEY))
+            format = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY)
+            _check_format(path, format)
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                if format == TREE_FORMAT:  # branches need their parents, so all are decoded
+                    for row in batch.to_pylist():
+                        number = row["group_id"]
+                        one = trajectory_of(row, known.get((number, row["branch_attempt"])))
+                        known[number, one.attempt] = one
+                        if wanted is None or wanted(one.task.id, one.attempt, one.failure is not None):
+                            yield number, one
+                    continue
                 if wanted is not None:
                     columns = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
                     found = [
@@ -189,11 +209,20 @@ def _read(
 def _check_format(path: str | Path, found: bytes | None) -> None:
     if found is None:
         raise StoreError(f"{path} is Parquet, but not written by Ludus")
-    if found != FORMAT:
+    if found not in FORMATS:
         raise StoreError(
             f"{path} has format {found.decode(errors='replace')} and this version of Ludus reads "
-            f"{FORMAT.decode()}; use the version that wrote it"
+            f"{' and '.join(one.decode() for one in FORMATS)}; use the version that wrote it"
         )
+
+
+def _parents(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Iterator[Trajectory | None]:
+    """For each branch, the attempt of its group that it branched off, if that one stands before it."""
+    known: dict[tuple[int, int], Trajectory] = {}
+    for trajectory, group in zip(trajectories, groups, strict=True):
+        branch = trajectory.branch
+        yield None if branch is None else known.get((group, branch.attempt))
+        known[group, trajectory.attempt] = trajectory
 
 
 def _numbered(trajectories: Sequence[Trajectory]) -> list[int]:
@@ -241,6 +270,8 @@ def _schema() -> Any:
         ("parents", pa.list_(pa.struct([("sequence", count), ("segment", count)]))),
         ("more_sequences", pa.list_(pa.struct(flat))),
         ("seconds", entries), ("counts", entries),
+        ("branch_attempt", count), ("branch_segments", count), ("branch_state", text),
+        ("shared_segments", count), ("shared_messages", count),
     ]  # fmt: skip
     return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
 
@@ -259,12 +290,20 @@ def _encodings() -> Json:
     }
 
 
-def row_of(trajectory: Trajectory, *, step: int, split: str, group: int) -> Json:
-    """The row for a trajectory."""
-    task = trajectory.task
+def row_of(
+    trajectory: Trajectory, *, step: int, split: str, group: int, parent: Trajectory | None = None
+) -> Json:
+    """The row for a trajectory; what a branch shares with its `parent` is left out."""
+    task, branch = trajectory.task, trajectory.branch
+    sequences, shared_segments, shared_messages = trajectory.sequences, 0, 0
+    if branch is not None and parent is not None:
+        first = sequences[0]
+        shared_segments = _same(first.segments, parent.sequences[0].segments, branch.segments)
+        shared_messages = _same(trajectory.messages, parent.messages, len(trajectory.messages))
+        sequences = [TokenSequence(first.segments[shared_segments:], first.parent), *sequences[1:]]
     dumped = {name: dump_value(getattr(task, name)) for name in ("target", "envs", "metadata")}
-    first, *more = [_flat(sequence) for sequence in trajectory.sequences] or [_flat(TokenSequence())]
-    parents = [sequence.parent or (None, None) for sequence in trajectory.sequences]
+    flat, *more = [_flat(sequence) for sequence in sequences] or [_flat(TokenSequence())]
+    parents = [sequence.parent or (None, None) for sequence in sequences]
     row = {
         "step": step,
         "split": split,
@@ -281,23 +320,32 @@ def row_of(trajectory: Trajectory, *, step: int, split: str, group: int) -> Json
         "rewards": _entries(trajectory.rewards),
         "answer": trajectory.answer,
         "turns": trajectory.turns,
-        **first,
-        "messages": [_message_row(message) for message in trajectory.messages],
+        **flat,
+        "messages": [_message_row(message) for message in trajectory.messages[shared_messages:]],
         "segments": [
             _segment_row(segment, index)
-            for index, sequence in enumerate(trajectory.sequences)
+            for index, sequence in enumerate(sequences)
             for segment in sequence.segments
         ],
         "parents": [{"sequence": sequence, "segment": segment} for sequence, segment in parents],
         "more_sequences": more,
         "seconds": _entries(trajectory.seconds),
         "counts": _entries(trajectory.counts),
+        **{f"branch_{name}": getattr(branch, name, None) for name in _BRANCH},
+        "shared_segments": shared_segments if branch is not None else None,
+        "shared_messages": shared_messages if branch is not None else None,
     }
     escaped: Json = _with_texts(row, escape)
     return escaped
 
 
-def trajectory_of(stored: Mapping[str, Any]) -> Trajectory:
+def _same(own: Sequence[Any], others: Sequence[Any], most: int) -> int:
+    """How many leading items, at most, are the very same."""
+    pairs = islice(zip(own, others, strict=False), most)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+
+
+def trajectory_of(stored: Mapping[str, Any], parent: Trajectory | None = None) -> Trajectory:
     """The trajectory that `row_of` was given; a `ValueError` says what does not fit."""
     row = _with_texts(stored, unescape)
     values = {name: load_value(row[name]) for name in ("target", "envs", "metadata")}
@@ -313,7 +361,17 @@ def trajectory_of(stored: Mapping[str, Any]) -> Trajectory:
         # files from before it was counted have none
         "counts": {entry["name"]: entry["value"] for entry in row.get("counts") or ()},
     }
-    return decode(_TRAJECTORY, {**row, **fields})
+    branch = {name: row.get(f"branch_{name}") for name in _BRANCH}
+    fields["branch"] = None if branch["attempt"] is None else branch
+    trajectory = decode(_TRAJECTORY, {**row, **fields})
+    if row.get("shared_segments") or row.get("shared_messages"):
+        if parent is None:
+            raise ValueError(
+                f"attempt {trajectory.attempt} branched off attempt {branch['attempt']}, which is not there"
+            )
+        trajectory.sequences[0].segments[:0] = parent.sequences[0].segments[: row["shared_segments"]]
+        trajectory.messages[:0] = parent.messages[: row["shared_messages"]]
+    return trajectory
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -15,7 +15,7 @@ from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
 from ludus.training.data.curriculum import BUDGETS, CurriculumConfig, check_settings
 
 PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
-PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline"}
+PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline", "tree_grpo", "treepo", "tree_value"}
 """Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
 
 

@@ -1,7 +1,8 @@
 """Sequence packing: from trajectories to rows, and from rows to packed micro-batches without padding.
 
 A row is one sequence of a trajectory, with the prefix it shares with its ancestors in front. The prefix is
-context: its actions are trained where they were first sampled, and nowhere else.
+context: its actions are trained where they were first sampled, and nowhere else. So it is with the turns that a
+branch of a tree shares with another attempt: the first of the given trajectories that has them trains them.
 
 Tensors over the tokens of all rows, in the order given, have T in their names. Indexing goes through numpy:
 torch would wake one thread per core, and on a busy host the last of them keeps the GPU waiting for
@@ -15,7 +16,7 @@ import heapq
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ludus.algos import AdvantageInputs
+from ludus.algos import AdvantageInputs, TreeNodes, tree_nodes
 from ludus.core.failures import LudusError
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.kernels import arrays_to_device
@@ -53,29 +54,46 @@ class Row:
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
     """The rows of these trajectories, in order; a sequence without an action has nothing to train."""
     rows: list[Row] = []
+    shared = _shared_segments(trajectories)
     for number, trajectory in enumerate(trajectories):
         for index, sequence in enumerate(trajectory.sequences):
-            mask = sequence.action_mask
+            known = shared.get(number, 0) if index == 0 else 0
+            before = _inherited(trajectory, index) + sequence.segments[:known]
+            own = sequence.segments[known:]
+            mask = [s.kind is SegmentKind.ACTION for s in own for _ in s.tokens]
             if not any(mask):
                 continue
-            before = _inherited(trajectory, index)
             prefix = [token for segment in before for token in segment.tokens]
-            observed = [s.kind is SegmentKind.OBSERVATION for s in sequence.segments for _ in s.tokens]
+            logprobs = [value for s in own for value in (s.logprobs or [0.0] * len(s.tokens))]
+            observed = [s.kind is SegmentKind.OBSERVATION for s in own for _ in s.tokens]
             rows.append(
                 Row(
-                    tokens=prefix + sequence.tokens,
+                    tokens=prefix + [token for segment in own for token in segment.tokens],
                     action_mask=[False] * len(prefix) + mask,
                     observation_mask=[False] * len(prefix) + observed,
-                    logprobs=[0.0] * len(prefix) + sequence.logprobs,
+                    logprobs=[0.0] * len(prefix) + logprobs,
                     trajectory=number,
-                    turns=[action for action in sequence.actions if action.tokens],
-                    states=list(_states(before, sequence.segments)),
+                    turns=[s for s in own if s.kind is SegmentKind.ACTION and s.tokens],
+                    states=list(_states(before, own)),
                 )
             )
             if rows[-1].action_mask[0]:
                 raise ValueError("a row starts with an action: the model must have read something first")
             rows[-1].observation_mask[0] = False  # nothing before it could have predicted it
     return rows
+
+
+def _shared_segments(trajectories: Sequence[Trajectory]) -> dict[int, int]:
+    """How many leading segments of each branch an earlier one of these trajectories has already."""
+    shared: dict[int, int] = {}
+    seen: set[int] = set()
+    for number, trajectory in enumerate(trajectories):
+        segments = trajectory.sequences[0].segments if trajectory.sequences else []
+        if trajectory.branch is not None:
+            prefix = segments[: trajectory.branch.segments]
+            shared[number] = sum(1 for _ in takewhile(lambda s: id(s) in seen, prefix))
+        seen.update(map(id, segments))
+    return shared
 
 
 def _inherited(trajectory: Trajectory, index: int) -> list[Segment]:
@@ -163,7 +181,17 @@ def advantage_inputs(
         anchor_U=_anchors(rows, groups),
         truncated_N=torch.tensor([t.stop.is_truncated for t in trajectories], dtype=torch.bool),
         set_N=None if sets is None else torch.tensor(sets, dtype=torch.long),
+        tree=_tree([turn for _, turn in turns], trajectories),
     )
+
+
+def _tree(turns: Sequence[Segment], trajectories: Sequence[Trajectory]) -> TreeNodes | None:
+    """Which trajectories share which of these turns; None where none does."""
+    if all(trajectory.branch is None for trajectory in trajectories):
+        return None
+    number = {id(turn): place for place, turn in enumerate(turns)}
+    paths = [[number[id(a)] for a in one.actions if id(a) in number] for one in trajectories]
+    return tree_nodes(paths, len(turns))
 
 
 def _turns(rows: Sequence[Row]) -> Tensor:

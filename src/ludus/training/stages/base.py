@@ -207,7 +207,7 @@ def timing_metrics(groups: Sequence[Group], playing: float, training: float) -> 
         / total
         for name, phase in names.items()
     }
-    said = sum(len(action.tokens) for t in trajectories for action in t.actions)
+    said = sum(len(s.tokens) for t in trajectories for s in t.own_segments if s.logprobs is not None)
     return shares | {
         "time_share/training": training / step,
         "tokens_per_second": said / step,
