@@ -48,6 +48,16 @@ def held_out_tasks() -> list[ludus.Task]:
     return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[:HELD_OUT] * 8]
 
 
+def few_tasks() -> list[ludus.Task]:
+    """Tickets of one customer, each several times: for an agent that takes a second to start."""
+    return [ludus.Task.of(f"{what}.", team) for what, team in TEAMS.items()] * 6
+
+
+def few_held_out() -> list[ludus.Task]:
+    """The same tickets: what is measured is whether the agent learns, not what it makes of it elsewhere."""
+    return [ludus.Task.of(f"{what}.", team) for what, team in TEAMS.items()] * 2
+
+
 def expert(task: ludus.Task) -> Generator[ludus.ToolCall, str, None]:
     """Calls the tool as it should be, with the right team on half of the tickets."""
     teams = [task.target, task.target, *TEAMS.values()]
