@@ -1,6 +1,6 @@
 """An agent that knows nothing of Ludus: an ordinary program on OpenAI's client, which assigns a support ticket.
 
-`ludus train ticket_agent` trains the model behind it, through the address and the key in its environment. By hand:
+`ludus train ticket_agent` trains the model behind it, at the address in its environment. By hand:
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python ticket_agent.py "Charged twice, says a baker."
 """

@@ -1,0 +1,254 @@
+"""One tool loop by each of seven client libraries, as their users write it. Run as: python client_programs.py NAME
+
+The address and the key come from the environment. Each asks what 2 + 3 is, runs the tool `add` that the model
+calls, and prints what the model says in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+QUESTION, SYSTEM = "What is 2 + 3? Use the tool.", "You add numbers."
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOL = {"name": "add", "description": "Add two numbers.", "parameters": SCHEMA}
+
+
+def with_openai(stream: bool = False) -> str:
+    from openai import OpenAI
+
+    client = OpenAI()
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    while True:
+        asked = {
+            "model": "policy",
+            "messages": messages,
+            "tools": [{"type": "function", "function": TOOL}],
+        }
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                for _ in events:
+                    pass
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**asked).choices[0].message
+        messages.append(message.model_dump(exclude_none=stream))
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            given = json.loads(call.function.arguments)
+            result = str(given["a"] + given["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def with_responses(stream: bool = False) -> str:
+    from openai import OpenAI
+
+    client = OpenAI()
+    items = [{"role": "user", "content": QUESTION}]
+    while True:
+        asked = {
+            "model": "policy",
+            "instructions": SYSTEM,
+            "input": items,
+            "tools": [{"type": "function", **TOOL}],
+        }
+        if stream:
+            with client.responses.stream(**asked) as events:
+                for _ in events:
+                    pass
+                response = events.get_final_response()
+        else:
+            response = client.responses.create(**asked)
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            return response.output_text
+        for call in calls:
+            given = json.loads(call.arguments)
+            output = str(given["a"] + given["b"])
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+
+
+def with_anthropic(stream: bool = False) -> str:
+    from anthropic import Anthropic
+
+    client = Anthropic()
+    tool = {"name": "add", "description": "Add two numbers.", "input_schema": SCHEMA}
+    messages = [{"role": "user", "content": QUESTION}]
+    while True:
+        asked = {
+            "model": "policy",
+            "max_tokens": 99,
+            "system": SYSTEM,
+            "messages": messages,
+            "tools": [tool],
+        }
+        if stream:
+            with client.messages.stream(**asked) as events:
+                for _ in events:
+                    pass
+                reply = events.get_final_message()
+        else:
+            reply = client.messages.create(**asked)
+        messages.append({"role": "assistant", "content": reply.content})
+        uses = [block for block in reply.content if block.type == "tool_use"]
+        if not uses:
+            return "".join(block.text for block in reply.content if block.type == "text")
+        results = [
+            {
+                "type": "tool_result",
+                "tool_use_id": use.id,
+                "content": str(use.input["a"] + use.input["b"]),
+            }
+            for use in uses
+        ]
+        messages.append({"role": "user", "content": results})
+
+
+def with_agents(chat: bool = False) -> str:
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    model = OpenAIChatCompletionsModel("policy", AsyncOpenAI()) if chat else "policy"
+    agent = Agent("adder", instructions=SYSTEM, tools=[add], model=model, model_settings=ModelSettings())
+    return Runner.run_sync(agent, QUESTION).final_output
+
+
+def with_langgraph() -> str:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    @tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    agent = create_react_agent(ChatOpenAI(model="policy"), [add], prompt=SYSTEM)
+    return agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content
+
+
+def with_pydantic_ai() -> str:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    agent = Agent(OpenAIChatModel("policy"), instructions=SYSTEM)
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    return agent.run_sync(QUESTION).output
+
+
+def with_smolagents() -> str:
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def add(a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: A number.
+            b: Another.
+        """
+        return str(a + b)
+
+    base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    agent = ToolCallingAgent(
+        [add], OpenAIServerModel("policy", api_base=base, api_key=key), verbosity_level=0, max_steps=3
+    )
+    return str(agent.run(QUESTION))
+
+
+def with_litellm() -> str:
+    import litellm
+
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    while True:
+        reply = litellm.completion(
+            "openai/policy", messages=messages, tools=[{"type": "function", "function": TOOL}],
+            api_base=os.environ["OPENAI_BASE_URL"],
+        )  # fmt: skip
+        message = reply.choices[0].message
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            given = json.loads(call.function.arguments)
+            result = str(given["a"] + given["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def rate_limited() -> str:
+    """How openai's client meets a 429."""
+    from openai import OpenAI, RateLimitError
+
+    try:
+        OpenAI(max_retries=0).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}]
+        )
+    except RateLimitError as error:
+        return f"{error.status_code} {error.code}"
+    return "no error"
+
+
+def parallel() -> str:
+    """Many conversations at once over one asynchronous client."""
+    from openai import AsyncOpenAI
+
+    async def one(client: AsyncOpenAI, number: int) -> str:
+        messages = [{"role": "user", "content": f"question {number}"}]
+        for _ in range(3):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message.model_dump(), {"role": "user", "content": "and then?"}]
+        return reply.choices[0].message.content
+
+    async def many() -> str:
+        async with AsyncOpenAI() as client:
+            return ",".join(await asyncio.gather(*(one(client, number) for number in range(8))))
+
+    return asyncio.run(many())
+
+
+PROGRAMS = {
+    "openai": with_openai,
+    "openai-stream": lambda: with_openai(stream=True),
+    "responses": with_responses,
+    "responses-stream": lambda: with_responses(stream=True),
+    "anthropic": with_anthropic,
+    "anthropic-stream": lambda: with_anthropic(stream=True),
+    "openai-agents": with_agents,
+    "openai-agents-chat": lambda: with_agents(chat=True),
+    "langgraph": with_langgraph,
+    "pydantic-ai": with_pydantic_ai,
+    "smolagents": with_smolagents,
+    "litellm": with_litellm,
+    "rate-limited": rate_limited,
+    "parallel": parallel,
+}
+
+if __name__ == "__main__":
+    print(PROGRAMS[sys.argv[1]]())
