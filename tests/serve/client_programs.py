@@ -1,4 +1,4 @@
-"""One tool loop by each of seven client libraries, as their users write it. Run as: python client_programs.py NAME
+"""One tool loop by each of seven client libraries, as their users write it: python client_programs.py NAME
 
 The address and the key come from the environment. Each asks what 2 + 3 is, runs the tool `add` that the model
 calls, and prints what the model says in the end.
@@ -215,6 +215,15 @@ def rate_limited() -> str:
     return "no error"
 
 
+def impatient() -> str:
+    """A client whose patience ends before the reply comes."""
+    from openai import OpenAI
+
+    client = OpenAI(timeout=1.5, max_retries=6)
+    asked = [{"role": "user", "content": "x"}]
+    return client.chat.completions.create(model="m", messages=asked).choices[0].message.content
+
+
 def parallel() -> str:
     """Many conversations at once over one asynchronous client."""
     from openai import AsyncOpenAI
@@ -247,6 +256,7 @@ PROGRAMS = {
     "smolagents": with_smolagents,
     "litellm": with_litellm,
     "rate-limited": rate_limited,
+    "impatient": impatient,
     "parallel": parallel,
 }
 

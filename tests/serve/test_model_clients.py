@@ -1,0 +1,113 @@
+"""Client libraries that nobody here wrote, unchanged, through the model server: their tokens are exact.
+
+They need not be installed where the tests are: LUDUS_CLIENTS_PYTHON names an interpreter that has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_parts import CALL, Served, serving, serving_checkpoint
+
+from ludus.training.data.packing import rows_of
+
+PYTHON = os.environ.get("LUDUS_CLIENTS_PYTHON", sys.executable)
+PROGRAMS = Path(__file__).parent / "client_programs.py"
+FINAL = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "It is 5."}}\n</tool_call>'
+PACKAGES = {
+    "openai": "openai",
+    "openai-stream": "openai",
+    "responses": "openai",
+    "responses-stream": "openai",
+    "anthropic": "anthropic",
+    "anthropic-stream": "anthropic",
+    "openai-agents": "agents",
+    "openai-agents-chat": "agents",
+    "langgraph": "langgraph.prebuilt",
+    "pydantic-ai": "pydantic_ai",
+    "smolagents": "smolagents",
+    "litellm": "litellm",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@cache
+def has(package: str) -> bool:
+    """Whether the clients' interpreter has a package."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([PYTHON, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+async def run(name: str, address: str, key: str) -> str:
+    package = PACKAGES.get(name, "openai")
+    if not has(package.partition(".")[0]):
+        pytest.skip(f"{PYTHON} has no {package}")
+    variables = {
+        "OPENAI_BASE_URL": f"{address}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": address,
+        "ANTHROPIC_API_KEY": key,
+        "NO_PROXY": "*",
+    }
+    process = await asyncio.create_subprocess_exec(
+        PYTHON, str(PROGRAMS), name, env={**os.environ, **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()[-3000:]
+    return out.decode().strip()
+
+
+def assert_every_token_is_recorded(served: Served) -> None:
+    rows = [row.tokens for row in rows_of([served.trajectory])]
+    for call in served.engine.calls:
+        seen = [*call.consumed, *call.completion.tokens]
+        assert any(row[: len(seen)] == seen for row in rows)
+    sampled = sorted(list(call.completion.tokens) for call in served.engine.calls)
+    assert sorted(action.tokens for action in served.trajectory.actions) == sampled
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+async def test_a_tool_loop_is_token_exact(name: str) -> None:
+    rewrites = name == "smolagents"  # it echoes calls as prose, and results as a user's words
+    async with serving([CALL, FINAL if rewrites else "It is 5."]) as served:
+        assert await run(name, served.address, served.session.key) == "It is 5."
+        assert_every_token_is_recorded(served)
+        counts = {"requests": 2, "conversations": 1, "branches": 0, "restarts": int(rewrites)}
+        assert served.session.tree.counts == counts
+        assert len(served.trajectory.sequences) == 1 + rewrites
+
+
+async def test_conversations_of_one_client_at_once() -> None:
+    async with serving(lambda *_: "fine", seconds=0.01) as served:
+        assert await run("parallel", served.address, served.session.key) == ",".join(["fine"] * 8)
+        assert_every_token_is_recorded(served)
+        assert len(served.trajectory.sequences) == 8
+
+
+async def test_a_429_is_the_clients_own_error() -> None:
+    async with serving_checkpoint(["one"], seconds=30, concurrency=1, queue=0) as (address, _):
+        body: Any = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        import aiohttp
+
+        async with aiohttp.ClientSession() as http:
+            first = asyncio.create_task(http.post(f"{address}/v1/chat/completions", json=body))
+            await asyncio.sleep(0.2)
+            assert await run("rate-limited", address, "any") == "429 overloaded"
+            first.cancel()
+
+
+async def test_a_client_that_times_out_and_retries_gets_the_reply_that_was_sampled() -> None:
+    """openai's client marks its retries; the first request is still being sampled."""
+    async with serving(["one", "two"], seconds=4.0) as served:
+        assert await run("impatient", served.address, served.session.key) == "one"
+        assert len(served.engine.calls) == 1 and len(served.trajectory.actions) == 1
+        assert served.session.counts["retries"] >= 1
