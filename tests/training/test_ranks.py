@@ -43,8 +43,10 @@ from ludus.training.ranks import RankError, Ranks, start_ranks
 from ludus.training.stages.preference import pairs_of, prefer
 from ludus.training.stages.sft import loss_on
 
+pytestmark = pytest.mark.timeout(300)  # on a busy machine a process takes long to start
 OPTIMIZER = {"learning_rate": 1e-2, "micro_batch_tokens": 40, "max_gradient_norm": 0.5}
 ALONE = Ranks()
+SLOW = pytest.mark.slow
 
 
 def two_ranks(**settings: Any) -> Ranks:
@@ -115,8 +117,10 @@ def imitating(
     return metrics
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize(
+    ("tied", "layers"),
+    [(True, 0), pytest.param(True, 2, marks=SLOW), pytest.param(False, 0, marks=SLOW), (False, 2)],
+)
 def test_two_ranks_equal_one(pair: Ranks, tied: bool, layers: int) -> None:
     """Also where activations are computed again."""
 
@@ -189,7 +193,9 @@ def test_the_same_run_again_is_the_same_bit_for_bit(pair: Ranks) -> None:
     [
         ({"algorithm": "ppo", "kl": 0.1, "updates": 2, "epochs": 2, "target_kl": 0.5}, "model"),
         ({"algorithm": "ppo", "kl": 0.1, "kl_in": "reward"}, "head"),
-        ({"algorithm": "grpo", "correction": "truncated", "entropy": 0.01}, None),
+        pytest.param(
+            {"algorithm": "grpo", "correction": "truncated", "entropy": 0.01}, None, marks=SLOW
+        ),
     ],
 )
 def test_rl_on_two_ranks(pair: Ranks, settings: dict[str, Any], kind: Any) -> None:
@@ -251,7 +257,7 @@ def test_sft_and_held_out_loss_on_two_ranks(pair: Ranks) -> None:
     on_both(work, pair)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=SLOW)])
 def test_preferences_on_two_ranks(pair: Ranks, loss: Any) -> None:
     pairs = pairs_of(played(tiny_model(), seed=3).groups)
     config = PreferenceConfig(loss=loss)
@@ -271,7 +277,7 @@ def adapted_model() -> nn.Module:
     return add_adapter(tiny_model(), LoraConfig(rank=4), "a tiny model", 0)
 
 
-@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("follows", [pytest.param(False, marks=SLOW), True])
 def test_lora_on_two_ranks(pair: Ranks, follows: bool) -> None:
     """Its reference is the policy without the adapter, or with the adapter that it had two steps ago."""
     config = RLConfig.parse({"kl": 0.2, "updates": 2})
@@ -325,8 +331,15 @@ def run_out_of_memory(policy: ShardedModel, rank: int, where: str, most: int) ->
         layer.register_forward_hook(backward)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [
+        ("forward", 1),
+        ("backward", 0),
+        pytest.param("forward", 0, marks=SLOW),
+        pytest.param("backward", 1, marks=SLOW),
+    ],
+)
 def test_out_of_memory_on_one_rank_is_split_on_all(pair: Ranks, where: str, rank: int) -> None:
     """The result is that of a run which had enough."""
     shown = scored(played(tiny_model(), seed=1))
@@ -396,7 +409,7 @@ def test_state_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path) 
         assert_same_weights(ends[0][1], model)
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("kind", ["model", pytest.param("head", marks=SLOW)])
 def test_a_critic_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Path, kind: Any) -> None:
     batch, config = played(tiny_model(), seed=2), RLConfig(algorithm="ppo")
     ends = []

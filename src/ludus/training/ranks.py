@@ -453,7 +453,7 @@ def _waited_for(store: Store, key: str) -> bytes:
     """A value of the store, however long it takes; ends the process where the store is gone."""
     while True:
         try:
-            store.wait([key], timedelta(seconds=60))
+            store.wait([key], timedelta(days=1))  # a store that is gone closes its connection at once
             return bytes(store.get(key))
         except dist.DistStoreError as error:
             if "timeout" not in str(error).lower():
