@@ -279,3 +279,32 @@ def test_a_replay_that_was_stopped_goes_on_from_the_record(tmp_path: Path) -> No
         ludus.train(replay=tmp_path / "run", run=run, **code(), on_step=stop_at(2, Stop), progress=False)
     ludus.train(resume=tmp_path / "again", **code(), progress=False)
     assert_same_tensors(weights(RunFolder(tmp_path / "run")), weights(RunFolder(tmp_path / "again")))
+
+
+def test_what_rewards_remember_is_of_the_training_groups_alone(tmp_path: Path) -> None:
+    """Evaluations between the steps neither add to it nor lose what is scored around them."""
+
+    class Counting:
+        name = "counting"
+
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        async def score_group(self, group: ludus.Group) -> list[float]:
+            await asyncio.sleep(0.005)
+            self.seen.append(group.task.id)
+            return [0.0 for _ in group.trajectories]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = list(state["seen"])
+
+    counting = Counting()
+    given = code(held_out=tasks(2, first=50), group_rewards=[counting])
+    tables = settings(tmp_path, staleness=2, steps=5)
+    ludus.train(**tables, evaluation={"every": 1}, **given, progress=False)
+    run = RunFolder(tmp_path)
+    trained = [t.task.id for step in range(1, 6) for t in run.trajectories(step) if t.attempt % 2 == 0]
+    assert sorted(counting.seen) == sorted(trained) and len(trained) == 10
