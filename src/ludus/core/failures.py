@@ -154,5 +154,13 @@ class EngineError(InfraError):
         super().__init__(Boundary.ENGINE, message, retriable=retriable)
 
 
+class CannotFork(LudusError):
+    """A state cannot be duplicated: a session that has threads, an environment that has no snapshot."""
+
+    def __init__(self, reason: str, what: str = "this session") -> None:
+        super().__init__(f"{what} cannot be forked now: {reason}")
+        self.reason = reason
+
+
 class Aborted(LudusError):
     """The work was cancelled on purpose (shutdown, too stale): neither a fault nor a failure."""

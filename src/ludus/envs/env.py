@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from ludus.core.codec import decode
 from ludus.core.concurrency import threads_for
-from ludus.core.failures import ConfigError
+from ludus.core.failures import CannotFork, ConfigError
 from ludus.core.messages import Json, Media, ToolResult
 from ludus.core.task import Task
 from ludus.tools import FunctionTool
@@ -73,6 +73,9 @@ class Env:
     recipe decides first (`agent.pools.NAME.isolation`)."""
     step_timeout: ClassVar[float] = 60.0
     """Seconds that a call may take before the instance is replaced; a recipe decides first (`agent.pools`)."""
+    deterministic: ClassVar[bool] = False
+    """Whether the same calls after the same reset always have the same results. Branches of trees then reach a
+    turn by making them again, where there is no `snapshot`. A recipe decides first (`agent.pools`)."""
 
     if TYPE_CHECKING:
         # A subclass may add parameters of its own, which no signature written here would allow it.
@@ -112,6 +115,17 @@ class Env:
     def close(self) -> Any:
         """Release what it holds. Called once, also when a reset failed."""
         return None
+
+    def snapshot(self) -> Any:
+        """The state now, as a value that later calls do not change; write it with `restore`, for trees.
+
+        One that holds something, such as a process, has a method `close`.
+        """
+        raise CannotFork("it has no snapshot", type(self).__name__)
+
+    def restore(self, state: Any) -> Any:
+        """Take over a `snapshot` of another instance; a `reset` for the same task comes first."""
+        raise CannotFork("it has no snapshot", type(self).__name__)
 
     @staticmethod
     def of(function: Callable[..., Any]) -> type[Env]:
@@ -301,6 +315,15 @@ def takes_text(env: Any) -> bool:
     """Whether it takes plain-text actions: it has a `step` of its own."""
     own: bool = getattr(env, "takes_text", getattr(type(env), "step", Env.step) is not Env.step)
     return own
+
+
+def has_snapshots(env: Any) -> bool:
+    """Whether an environment, or a class of them, has `snapshot` and `restore`."""
+    kind = (
+        env if isinstance(env, type) else env.__class__
+    )  # a stand-in names the class that it stands for
+    own = getattr(kind, "snapshot", None)
+    return own is not None and own is not Env.snapshot and callable(getattr(kind, "restore", None))
 
 
 _MOST_STATE = 65_536

@@ -34,7 +34,16 @@ from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
-from ludus.envs.env import Env, Isolation, Observation, ShowActions, as_env, call_env, reset_env
+from ludus.envs.env import (
+    Env,
+    Isolation,
+    Observation,
+    ShowActions,
+    as_env,
+    call_env,
+    has_snapshots,
+    reset_env,
+)
 from ludus.envs.isolated import IsolatedEnv
 
 _log = logging.getLogger(__name__)
@@ -69,6 +78,9 @@ class PoolConfig(Config):
     """MiB above which an instance's process is replaced, between episodes (isolation = "process")."""
     show_actions: ShowActions | None = None
     """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
+    deterministic: bool | None = None
+    """Whether the same calls have the same results, so that branches of trees (`rl.tree`) may make them again;
+    as the class says when left out."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments that instances are made with, by name: those of the environment's class."""
 
@@ -290,12 +302,17 @@ class EnvPool:
         isolation: Isolation | None = None,
         memory_mb: int | None = None,
         show_actions: ShowActions | None = None,
+        deterministic: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """The settings are those of `PoolConfig`."""
         if size < 1:
             raise ConfigError(f"the pool {name!r} needs a size of at least 1, not {size}")
         self.name, self.size, self.max_wait = name, size, max_wait
+        made = getattr(factory, "func", factory)  # an adapter's class, with its arguments
+        own_word = bool(getattr(made, "deterministic", False))
+        self.is_deterministic = own_word if deterministic is None else deterministic
+        self.has_snapshots = isinstance(made, type) and has_snapshots(made)
         self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
         self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses

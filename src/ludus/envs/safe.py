@@ -6,8 +6,9 @@ results of those before it, the door must not be tried too early, and turns are 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ludus.core.failures import ToolFault
 from ludus.core.messages import ToolCall, ToolResult
@@ -26,6 +27,8 @@ NUMBERS = 10
 class Safe(Env):
     """One safe. A task gives the three numbers as `envs = {"safe": {"combination": [3, 1, 4]}}`."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self.combination: dict[Dial, int] = {}
         self.left: dict[Dial, tuple[int, int]] = {}
@@ -40,6 +43,12 @@ class Safe(Env):
         self.left = dict.fromkeys(DIALS, (0, NUMBERS - 1))
         self.found = set()
         self.opened = self.tried = False
+
+    async def snapshot(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self))
+
+    async def restore(self, state: dict[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(state))
 
     @tool
     async def turn(self, dial: Dial, to: int) -> str:

@@ -27,6 +27,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.envs.world import ExpertMoves, next_move
+from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.tools import OutputLimits
@@ -95,6 +96,7 @@ class Episode:
         sampling: Sampling,
         opening: Sequence[Message],
         step_rewards: StepRewards = "sum",
+        record: EpisodeRecord | None = None,
     ) -> None:
         self.trajectory = trajectory
         self.budgets = budgets
@@ -108,6 +110,8 @@ class Episode:
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
         self._step_rewards = step_rewards
+        self._history = record
+        """What was said and called, where others may branch off; and what a branch shares."""
         self._level: float | None = None
         """The highest or the last reward of a call so far."""
         self.expert: ExpertMoves | None = None
@@ -146,6 +150,10 @@ class Episode:
         self._check_turns()
         if self.expert is not None:
             return await self._expert_turn(self.expert)
+        if self._history is not None:
+            recorded = await self._history.next_turn(self.trajectory.turns)
+            if recorded is not None:
+                return self._act_again(recorded, self._history)
         self._append_pending()
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
@@ -162,7 +170,19 @@ class Episode:
         completion = await self._engine.generate(context, sampling, session=self.context.episode)
         seconds = time.perf_counter() - started
         self.trajectory.seconds["generate"] += seconds
-        return self._act(completion, seconds, may_be_cut=limit < budget)
+        turn = self._act(completion, seconds, may_be_cut=limit < budget)
+        if self._history is not None:
+            self._history.turns.append(turn)
+        return turn
+
+    def _act_again(self, turn: Turn, history: EpisodeRecord) -> Turn:
+        """An action that a branch shares with the attempt that it branched off."""
+        self._append_pending()
+        history.turns.append(turn)
+        self._turn += turn.text
+        self._sequence.segments.append(history.action(len(self._sequence.segments)))
+        self.trajectory.messages.append(Message("assistant", turn.text, turn.calls))
+        return turn
 
     def demonstrate(self, content: str = "", calls: Sequence[ToolCall] = ()) -> Turn:
         """An action that an expert takes in the model's place: recorded like the model's own.
@@ -239,6 +259,18 @@ class Episode:
 
     async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
         """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
+        if self._history is None:
+            return await self._call(calls)
+        place, recorded = self._history.next_calls(calls)
+        if recorded is None or not self._history.is_restored:
+            found = await self._call(calls)
+            if recorded is not None:
+                check_results(recorded, found)
+            recorded = found
+        self._history.calls[place] = recorded
+        return recorded
+
+    async def _call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
         started = time.perf_counter()
         allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
         try:
@@ -318,6 +350,8 @@ class Episode:
             self._turn = ""
         kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
         self._sequence.segments.append(Segment(kind, step.tokens))
+        if self._history is not None:
+            self._history.share(self.trajectory)
 
     async def _truncated(self, result: ToolResult) -> ToolResult:
         """The result, cut to its budget of tokens; a long one in a thread, since that takes a while."""
@@ -337,6 +371,10 @@ class Episode:
             # a call that the agent made itself is attributed to the last action, if any
             action = makers.get(call.id, actions[-1] if actions else None)
             if action is None:
+                continue
+            if self._history is not None and self._history.is_shared(self.trajectory.turns - 1):
+                if result.reward is not None:
+                    self._gain(result.reward)  # noted when it was played; the level goes on from there
                 continue
             if result.fault is not None:
                 action.faults = (*action.faults, result.fault)

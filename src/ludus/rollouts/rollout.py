@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_args
 
 from ludus.core.failures import (
     Aborted,
     Boundary,
+    CannotFork,
     ConfigError,
     EngineError,
     Failure,
@@ -31,13 +33,15 @@ from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.core.trajectory import Group, StopReason, TokenSequence, Trajectory
 from ludus.core.user_code import log_once
 from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, RemoteEnv, rename_clashes, tools_of
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
+from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.tools import CombinedTools
 
 log = logging.getLogger(__name__)
@@ -58,6 +62,8 @@ class Rollout:
     attempts: int = 1
     step_rewards: StepRewards | None = None
     """How rewards of calls make up an episode's; None leaves it to the environments, and else is "sum"."""
+    tree: TreeConfig | None = None
+    """Play each group as a tree of attempts that share their first turns."""
     max_in_flight: int = 256
     retries: int = 1
     """How often an episode is played again after an infrastructure failure."""
@@ -87,11 +93,14 @@ class Rollout:
             async with places:
                 return await self.play(task, attempt, seed)
 
-        running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
-        try:
-            group = Group(task, await asyncio.gather(*running))
-        finally:
-            await _cancel(running)
+        if self.tree is not None:
+            group = Group(task, await self._tree(self.tree, task, first, seed, places))
+        else:
+            running = [asyncio.create_task(one(first + i)) for i in range(self.attempts)]
+            try:
+                group = Group(task, await asyncio.gather(*running))
+            finally:
+                await _cancel(running)
         try:
             await self.scorer.score_group(group)
         except InfraError as error:
@@ -100,10 +109,37 @@ class Rollout:
                     _fail(trajectory, Failure.of(error, Boundary.REWARD))
         return group
 
-    async def play(self, task: Task, attempt: int, seed: int) -> Trajectory:
+    async def _tree(
+        self,
+        tree: TreeConfig,
+        task: Task,
+        first: int,
+        seed: int,
+        places: AbstractAsyncContextManager[object],
+    ) -> list[Trajectory]:
+        """The attempts of a group as a tree. Sessions and snapshots are kept until its last branch ends."""
+        check_forkable({name: self._pool(name) for name in task.envs or self.pools}, self.tools)
+        records: list[EpisodeRecord] = []
+
+        async def play(attempt: int, origin: Origin | None) -> Leaf:
+            records.append(record := EpisodeRecord(origin, tree.state == "snapshot"))
+            async with places:
+                return Leaf(await self.play(task, attempt, seed, record), record)
+
+        try:
+            return await grow_tree(tree, self.attempts, first, key(seed, task.id, first, "tree"), play)
+        finally:
+            for record in records:
+                await self.engine.release(record.session)
+                await record.close()
+
+    async def play(
+        self, task: Task, attempt: int, seed: int, record: EpisodeRecord | None = None
+    ) -> Trajectory:
         """One episode, played again after an infrastructure failure; a last failure is in its trajectory.
 
-        Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
+        With a `record` others can branch off it, and it may be a branch itself; the engine's session is then
+        kept. Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
         """
         trajectory = Trajectory(task)
         for trial in range(self.retries + 1):
@@ -111,7 +147,7 @@ class Rollout:
             name = f"{seed:x}/{task.id}/{attempt}/{trial}"
             started = time.perf_counter()
             try:
-                await self._play_in_time(trajectory, name)
+                await self._play_in_time(trajectory, name, record)
             except Aborted:
                 trajectory.stop = StopReason.ABORTED
             except InfraError as error:
@@ -128,27 +164,46 @@ class Rollout:
                 if trajectory.failure is not None:
                     log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
                 trajectory.seconds["total"] = time.perf_counter() - started
-                await self.engine.release(name)
+                if record is None or trajectory.failure is not None:
+                    await self.engine.release(name)
             if trajectory.failure is None:
                 break
         return trajectory
 
-    async def _play_in_time(self, trajectory: Trajectory, name: str) -> None:
-        """The episode within `max_seconds`; a `TimeoutError` of user code passes through."""
+    async def _play_in_time(
+        self, trajectory: Trajectory, name: str, record: EpisodeRecord | None
+    ) -> None:
+        """The episode within `max_seconds`; a `TimeoutError` of user code passes through.
+
+        A branch that cannot be had is played from the prompt.
+        """
         limit = self.budgets.max_seconds
         try:
             async with asyncio.timeout(limit) as deadline:
-                await self._play_and_score(trajectory, name)
+                try:
+                    await self._play_and_score(trajectory, name, record)
+                except CannotFork as refused:
+                    if record is None or record.origin is None:
+                        raise
+                    log.info("task %s: a branch is played anew: %s", trajectory.task.id, refused)
+                    record.refuse()
+                    await self.engine.release(name)
+                    _clear(trajectory)
+                    await self._play_and_score(trajectory, name, record)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             message = f"the episode took longer than budgets.max_seconds = {limit:g}"
             raise InfraError(Boundary.DEADLINE, message) from error
 
-    async def _play_and_score(self, trajectory: Trajectory, name: str) -> None:
+    async def _play_and_score(
+        self, trajectory: Trajectory, name: str, record: EpisodeRecord | None
+    ) -> None:
         """Acquire environments and tools, run the agent, score; whatever happens, all is released."""
         task = trajectory.task
         async with AsyncExitStack() as resources:
+            if record is not None:
+                await record.begin(trajectory, name)
             leases = await self._leases(trajectory, name, resources)
             envs = {env_name: lease.env for env_name, lease in leases.items()}
             access = EnvAccess()
@@ -161,6 +216,8 @@ class Rollout:
             tools = CombinedTools([self.tools, *sets.values()])
             await tools.open(context)
             resources.push_async_callback(_close, tools, context)
+            if record is not None:
+                await self._branch(record, context)
             episode = Episode(
                 trajectory,
                 engine=self.engine,
@@ -172,6 +229,7 @@ class Rollout:
                 sampling=self.sampling,
                 opening=opening_messages(task.messages, [text for text in observed if text]),
                 step_rewards=self._step_rewards_of(task, envs),
+                record=record,
             )
             try:
                 await self.agent.run(episode)
@@ -185,6 +243,23 @@ class Rollout:
                         await env.fetch_state()
             await self.scorer.score(trajectory, envs)
             trajectory.seconds["rewards"] = time.perf_counter() - started
+
+    async def _branch(self, record: EpisodeRecord, context: ToolContext) -> None:
+        """Get ready to be branched off, and as a branch go on with the other attempt's KV and state."""
+        record.save = partial(WorldState.of, self.tools, context)
+        if record.origin is None:
+            return
+        if record.origin.state is not None:
+            await record.origin.state.restore(self.tools, context)
+        elif not self._can_replay(context):
+            raise CannotFork(
+                "there is no snapshot of that turn, and it cannot be replayed", "the episode"
+            )
+        await self.engine.fork(record.origin.record.session, context.episode)
+
+    def _can_replay(self, context: ToolContext) -> bool:
+        are_deterministic = all(self._pool(name).is_deterministic for name in context.envs)
+        return are_deterministic and getattr(self.tools, "deterministic", False)
 
     async def _leases(
         self, trajectory: Trajectory, name: str, resources: AsyncExitStack
@@ -250,7 +325,7 @@ def _releaser(pool: EnvPool, name: str, trajectory: Trajectory) -> Callable[...,
     """Gives an environment back. One in which a call may still be running is not handed out again."""
 
     async def release(kind: object, error: BaseException | None, trace: object) -> None:
-        is_cut_off = error is not None and not isinstance(error, Aborted | EngineError)
+        is_cut_off = error is not None and not isinstance(error, Aborted | CannotFork | EngineError)
         is_broken = is_cut_off or Fault.TOOL_TIMEOUT in trajectory.faults
         await pool.release(name, is_broken=is_broken)
 
@@ -270,6 +345,12 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _clear(trajectory: Trajectory) -> None:
+    """Forget what was played."""
+    trajectory.sequences, trajectory.messages, trajectory.branch = [TokenSequence()], [], None
+    trajectory.seconds, trajectory.counts = {}, {}
 
 
 def _fail(trajectory: Trajectory, failure: Failure) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
+from ludus.core.failures import CannotFork as CannotFork
 
 
 class Limits(Config):
@@ -109,14 +110,6 @@ class SessionLost(SandboxError):
 
 class SandboxUnavailable(ConfigError):
     """This machine allows too little isolation for untrusted code."""
-
-
-class CannotFork(LudusError):
-    """The session's state cannot be duplicated: it has threads, child processes or open pipes."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"this session cannot be forked now: {reason}")
-        self.reason = reason
 
 
 class SessionEnded(LudusError):

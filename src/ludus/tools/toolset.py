@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from ludus.core.failures import ConfigError, Fault
+from ludus.core.failures import CannotFork, ConfigError, Fault
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.calling import Encode, OutputLimits
 from ludus.tools.tool import Tool, tool
@@ -51,6 +51,16 @@ class LocalTools:
 
     async def close(self, context: ToolContext) -> None:
         """Nothing to release: environments belong to their pool."""
+
+    deterministic = True
+    """Branches of trees may make recorded calls again: their results are compared."""
+
+    async def snapshot(self, context: ToolContext) -> Any:
+        """No state per episode, so nothing to keep."""
+        return None
+
+    async def restore(self, state: Any, context: ToolContext) -> None:
+        """Nothing to bring back."""
 
 
 class CombinedTools:
@@ -97,10 +107,36 @@ class CombinedTools:
         self._routes.pop(context.episode, None)
         await _close_each(self._sets, context)
 
+    @property
+    def deterministic(self) -> bool:
+        return all(getattr(one, "deterministic", False) for one in self._sets)
+
+    async def snapshot(self, context: ToolContext) -> Any:
+        """The states of all sets; `CannotFork` where one cannot tell."""
+        return [await snapshot_tools(one, context) for one in self._sets]
+
+    async def restore(self, state: Any, context: ToolContext) -> None:
+        for one, own in zip(self._sets, state, strict=True):
+            await restore_tools(one, own, context)
+
     async def aclose(self) -> None:
         """Release what the sets hold for all episodes together."""
         for one in self._sets:
             await shut(one)
+
+
+async def snapshot_tools(tools: ToolSet, context: ToolContext) -> Any:
+    """The state of a tool set in an episode, where it can tell (`snapshot(context)`); else `CannotFork`."""
+    take = getattr(tools, "snapshot", None)
+    if take is None:
+        raise CannotFork("it has no snapshot", f"the tool set {type(tools).__name__}")
+    return await take(context)
+
+
+async def restore_tools(tools: ToolSet, state: Any, context: ToolContext) -> None:
+    """Bring a tool set that has been opened for another episode to that state."""
+    restoring: Any = tools
+    await restoring.restore(state, context)
 
 
 async def shut(tools: ToolSet) -> None:

@@ -25,6 +25,7 @@ from ludus.core.messages import Media
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.rollouts.rollout import Rollout
+from ludus.rollouts.tree import TreeConfig
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.rollout_worker import rollouts_at
 
@@ -85,8 +86,8 @@ class Player(Protocol):
 class LocalPlayer:
     """Plays in this event loop, on the engine of the task sets' rollouts."""
 
-    def __init__(self, sets: Sequence[TaskSet], attempts: int) -> None:
-        self._attempts = attempts
+    def __init__(self, sets: Sequence[TaskSet], attempts: int, tree: TreeConfig | None = None) -> None:
+        self._attempts, self._tree = attempts, tree
         self._engines = {id(one.rollout.engine): _GatedEngine(one.rollout.engine) for one in sets}
         self._sets = [
             replace(
@@ -123,7 +124,8 @@ class LocalPlayer:
         self._arrived.put_nowait(found)
 
     async def _group(self, deal: Deal) -> Group:
-        rollout: Rollout = rollouts_at(self._sets, self._attempts, deal.values)[deal.set]
+        rollouts = rollouts_at(self._sets, self._attempts, deal.values, self._tree)
+        rollout: Rollout = rollouts[deal.set]
         places = self._attempts_left[deal.ordinal] = _GroupPlaces(self._places, self._attempts)
         try:
             return await rollout.group(deal.task, deal.attempt, deal.seed, places)

@@ -27,6 +27,7 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import has_signal, rollout_metrics, set_metrics
 from ludus.rollouts.episode import Budgets
 from ludus.rollouts.rollout import Rollout
+from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.recipe import PER_SET
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.data.curriculum import BUDGETS, DIFFICULTY, STRICTNESS
@@ -61,7 +62,7 @@ class RolloutWorker:
     async def play(self, step: int, values: Mapping[str, float]) -> RolloutBatch:
         """The groups of a step, under a curriculum's values. The same step can be played again."""
         sampler = self._sampler_at(step).copy()
-        rollouts = rollouts_at(self._sets, self._settings.attempts, values)
+        rollouts = rollouts_at(self._sets, self._settings.attempts, values, self._settings.tree)
         step_rollouts = _StepRollouts(self._sets, self._settings, rollouts)
         seed, hardest = key(self._seed, "rl", step), values.get(DIFFICULTY)
         sampled = sampler.sample(self._settings.tasks, hardest)
@@ -97,7 +98,12 @@ class RolloutWorker:
         return self._samplers[step]
 
 
-def rollouts_at(sets: Sequence[TaskSet], attempts: int, values: Mapping[str, float]) -> list[Rollout]:
+def rollouts_at(
+    sets: Sequence[TaskSet],
+    attempts: int,
+    values: Mapping[str, float],
+    tree: TreeConfig | None = None,
+) -> list[Rollout]:
     """Each set's rollout under the values of a curriculum."""
     strictness = values.get(STRICTNESS)
     if strictness is not None and not any(s.rollout.scorer.takes_strictness for s in sets):
@@ -109,6 +115,7 @@ def rollouts_at(sets: Sequence[TaskSet], attempts: int, values: Mapping[str, flo
         replace(
             one.rollout,
             attempts=attempts,
+            tree=tree,
             budgets=budgets_at(one.rollout.budgets, values, one.limits),
             scorer=one.rollout.scorer.at_strictness(strictness),
         )

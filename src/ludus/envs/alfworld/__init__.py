@@ -20,6 +20,8 @@ __all__ = ["AlfWorld", "expert", "held_out_tasks", "success", "training_tasks"]
 class AlfWorld(Env):
     """One game. A task gives `envs = {"alfworld": {"game": "train/pick_.../trial_..."}}`."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self._played: Game | None = None
 

@@ -176,6 +176,14 @@ class MazeGame:
             changed = True
         return changed
 
+    def take(self, actions: Sequence[int]) -> None:
+        """Take these low-level actions, those of another game in the same maze."""
+        for action in actions:
+            self.taken.append(action)
+            _, reward, self.done, _, _ = self.env.step(action)
+            self.won = self.done and reward > 0
+        self.view = self._look()
+
     def _state(self) -> tuple[object, ...]:
         front = self.env.grid.get(*self.env.front_pos)
         door = (front.is_open, front.is_locked) if front is not None and front.type == "door" else None

@@ -43,6 +43,7 @@ class ScienceWorld(Env):
     """One simulator. A task gives `envs = {"scienceworld": {"name": "boil", "variation": 3}}`."""
 
     step_rewards = "max"
+    deterministic = True
 
     def __init__(self, call_seconds: float = CALL_SECONDS) -> None:
         """In a recipe, `[agent.pools.scienceworld] options`: `call_seconds` is how long the simulator may take

@@ -41,6 +41,8 @@ _HELD_OUT_SHARE = 0.2
 class Search(Env):
     """A corpus that all episodes share; what an instance holds is how its task wants it searched."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self.k = 3
         self._retriever: Retriever | None = None

@@ -5,6 +5,7 @@ Prasad et al., "ADaPT" (2023); the commands and texts are those of AgentGym (Xi 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ludus.core.task import Task
@@ -22,6 +23,8 @@ class TextCraft(Env):
 
     Its methods take microseconds, so they are coroutines: a thread would cost more than it spares.
     """
+
+    deterministic = True
 
     def __init__(self) -> None:
         self.game: CraftingGame | None = None
@@ -52,6 +55,13 @@ class TextCraft(Env):
     async def render(self) -> str:
         game = self._game()
         return f"Goal: craft {game.goal}. {game.shown()}"
+
+    async def snapshot(self) -> Counter[str]:
+        """The inventory: the rest is the task's."""
+        return self._game().inventory.copy()
+
+    async def restore(self, state: Counter[str]) -> None:
+        self._game().inventory = state.copy()
 
     def _game(self) -> CraftingGame:
         assert self.game is not None, "reset comes first"

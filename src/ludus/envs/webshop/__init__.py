@@ -38,6 +38,8 @@ _OVER = "The shopping is over."
 class WebShop(Env):
     """A customer with a goal. The task gives it: product, instruction, attributes, options, highest price."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self.shop: Shop | None = None
         self.mode: Mode = "text"

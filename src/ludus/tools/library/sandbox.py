@@ -23,7 +23,17 @@ from ludus.core.config import Config
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
 from ludus.core.messages import ToolContext, ToolResult, released_slot
 from ludus.core.task import Task
-from ludus.sandbox import Execution, Outcome, SandboxConfig, Session, SessionEnded, shared_sandbox
+from ludus.sandbox import (
+    CannotFork,
+    Execution,
+    Outcome,
+    SandboxConfig,
+    SandboxError,
+    Session,
+    SessionEnded,
+    Snapshot,
+    shared_sandbox,
+)
 from ludus.tools.calling import Encode
 from ludus.tools.library import Toolkit
 from ludus.tools.tool import Tool
@@ -139,6 +149,22 @@ class EpisodeSessions:
         """What the session of a task starts with."""
         return SessionStart.parse(task.metadata.get("sandbox") or {}, f"the task {task.id!r}, sandbox")
 
+    async def snapshot(self, context: ToolContext) -> SessionState:
+        """The session's variables and files as they are now. `CannotFork` says what prevents it."""
+        held = self._held.get(context.episode, _Held())
+        async with held.turn:
+            if held.session is None:
+                return SessionState(None, held.lost)
+            try:
+                return SessionState(await held.session.snapshot(), held.lost)
+            except (SessionEnded, SandboxError) as error:
+                raise CannotFork(str(error)) from error
+
+    async def restore(self, state: SessionState, context: ToolContext) -> None:
+        """Go on from that snapshot in the session of another episode, which has not begun."""
+        session = None if state.snapshot is None else await state.snapshot.restore()
+        self._held[context.episode] = _Held(session=session, lost=state.lost)
+
     async def close(self, context: ToolContext) -> None:
         """End the episode's session, if it ever had one."""
         held = self._held.pop(context.episode, None)
@@ -148,6 +174,18 @@ class EpisodeSessions:
             session, held.session = held.session, None
             if session is not None:
                 await session.close()
+
+
+@dataclass(slots=True)
+class SessionState:
+    """A snapshot of an episode's session; none where it had not begun, or was lost."""
+
+    snapshot: Snapshot | None
+    lost: bool
+
+    async def close(self) -> None:
+        if self.snapshot is not None:
+            await self.snapshot.close()
 
 
 _FAULTS = {
@@ -192,6 +230,12 @@ class SandboxTools(LocalTools):
 
     async def close(self, context: ToolContext) -> None:
         await self._sessions.close(context)
+
+    async def snapshot(self, context: ToolContext) -> SessionState:
+        return await self._sessions.snapshot(context)
+
+    async def restore(self, state: SessionState, context: ToolContext) -> None:
+        await self._sessions.restore(state, context)
 
 
 class ProgramOptions(Config):

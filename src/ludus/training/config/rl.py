@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.rollouts.episode import Budgets
+from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
 from ludus.training.data.curriculum import BUDGETS, CurriculumConfig, check_settings
 
@@ -107,6 +108,7 @@ class RolloutSettings:
     keep_attempts: int | None = None
     overlong: OverlongConfig | None = None
     broken: BrokenConfig = field(default_factory=BrokenConfig)
+    tree: TreeConfig | None = None
 
 
 class RLConfig(BaseStageConfig):
@@ -140,6 +142,8 @@ class RLConfig(BaseStageConfig):
     """Tasks (prompts) in a step."""
     attempts: int = Field(default=8, ge=1)
     """Episodes for each task: the group (TRL's `num_generations`, verl's `rollout.n`)."""
+    tree: TreeConfig | None = None
+    """Play each group as a tree: attempts that branch off others share their first turns (docs/trees.md)."""
     staleness: int = Field(default=0, ge=0)
     """Steps by which the policy that plays may be behind the one that is trained: 0 waits for every episode
     of a step, above 0 episodes are played while others are trained on (asynchronous training)."""
@@ -197,7 +201,13 @@ class RLConfig(BaseStageConfig):
     def rollouts(self) -> RolloutSettings:
         """What a step plays."""
         return RolloutSettings(
-            self.tasks, self.attempts, self.refill, self.keep_attempts, self.overlong, self.broken
+            self.tasks,
+            self.attempts,
+            self.refill,
+            self.keep_attempts,
+            self.overlong,
+            self.broken,
+            self.tree,
         )
 
     @property
@@ -245,6 +255,7 @@ def check_rl(config: RLConfig) -> None:
     except ConfigError as error:
         raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
     _check_attempts(config)
+    _check_tree(config)
     _check_staleness(config)
     _check_divergence(config)
     _check_bootstrap(config)
@@ -319,6 +330,25 @@ def _check_attempts(config: RLConfig) -> None:
         )
     if config.keep_attempts is not None and config.keep_attempts >= config.attempts:
         raise ValueError("keep_attempts must be below attempts, of which it keeps some")
+
+
+_NOT_OF_TREES = ("ppo", "turn_grpo", "gigpo", "reinforce_pp")
+"""Algorithms that read an episode turn by turn, and would miss the turns that branches share."""
+
+
+def _check_tree(config: RLConfig) -> None:
+    if config.tree is None:
+        return
+    if config.tree.roots >= config.attempts:
+        raise ValueError(
+            f"tree.roots = {config.tree.roots} leaves none of {config.attempts} attempts to branch off: lower "
+            "it, or raise attempts"
+        )
+    if config.algorithm in _NOT_OF_TREES:
+        raise ValueError(
+            f"{config.algorithm} gives credit along whole episodes, and branches share their first turns: use "
+            "tree_grpo, treepo, tree_value, or an algorithm with one advantage per episode, such as grpo"
+        )
 
 
 def _check_staleness(config: RLConfig) -> None:

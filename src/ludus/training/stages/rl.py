@@ -22,6 +22,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
+from ludus.rollouts.branching import check_forkable
 from ludus.training.async_rollouts import AsyncBatch, AsyncRollouts, within
 from ludus.training.checkpoint import (
     check_sync,
@@ -78,6 +79,8 @@ class RLStage(Stage[RLConfig]):
     @classmethod
     async def check_data(cls, context: RunContext, config: RLConfig) -> None:
         check_sync(context, config)
+        for one in context.task_sets if config.tree is not None and config.steps else ():
+            check_forkable(one.rollout.pools, one.rollout.tools)
 
     async def begin(self) -> None:
         config = self.config
@@ -98,7 +101,7 @@ class RLStage(Stage[RLConfig]):
             config.rollouts,
             self.seed,
             Ledger(config.tasks, config.staleness, config.staleness_window, total),
-            LocalPlayer(sets, config.attempts),
+            LocalPlayer(sets, config.attempts, config.tree),
             self._curriculum.values,
             stall_seconds=config.stall_seconds,
         )

@@ -1,0 +1,313 @@
+"""Groups as trees: branches share exact tokens, KV and state, and cost only what is their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from rollout_parts import attempt_of, called, play, renderer, rollout
+
+from ludus import Env, Task, tool
+from ludus.core import Group, InfraError, Segment, SegmentKind, StopReason, Trajectory
+from ludus.core.failures import Boundary, ConfigError
+from ludus.core.random import key
+from ludus.envs import EnvPool
+from ludus.observe import rollout_metrics
+from ludus.rewards import reward
+from ludus.rollouts.branching import EpisodeRecord
+from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points
+from ludus.tools.library import build_toolset
+
+
+class Shelf(Env):
+    """Keeps what is put on it, and tells how much there is."""
+
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.things: list[str] = []
+
+    def reset(self, task: Task) -> str:
+        self.things = []
+        return "an empty shelf"
+
+    @tool
+    def put(self, thing: str) -> str:
+        """Put something there.
+
+        Args:
+            thing: What.
+        """
+        self.things.append(thing)
+        return f"{len(self.things)} things, the last one is {thing}"
+
+
+class CopiedShelf(Shelf):
+    """The same with snapshots."""
+
+    deterministic = False
+    restored = 0
+
+    async def snapshot(self) -> list[str]:
+        return list(self.things)
+
+    async def restore(self, state: list[str]) -> None:
+        type(self).restored += 1
+        self.things = list(state)
+
+
+class MoodyShelf(Shelf):
+    """Says that it is deterministic, and counts over all instances."""
+
+    count = itertools.count()
+
+    @tool
+    def put(self, thing: str) -> str:
+        """Put something there.
+
+        Args:
+            thing: What.
+        """
+        self.things.append(thing)
+        return f"{next(self.count)} things"
+
+
+@reward
+def tidy(env: Shelf) -> float:
+    """How many different things there are."""
+    return float(len(set(env.things)))
+
+
+def script(tokens: list[int], sampling: Any, session: str | None) -> str:
+    """Put something five times, another thing in each attempt; then stop."""
+    turn = renderer().tokenizer.decode(tokens).count("<tool_call>\n{")
+    attempt = attempt_of(session)
+    return called("put", thing=f"{attempt}.{turn}") if turn < 5 else "done"
+
+
+def tree_rollout(env: type[Env] = CopiedShelf, said: Any = script, **settings: Any) -> Any:
+    tree = TreeConfig.parse(settings.pop("tree", {}))
+    pools = {"shelf": EnvPool(env, name="shelf", size=4)}
+    given = {"attempts": 6, "rewards": [tidy], "budgets": {"max_turns": 6}, **settings}
+    return rollout(said, pools=pools, tree=tree, **given)
+
+
+def branches(group: Group) -> list[Trajectory]:
+    return [one for one in group.trajectories if one.branch is not None and one.branch.segments]
+
+
+def replayed_things(trajectory: Trajectory) -> list[str]:
+    """What an independent walk over the recorded calls leaves on a shelf."""
+    return [call.arguments["thing"] for call in trajectory.calls]
+
+
+@pytest.mark.parametrize("branch", ["random", "entropy", "success", "beam"])
+@pytest.mark.parametrize("env", [CopiedShelf, Shelf])
+async def test_a_branch_is_what_an_independent_replay_gives(env: type[Shelf], branch: str) -> None:
+    """Tokens, masks and log-probabilities are what the engine was given and gave, turn by turn."""
+    playing = tree_rollout(env, tree={"branch": branch, "rounds": 2})
+    (group,) = await play(playing)
+    assert len(group.trajectories) == 6
+    assert len(branches(group)) == 4
+    answered = [
+        (call.consumed, call.completion.tokens, call.completion.logprobs)
+        for call in playing.engine.calls
+    ]
+    for one in group.trajectories:
+        (sequence,) = one.sequences
+        context: list[int] = []
+        for segment in sequence.segments:
+            if segment.kind is SegmentKind.ACTION:
+                assert (tuple(context), segment.tokens, segment.logprobs) in answered
+            context += segment.tokens
+        # the environment was where the calls of the whole path had brought it
+        assert one.reward == len(set(replayed_things(one))) == 5
+        assert one.messages[0].content.endswith("an empty shelf")
+        results = [message.content for message in one.messages if message.role == "tool"]
+        said = [f"{i + 1} things, the last one is {t}" for i, t in enumerate(replayed_things(one))]
+        assert all(text in result for text, result in zip(said, results, strict=True))
+    sampled = {id(action) for one in group.trajectories for action in one.actions}
+    assert len(sampled) == len(playing.engine.calls)  # nothing was sampled twice
+    state = "fork" if env is CopiedShelf else "replay"
+    assert {one.branch.state for one in branches(group) if one.branch} == {state}
+
+
+async def test_shared_segments_are_the_parents_own() -> None:
+    (group,) = await play(tree_rollout())
+    for one in branches(group):
+        assert one.branch is not None
+        parent = next(t for t in group.trajectories if t.attempt == one.branch.attempt)
+        shared = one.branch.segments
+        own, theirs = one.sequences[0].segments, parent.sequences[0].segments
+        assert all(own[i] is theirs[i] for i in range(shared))
+        assert own[shared] is not theirs[shared]
+        assert own[shared].kind is theirs[shared].kind is SegmentKind.ACTION
+        assert all(a is b for a, b in zip(one.messages[:3], parent.messages[:3], strict=True))
+        assert one.seed != parent.seed
+
+
+async def test_the_kv_of_the_prefix_is_forked_and_everything_released() -> None:
+    playing = tree_rollout()
+    await play(playing)
+    firsts = [
+        min(
+            (c for c in playing.engine.calls if attempt_of(c.session) == attempt),
+            key=lambda c: len(c.consumed),
+        )
+        for attempt in range(2, 6)
+    ]
+    for call in firsts:  # all but the observation was in the session that was forked
+        assert call.completion.cached_tokens > 0.5 * len(call.consumed)
+    assert playing.engine.sessions == {}
+    assert playing.pools["shelf"].stats.in_use == 0
+
+
+async def test_forks_diverge_independently() -> None:
+    """From one snapshot of a session: variables and files of one branch are not seen in another."""
+    playing = rollout(
+        _programs,
+        tools=build_toolset(["python"]),
+        attempts=4,
+        tree=TreeConfig(roots=1),
+        budgets={"max_turns": 4},
+    )
+    (group,) = await play(playing)
+    assert [one.failure for one in group.trajectories] == [None] * 4
+    assert {one.branch.state for one in branches(group) if one.branch} == {"fork"}
+    for one in group.trajectories:
+        said = [call.arguments["code"] for call in one.calls]
+        variables: dict[str, Any] = {}
+        for code in said:  # an interpreter of its own, with the same programs
+            exec(code.split("open(")[0], variables)
+        seen = one.messages[-2].content
+        assert str(variables["x"]) in seen
+        assert "".join(c.split("write('")[1][0] for c in said if "write('" in c) in seen
+
+
+def _programs(tokens: list[int], sampling: Any, session: str | None) -> str:
+    turn = renderer().tokenizer.decode(tokens).count("<tool_call>\n{")
+    attempt = attempt_of(session)
+    if turn == 0:
+        return called("python", code="x = [0]")
+    if turn < 3:
+        put = f"x.append({10 * attempt + turn})\nopen('f', 'a').write('{attempt}')"
+        return called("python", code=f"{put}\nprint(x, open('f').read())")
+    return "done"
+
+
+async def test_replay_detects_a_non_deterministic_environment() -> None:
+    (group,) = await play(tree_rollout(MoodyShelf))
+    states = [one.branch.state for one in group.trajectories if one.branch is not None]
+    assert states == ["fresh"] * 4
+    assert all(one.failure is None and one.reward == 5 for one in group.trajectories)
+    metrics = rollout_metrics([group])
+    assert metrics["tree/fresh"] == 4
+    assert metrics["tree/branches"] == metrics["tree/tokens_saved"] == 0
+
+
+async def test_an_environment_that_can_do_neither_is_refused() -> None:
+    class Plain(Shelf):
+        deterministic = False
+
+    with pytest.raises(ConfigError, match=r"agent\.pools\.shelf\.deterministic"):
+        await play(tree_rollout(Plain))
+
+
+async def test_a_lost_branch_is_typed_and_the_others_go_on() -> None:
+    def failing(tokens: list[int], sampling: Any, session: str | None) -> str:
+        if attempt_of(session) == 3:
+            raise InfraError(Boundary.ENGINE, "gone")
+        return script(tokens, sampling, session)
+
+    (group,) = await play(tree_rollout(said=failing))
+    assert [one.attempt for one in group.trajectories if one.failure is not None] == [3]
+    assert len(group.trainable) == 5
+    assert group.trajectories[3].reward is None
+
+
+async def test_a_branch_is_played_again_from_its_turn() -> None:
+    tries: Counter[int] = Counter()
+
+    def flaky(tokens: list[int], sampling: Any, session: str | None) -> str:
+        attempt = attempt_of(session)
+        tries[attempt] += 1
+        if attempt == 4 and tries[attempt] == 2:
+            raise InfraError(Boundary.ENGINE, "gone")
+        return script(tokens, sampling, session)
+
+    playing = tree_rollout(said=flaky, tree={"branch": "random"})
+    (group,) = await play(playing)
+    assert len(group.trainable) == 6
+    assert group.trajectories[4].branch is not None
+    assert group.trajectories[4].reward == 5
+
+
+async def test_limits_count_shared_tokens_once() -> None:
+    """The budget of a group is what it samples, and a budget of calls likewise."""
+    (whole,) = await play(tree_rollout(attempts=12, tree={"rounds": 5}))
+    tokens = {id(a): len(a.tokens) for one in whole.trajectories for a in one.actions}
+    limit = sum(tokens.values()) * 3 // 4
+    (half,) = await play(tree_rollout(attempts=12, tree={"rounds": 5, "max_tokens": limit}))
+    spent = sum({id(a): len(a.tokens) for one in half.trajectories for a in one.actions}.values())
+    flat = limit // max(sum(len(a.tokens) for a in one.actions) for one in half.trajectories)
+    assert flat < len(half.trajectories) < 12
+    longest = max(sum(len(a.tokens) for a in one.actions) for one in half.trajectories)
+    assert spent <= limit + 3 * longest  # a round that has begun is played to its end
+    (few,) = await play(tree_rollout(attempts=12, tree={"rounds": 5, "max_calls": 11}))
+    assert len(few.trajectories) < 6
+
+
+async def test_trees_are_the_same_each_time() -> None:
+    first, again = [(await play(tree_rollout(tree={"branch": "entropy"}), seed=7))[0] for _ in range(2)]
+    assert [one.tokens for one in first.trajectories] == [one.tokens for one in again.trajectories]
+    assert [one.branch for one in first.trajectories] == [one.branch for one in again.trajectories]
+
+
+async def test_single_turn_groups_are_flat() -> None:
+    (group,) = await play(tree_rollout(said=lambda *_: "done"))
+    assert [one.branch for one in group.trajectories] == [None] * 6
+
+
+def leaf(number: int, uncertain: list[float], reward: float) -> Leaf:
+    one = Trajectory(Task.of("Go."), attempt=number, stop=StopReason.ANSWERED, reward=reward)
+    segments = one.sequences[0].segments
+    for value in uncertain:
+        segments += [
+            Segment(SegmentKind.OBSERVATION, [1]),
+            Segment(SegmentKind.ACTION, [2, 3], [-value, -value]),
+        ]
+    return Leaf(one, EpisodeRecord(called=[0] * len(uncertain)))
+
+
+def test_entropy_takes_the_least_certain_turns_and_moves_on() -> None:
+    leaves = [leaf(0, [9.0, 1.0, 3.0], 0.0), leaf(1, [9.0, 2.0], 1.0)]
+    config = TreeConfig(branch="entropy", penalty=1.5)
+    taken: Counter[Point] = Counter()
+    order = []
+    for _ in range(4):
+        (point,) = choose_points(config, leaves, taken, 1, 0)
+        assert point is not None
+        taken[point] += 1
+        order.append((point.leaf, point.turn))
+    # 3, then 2 before 3 - 1.5, then 1.5, then 1; first turns (the prompt) are never chosen
+    assert order == [(0, 2), (1, 1), (0, 2), (0, 1)]
+
+
+def test_success_and_beam_choose_by_reward() -> None:
+    leaves = [leaf(0, [1.0] * 4, 0.0), leaf(1, [1.0] * 4, 1.0), leaf(2, [1.0] * 4, 0.5)]
+    for draw in range(5):
+        chosen = choose_points(TreeConfig(branch="success"), leaves, Counter(), 3, draw)
+        assert {point.leaf for point in chosen if point} == {1}
+        best = choose_points(TreeConfig(branch="beam", beam=2), leaves, Counter(), 4, draw)
+        assert [(point.leaf, point.turn) for point in best if point] == [(1, 3), (1, 2)] * 2
+
+
+def test_random_points_are_spread_over_all_turns() -> None:
+    leaves = [leaf(0, [1.0] * 4, 0.0), leaf(1, [1.0] * 3, 1.0)]
+    drawn = Counter(
+        choose_points(TreeConfig(), leaves, Counter(), 1, key("t", i))[0] for i in range(500)
+    )
+    assert set(drawn) == {Point(0, 1), Point(0, 2), Point(0, 3), Point(1, 1), Point(1, 2)}
+    assert min(drawn.values()) > 60
