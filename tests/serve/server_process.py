@@ -36,7 +36,7 @@ class ServerProcess:
         what: str = "tools",
     ) -> None:
         """`env` adds to the environment; None takes a variable out of it."""
-        references = [name if ":" in name or what == "env" else f"{TOOLS}:{name}" for name in tools]
+        references = [name if ":" in name or what != "tools" else f"{TOOLS}:{name}" for name in tools]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, what, *references, *options],

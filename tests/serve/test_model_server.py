@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from model_parts import ADD, CALL, chat, serving, serving_checkpoint, user
+from server_process import ServerProcess
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.trajectory import StopReason
+from ludus.training import fit_tokenizer
+from ludus.training.config.recipe import ScratchConfig
+from ludus.training.models.loading import scratch_model
 
 
 def events_of(text: str) -> list[Any]:
@@ -384,6 +389,33 @@ async def test_only_trained_models_are_recorded() -> None:
 
 
 # Serving a checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_model_is_served_by_the_command(tmp_path: Path) -> None:
+    """A real process and a real model: the same seed samples the same reply, by either OpenAI API."""
+    fitted = fit_tokenizer(["hello there"] * 3, vocabulary=300)
+    model = scratch_model(ScratchConfig(layers=1, width=32, vocabulary=300), fitted, seed=0)
+    model.save_pretrained(tmp_path)
+    fitted.save_pretrained(tmp_path)
+    options = ("--name", "tiny", "--max-tokens", "8", "--device", "cpu")
+    token = "a-long-enough-token"
+    process = ServerProcess(str(tmp_path), what="model", options=options, env={"LUDUS_TOKEN": token})
+    try:
+        body = chat(user("hello"), seed=3)
+        status, first = asyncio.run(post(process.address, body, token=token))
+        assert (status, first["usage"]["completion_tokens"]) == (200, 8)
+        assert first["choices"][0]["finish_reason"] == "length"
+        _, again = asyncio.run(post(process.address, body, token=token))
+        assert again["choices"] == first["choices"]
+        asked = {"model": "tiny", "input": "hello", "seed": 3}
+        _, response = asyncio.run(post(process.address, asked, "responses", token=token))
+        assert response["status"] == "incomplete"
+        assert response["output"][0]["content"][0]["text"] == first["choices"][0]["message"]["content"]
+        assert asyncio.run(post(process.address, body))[0] == 401
+    finally:
+        process.close()
 
 
 async def post(

@@ -100,7 +100,7 @@ def train(
     envs: Mapping[str, str | Callable[[], Env]] | None = None,
     rewards: Sequence[Any] | None = None,
     group_rewards: Sequence[Any] | None = None,
-    agent: Agent | Mapping[str, Any] | None = None,
+    agent: Agent | Callable[..., Any] | Mapping[str, Any] | None = None,
     demonstrations: Expert | Sequence[Conversation] | None = None,
     resume: str | Path | None = None,
     replay: str | Path | None = None,
