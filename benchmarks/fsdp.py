@@ -106,7 +106,7 @@ def broadcast_all(sizes: list[int]) -> None:
 def compare_moves(pair: Ranks, options: argparse.Namespace) -> list[list[str]]:
     count = options.megabytes * 250_000  # float32
     width = 1024
-    layers = max(1, (count - VOCABULARY * width) // (12 * width * width))
+    layers = max(1, (count - VOCABULARY * width) // (11 * width * width))
     model = model_of(layers, width)
     sizes = [parameter.numel() for parameter in model.parameters()]
     policy = pair.shard(model)
