@@ -51,6 +51,7 @@ _OUR_MISTAKE = frozenset(
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
 _FIRST_CONTACT_SECONDS = 10.0
+_NEVER_REACHED = "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
 
 
 def own_token() -> tuple[str, Path]:
@@ -310,12 +311,14 @@ class RetryBudget:
     def too_late(self) -> InfraError:
         """The failure of an attempt that was not answered in time."""
         message = f"no answer from the tool server within {self._seconds:g} seconds"
+        if not self._http.has_answered:
+            message += _NEVER_REACHED
         return InfraError(Boundary.SERVER, message, attempts=self.attempts)
 
     def never_reached(self, message: str) -> InfraError:
         """The failure where no server has ever answered, which another attempt would not change."""
-        message += "; is the address right, and was it started (ludus serve tools, ludus serve env)?"
-        return InfraError(Boundary.SERVER, message, attempts=self.attempts, retriable=False)
+        text = message + _NEVER_REACHED
+        return InfraError(Boundary.SERVER, text, attempts=self.attempts, retriable=False)
 
 
 def normalized(address: str) -> str:
