@@ -293,7 +293,7 @@ def test_what_has_no_solution_is_no_task() -> None:
 
 def test_the_explorer_does_not_look_behind_doors() -> None:
     """Moving what it cannot see changes nothing about what it does next."""
-    from ludus.envs.babyai.explorer import Explorer
+    from ludus.envs.babyai.exploration import Explorer
     from ludus.envs.babyai.game import MazeGame
 
     moved = 0

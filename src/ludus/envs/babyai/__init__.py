@@ -176,7 +176,7 @@ def expert(task: Task) -> Generator[ToolCall, str, None]:
 
 def explorer(task: Task) -> Generator[ToolCall, str, None]:
     """The same, but it knows only what it has seen so far, as an agent does, and searches for the rest."""
-    from ludus.envs.babyai.explorer import Explorer
+    from ludus.envs.babyai.exploration import Explorer
     from ludus.envs.babyai.game import MazeGame
 
     yield from _played(Explorer(MazeGame(**task.envs["babyai"])))
