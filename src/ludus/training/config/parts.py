@@ -225,7 +225,7 @@ def _agent(given: Any, recipe: Recipe) -> Agent:
     if isinstance(given, str) and given.startswith(COMMAND):
         return _program(given.removeprefix(COMMAND).strip(), recipe)
     found = load_reference(given) if isinstance(given, str) else given
-    if inspect.isroutine(found):
+    if inspect.isroutine(found) and _takes_three(found):
         return _program(found, recipe)
     agent = found() if isinstance(found, type) else found
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
@@ -235,6 +235,15 @@ def _agent(given: Any, recipe: Recipe) -> Agent:
         )
     made: Agent = agent
     return made
+
+
+def _takes_three(function: Callable[..., Any]) -> bool:
+    """Whether it can be called as a program is: (task, base_url, key)."""
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _program(program: str | Callable[..., Any], recipe: Recipe) -> Agent:
