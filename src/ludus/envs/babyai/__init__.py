@@ -73,6 +73,7 @@ class BabyAI(Env):
     def reset(self, task: Task, level: str, seed: int) -> str:
         from ludus.envs.babyai.game import MazeGame
 
+        self._maze = (level, seed)
         self.game = MazeGame(level, seed)
         return f"Your goal: {self.game.goal}\n{self.game.observation()}"
 
@@ -101,6 +102,10 @@ class BabyAI(Env):
         return tuple(self._game().taken)
 
     async def restore(self, state: tuple[int, ...]) -> None:
+        from ludus.envs.babyai.game import MazeGame
+
+        if self._game().taken:  # of an instance that has just been reset, the maze can be used
+            self.game = MazeGame(*self._maze)
         self._game().take(state)
 
     def _game(self) -> MazeGame:
