@@ -1,4 +1,4 @@
-"""The command line: `ludus train | eval | rollout | init | settings | show | envs | check | serve`.
+"""The command line: `ludus train | eval | rollout | init | settings | show | envs | simulate | check | serve`.
 
 Only the commands and their options are here. What a command does is imported when it runs, so that
 `ludus --help` and the lighter commands do not wait for torch.
@@ -304,6 +304,25 @@ def envs() -> None:
         turns = "" if world in OTHERS else str(world.max_turns)
         table.add_row(world.name, world.summary, turns, ready)
     Console().print(table)
+
+
+@app.command()
+def simulate(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value: a load and a cluster, such as engines=64.", show_default=False),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A row for each value: engines=8,64. Several go side by side, value by value."
+        ),
+    ] = None,
+) -> None:
+    """What would more GPUs do? Asynchronous training with its real controller and simulated engines."""
+    from ludus.cli.simulate import simulation_table
+
+    Console().print(simulation_table(settings or [], sweep or []))
 
 
 @check_app.command("recipe")

@@ -29,6 +29,7 @@ or a batch can be taken. `tests/training/test_ledger.py` explores every sequence
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -91,12 +92,23 @@ class Ledger:
     """Groups that have been trained."""
     no_more_tasks: bool = False
     is_stopped: bool = False
+    # Kept beside the entries, so that no event looks at all of them: 1,000 GPUs have tens of thousands.
+    _untaken: OrderedDict[int, None] = field(init=False, repr=False)
+    """The groups that are in no batch, the oldest first."""
+    _idle: set[int] = field(init=False, repr=False)
+    """Those that nobody plays."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.staleness < 0 or self.window < 1 or self.max_tries < 1:
             raise ValueError(
                 f"a ledger of batch {self.batch}, staleness {self.staleness}, window {self.window}"
             )
+        self._index()
+
+    def _index(self) -> None:
+        staged = set(self.taken)
+        self._untaken = OrderedDict.fromkeys(one for one in self.entries if one not in staged)
+        self._idle = set(self._in_state(GroupState.TO_PLAY))
 
     @property
     def capacity(self) -> int:
@@ -135,12 +147,14 @@ class Ledger:
             raise ValueError(f"no group can be dealt: {self!r}")
         ordinal = self.next_ordinal
         self.entries[ordinal] = Entry(self.version)
+        self._untaken[ordinal] = None
+        self._idle.add(ordinal)
         self.next_ordinal += 1
         return ordinal
 
     def to_play(self) -> list[int]:
         """The ordinals that nobody plays, the oldest first."""
-        return self._in_state(GroupState.TO_PLAY)
+        return sorted(self._idle)
 
     def in_flight(self) -> list[int]:
         return self._in_state(GroupState.IN_FLIGHT)
@@ -154,6 +168,7 @@ class Ledger:
 
     def start(self, ordinal: int) -> None:
         self._entry(ordinal, GroupState.TO_PLAY).state = GroupState.IN_FLIGHT
+        self._idle.remove(ordinal)
 
     def finish(self, ordinal: int) -> None:
         self._entry(ordinal, GroupState.IN_FLIGHT).state = GroupState.FINISHED
@@ -164,32 +179,34 @@ class Ledger:
         entry.tries += 1
         again = entry.tries < self.max_tries
         entry.state = GroupState.TO_PLAY if again else GroupState.GIVEN_UP
+        if again:
+            self._idle.add(ordinal)
         return again
 
     def interrupt(self, ordinal: int) -> None:
         """Who played it is gone, through no fault of the group's: it is played again."""
         self._entry(ordinal, GroupState.IN_FLIGHT).state = GroupState.TO_PLAY
+        self._idle.add(ordinal)
 
     def replace(self, ordinal: int) -> None:
         """Leave out a finished group; as it will not be trained, another one will be dealt in its place."""
         self._entry(ordinal, GroupState.FINISHED)
-        if ordinal in self.taken:
+        if ordinal not in self._untaken:
             raise ValueError(f"group {ordinal} is part of a batch already")
-        del self.entries[ordinal]
+        del self.entries[ordinal], self._untaken[ordinal]
 
     def take(self) -> list[int] | None:
         """The next batch in the order of its ordinals, once it is complete; it stays until `train`."""
-        staged = set(self.taken)
-        left = [ordinal for ordinal in self.entries if ordinal not in staged]
-        while len(self.taken) < self._size and (ordinal := self._first_finished(left)) is not None:
-            left.remove(ordinal)
+        while len(self.taken) < self._size and (ordinal := self._first_finished()) is not None:
+            del self._untaken[ordinal]
             self.taken.append(ordinal)
         return sorted(self.taken) if self.taken and len(self.taken) == self._size else None
 
-    def _first_finished(self, left: list[int]) -> int | None:
-        """The oldest finished group within the window, which begins with the oldest one that is left."""
-        for ordinal in left:
-            if ordinal >= left[0] + self.window:
+    def _first_finished(self) -> int | None:
+        """The oldest finished group within the window, which begins with the oldest one in no batch."""
+        end = next(iter(self._untaken), 0) + self.window
+        for ordinal in self._untaken:
+            if ordinal >= end:
                 return None
             if self.entries[ordinal].state in _TAKEABLE:
                 return ordinal
@@ -222,6 +239,7 @@ class Ledger:
         """End now, whatever is under way; the ordinals that are left untrained."""
         left = list(self.entries)
         self.entries, self.taken, self.is_stopped = {}, [], True
+        self._index()
         return left
 
     def _entry(self, ordinal: int, state: GroupState) -> Entry:
@@ -257,3 +275,4 @@ class Ledger:
             for one in state["entries"]
         }
         self.taken = []
+        self._index()

@@ -1,0 +1,54 @@
+"""`ludus simulate`: one row for each cluster, beside the same one without asynchrony."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from ludus.core.config import apply_overrides
+from ludus.core.failures import ConfigError
+from ludus.training.simulation import SimulationConfig, simulate
+
+_COLUMNS = ("s/step", "gain", "eps/s", "tok/s", "play", "train", "lag", "deaths", "ms/group")
+CAPTION = (
+    "gain: seconds a step with staleness 0, divided by these. eps/s, tok/s: episodes and tokens trained. "
+    "play, train: share of the time in which engines and trainer were busy. lag: mean, and largest of its "
+    "bound, in steps. ms/group: CPU time of controller and simulation."
+)
+
+
+def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> Table:
+    """Simulate every row of a sweep, each also with a staleness of 0."""
+    names, rows = _rows(sweep)
+    table = Table(*names, *_COLUMNS, box=None, pad_edge=False, caption=CAPTION, caption_justify="left")
+    for values in rows:
+        chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        config = SimulationConfig.parse(apply_overrides({}, [*settings, *chosen]), "the simulation")
+        run = simulate(config)
+        waiting = simulate(config.model_copy(update={"staleness": 0, "staleness_window": 1}))
+        table.add_row(
+            *values,
+            f"{run.step_seconds:.2f}",
+            f"{waiting.step_seconds / run.step_seconds:.2f}",
+            f"{run.episodes_per_second:,.0f}",
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.engine_busy:.0%}",
+            f"{run.trainer_busy:.0%}",
+            f"{run.lag_mean:.1f} {run.lag_max}/{run.lag_bound}",
+            str(run.deaths),
+            f"{1000 * run.controller_seconds:.2f}",
+        )
+    return table
+
+
+def _rows(sweep: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The names that are swept over, and the values of each row."""
+    pairs = [one.partition("=") for one in sweep]
+    if any(not equals or not values for _, equals, values in pairs):
+        raise ConfigError(f"--sweep takes key=value,value,...: {', '.join(sweep)}")
+    columns = [values.split(",") for _, _, values in pairs]
+    if len({len(column) for column in columns}) > 1:
+        raise ConfigError(f"sweeps side by side need equally many values: {', '.join(sweep)}")
+    rows: list[tuple[str, ...]] = list(zip(*columns, strict=True)) if columns else [()]
+    return [name for name, _, _ in pairs], rows

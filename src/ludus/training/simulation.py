@@ -1,0 +1,475 @@
+"""What would more GPUs do? A discrete-event simulation of asynchronous training, on a virtual clock.
+
+The controller is the real one: `AsyncRollouts` and its `Ledger` deal groups, take batches and bound the lag.
+What it drives is simulated by latencies that were measured: engines that share their time among requests,
+tools, an optimizer, weight syncs, and engines that die. Time is virtual: the event loop jumps to the next
+event, so that hours of 1,000 GPUs take minutes of one core; a controller that waits for nothing is an error.
+
+    engine   all its requests advance together, one token every `decode_seconds + request_seconds * (n - 1)`;
+             prompts are read first, `prompt_tokens_per_second`. After an update, contexts are read again.
+    group    its episodes live on one engine, the one with the fewest groups
+    tools    lognormal seconds; a share of them hangs until a deadline
+    update   on the engines' own GPUs while paused; or on GPUs of its own, and a sync pauses the engines
+    death    an engine loses its groups, which fail and are dealt again by the controller, and comes back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar, cast
+
+from pydantic import Field
+
+from ludus.core.config import Config
+from ludus.core.failures import Boundary, EngineError, Failure
+from ludus.core.random import key
+from ludus.core.task import Task
+from ludus.core.trajectory import Group, StopReason, Trajectory
+from ludus.rollouts.rollout import Rollout
+from ludus.training.async_rollouts import AsyncRollouts, StalledError
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.data.task_sampler import TaskSet
+from ludus.training.ledger import Ledger, Phase
+from ludus.training.player import Deal, PlayedGroup
+
+T = TypeVar("T")
+
+
+class SimulationConfig(Config):
+    """A load and a cluster. The defaults are a 1.5B model on one H200 (docs/performance.md)."""
+
+    tasks: int = Field(default=32, ge=1)
+    """Groups in a step."""
+    attempts: int = Field(default=8, ge=1)
+    """Episodes in a group."""
+    steps: int = Field(default=8, ge=1)
+    """Steps to simulate."""
+    staleness: int = Field(default=1, ge=0)
+    """As rl.staleness; 0 waits for every episode of a step."""
+    staleness_window: int = Field(default=1, ge=1)
+    """As rl.staleness_window."""
+    engines: int = Field(default=1, ge=1)
+    """GPUs that play."""
+    trainers: int = Field(default=0, ge=0)
+    """GPUs that train; 0: the engines' own, while they are paused."""
+    turns: tuple[int, int] = (3, 6)
+    """Fewest and most turns of an episode."""
+    prompt_tokens: int = Field(default=400, ge=0)
+    """Tokens of a task."""
+    turn_tokens: int = Field(default=120, ge=1)
+    """Mean tokens of an action; they are spread exponentially."""
+    observation_tokens: int = Field(default=100, ge=0)
+    """Tokens of what a tool returns."""
+    tool_seconds: float = Field(default=0.5, ge=0)
+    """Mean seconds of a tool."""
+    tool_sigma: float = Field(default=1.0, ge=0)
+    """Spread of the logarithm of a tool's seconds."""
+    hang_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the calls that hang until their deadline."""
+    hang_seconds: float = Field(default=30.0, ge=0)
+    """That deadline."""
+    max_requests: int = Field(default=256, ge=1)
+    """Requests that an engine runs at once; others wait in line."""
+    decode_seconds: float = Field(default=0.0018, gt=0)
+    """Seconds of a decoding step of one request."""
+    request_seconds: float = Field(default=0.000006, ge=0)
+    """What each further request adds to it."""
+    prompt_tokens_per_second: float = Field(default=150_000.0, gt=0)
+    """How fast an engine reads prompts."""
+    train_tokens_per_second: float = Field(default=50_000.0, gt=0)
+    """How fast one GPU trains."""
+    train_seconds: float = Field(default=0.3, ge=0)
+    """What an update takes whatever its size."""
+    train_efficiency: float = Field(default=0.95, gt=0, le=1)
+    """What is left of each GPU's speed at every doubling of the GPUs that train."""
+    pause_seconds: float = Field(default=0.02, ge=0)
+    """What pausing and resuming the engines takes."""
+    weight_gb: float = Field(default=3.1, ge=0)
+    """Size of the weights."""
+    sync_gb_per_second: float = Field(default=8.0, gt=0)
+    """How fast the weights reach all engines; nothing is sent where the engines' own GPUs train."""
+    engine_mtbf_seconds: float | None = Field(default=None, gt=0)
+    """Mean time between the deaths of an engine."""
+    restart_seconds: float = Field(default=30.0, ge=0)
+    """Until a dead engine plays again."""
+    seed: int = 0
+    """Of every draw."""
+
+    @property
+    def update_seconds_of(self) -> Callable[[int], float]:
+        """Seconds of an update, by its tokens."""
+        gpus = self.trainers or self.engines
+        speed = self.train_tokens_per_second * gpus * self.train_efficiency ** math.log2(gpus)
+        return lambda tokens: self.train_seconds + tokens / speed
+
+    @property
+    def sync_seconds(self) -> float:
+        return self.pause_seconds + (self.weight_gb / self.sync_gb_per_second if self.trainers else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What came of it. Rates leave out the first step, in which the pipeline fills."""
+
+    seconds: float
+    steps: int
+    step_seconds: float
+    episodes_per_second: float
+    tokens_per_second: float
+    """Trained tokens."""
+    engine_busy: float
+    """Share of the engines' time in which they had requests and ran."""
+    trainer_busy: float
+    lag_mean: float
+    lag_max: int
+    lag_bound: int
+    deaths: int
+    given_up: int
+    """Groups that failed too often."""
+    controller_seconds: float
+    """CPU seconds of the controller, the simulation included, for each group."""
+
+
+def simulate(config: SimulationConfig) -> SimulatedRun:
+    """Run it to its end."""
+    return run_virtually(_Simulation(config).run())
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    """Waits for nothing: what would be waited for is added to the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise StalledError("the controller waits, and nothing is left that could happen")
+        self.now += max(0.0, timeout)
+        return []
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _VirtualSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a virtual clock: sleeping takes no time."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class _Simulation:
+    """The trainer: takes batches from the controller, and lets time pass."""
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self.config = config
+        self.ledger = Ledger(
+            config.tasks, config.staleness, config.staleness_window, config.steps * config.tasks
+        )
+
+    async def run(self) -> SimulatedRun:
+        config, clock, began = self.config, asyncio.get_running_loop().time, time.process_time()
+        player = SimulatedPlayer(config)
+        tasks = [Task.of("", id=str(i)) for i in range(config.tasks)]
+        # no rollout: the player does without
+        sets = [TaskSet("simulated", 1.0, tasks, [], cast(Rollout, None))]
+        settings = RolloutSettings(tasks=config.tasks, attempts=config.attempts)
+        rollouts = AsyncRollouts(
+            sets, settings, config.seed, self.ledger, player, lambda step: {}, stall_seconds=1e9
+        )
+        lags: list[int] = []
+        ends: list[float] = []
+        tokens: list[int] = []
+        training, given_up = 0.0, 0
+        while self.ledger.phase is not Phase.ENDED:
+            batch = await rollouts.next_batch()
+            lags += [self.ledger.lag(deal.ordinal) for deal in batch.deals]
+            given_up += sum(not group.trainable for group in batch.played.groups)
+            tokens.append(sum(player.tokens.pop(deal.ordinal, 0) for deal in batch.deals))
+            seconds = config.update_seconds_of(tokens[-1])
+            if config.trainers:
+                await asyncio.sleep(seconds)
+            player.pause()
+            await asyncio.sleep(config.sync_seconds + (0.0 if config.trainers else seconds))
+            player.resume()
+            training += seconds
+            ends.append(clock())
+            rollouts.trained(batch)
+        await rollouts.close()
+        steady = ends[-1] - ends[0] if len(ends) > 1 else ends[-1]
+        counted = max(1, len(ends) - 1)
+        busy = sum(engine.busy for engine in player.engines) / len(player.engines)
+        return SimulatedRun(
+            seconds=ends[-1],
+            steps=len(ends),
+            step_seconds=steady / counted,
+            episodes_per_second=counted * config.tasks * config.attempts / steady,
+            tokens_per_second=sum(tokens[-counted:]) / steady,
+            engine_busy=busy / ends[-1],
+            trainer_busy=training / ends[-1],
+            lag_mean=sum(lags) / len(lags),
+            lag_max=max(lags),
+            lag_bound=self.ledger.max_lag,
+            deaths=player.deaths,
+            given_up=given_up,
+            controller_seconds=(time.process_time() - began) / len(lags),
+        )
+
+
+@dataclass(slots=True)
+class _Episode:
+    """One attempt of a group: how many turns it has left, and what its context holds."""
+
+    group: _PlayingGroup
+    draw: random.Random
+    turns: int
+    context: int = 0
+    said: int = 0
+    version: int = -1
+    """The weights that its context was read with."""
+
+
+@dataclass(slots=True, eq=False)
+class _PlayingGroup:
+    deal: Deal
+    engine: SimulatedEngine
+    left: int
+    tokens: int = 0
+    is_lost: bool = False
+
+
+class SimulatedPlayer:
+    """A `Player` whose episodes only pass time."""
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self.config = config
+        self._loop = asyncio.get_running_loop()
+        self.engines = [SimulatedEngine(config, self._loop, self._die) for _ in range(config.engines)]
+        self._idlest = [(0, number) for number in range(config.engines)]
+        """Engines by the groups they have: a heap whose entries may be out of date."""
+        self._playing: dict[int, _PlayingGroup] = {}
+        self._arrived: asyncio.Queue[PlayedGroup] = asyncio.Queue()
+        self.tokens: dict[int, int] = {}
+        """Of groups that have been played, by ordinal."""
+        self.deaths = 0
+        self._draw = random.Random(key(config.seed, "deaths"))
+        for engine in self.engines:
+            self._expect_death(engine)
+
+    def play(self, deal: Deal) -> None:
+        group = _PlayingGroup(deal, self._choose(), self.config.attempts)
+        group.engine.groups.add(group)
+        self._playing[deal.ordinal] = group
+        for attempt in range(self.config.attempts):
+            draw = random.Random(key(deal.seed, deal.ordinal, attempt))
+            episode = _Episode(group, draw, draw.randint(*self.config.turns))
+            self._act(episode, self.config.prompt_tokens)
+
+    def _choose(self) -> SimulatedEngine:
+        """The engine that lives and has the fewest groups."""
+        while True:
+            groups, number = heapq.heappop(self._idlest)
+            found = len(self.engines[number].groups) + (10**9 if self.engines[number].is_down else 0)
+            heapq.heappush(self._idlest, (found + (found == groups), number))
+            if found == groups or len(self.engines) == 1:
+                return self.engines[number]
+
+    def _act(self, episode: _Episode, new: int) -> None:
+        """Read what is new, or everything where the weights have changed, and say something."""
+        engine = episode.group.engine
+        said = 1 + int(episode.draw.expovariate(1 / self.config.turn_tokens))
+        unread = new if episode.version == engine.version else episode.context + new
+        episode.context += new + said
+        episode.said += said
+        episode.version = engine.version
+        engine.submit(said, unread, episode.context, lambda: self._acted(episode))
+
+    def _acted(self, episode: _Episode) -> None:
+        group, config, draw = episode.group, self.config, episode.draw
+        episode.turns -= 1
+        if episode.turns:
+            seconds = 0.0
+            if draw.random() < config.hang_share:
+                seconds = config.hang_seconds
+            elif config.tool_seconds:
+                middle = math.log(config.tool_seconds) - config.tool_sigma**2 / 2
+                seconds = draw.lognormvariate(middle, config.tool_sigma)
+            self._loop.call_later(seconds, self._observed, episode)
+            return
+        group.tokens += episode.context
+        group.left -= 1
+        if not group.left:
+            self._end(group)
+            task = group.deal.task
+            played = [
+                Trajectory(task, attempt=i, reward=float(i % 2), stop=StopReason.ANSWERED)
+                for i in range(config.attempts)
+            ]
+            self.tokens[group.deal.ordinal] = group.tokens
+            self._arrived.put_nowait(PlayedGroup(group.deal.ordinal, Group(task, played)))
+
+    def _observed(self, episode: _Episode) -> None:
+        if not episode.group.is_lost:
+            self._act(episode, self.config.observation_tokens)
+
+    def _end(self, group: _PlayingGroup) -> None:
+        group.engine.groups.discard(group)
+        heapq.heappush(self._idlest, (len(group.engine.groups), self.engines.index(group.engine)))
+        del self._playing[group.deal.ordinal]
+
+    def _expect_death(self, engine: SimulatedEngine) -> None:
+        if self.config.engine_mtbf_seconds is not None:
+            self._loop.call_later(
+                self._draw.expovariate(1 / self.config.engine_mtbf_seconds), engine.die
+            )
+
+    def _die(self, engine: SimulatedEngine) -> None:
+        """Its groups are lost: the controller hears of each, and deals it again or gives it up."""
+        self.deaths += 1
+        error = EngineError("the engine died")
+        for group in list(engine.groups):
+            group.is_lost = True
+            self._end(group)
+            failed = PlayedGroup(group.deal.ordinal, failure=Failure.of(error, Boundary.ENGINE))
+            self._arrived.put_nowait(failed)
+        self._expect_death(engine)
+
+    def pause(self) -> None:
+        for engine in self.engines:
+            engine.pause()
+
+    def resume(self) -> None:
+        for engine in self.engines:
+            engine.resume()
+
+    async def outcome(self) -> PlayedGroup:
+        return await self._arrived.get()
+
+    def outcomes(self) -> list[PlayedGroup]:
+        return [self._arrived.get_nowait() for _ in range(self._arrived.qsize())]
+
+    async def hold(self) -> None:
+        self.pause()
+
+    def release(self) -> None:
+        self.resume()
+
+    def describe(self, ordinal: int) -> str:
+        return f"group {ordinal}"
+
+    async def close(self) -> None:
+        self._playing.clear()
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """Requests that share an engine's time: each has had `_served` tokens since the engine's beginning."""
+
+    config: SimulationConfig
+    loop: asyncio.AbstractEventLoop
+    on_death: Callable[[SimulatedEngine], None]
+    version: int = 0
+    busy: float = 0.0
+    is_down: bool = False
+    groups: set[_PlayingGroup] = field(default_factory=set)
+    _served: float = 0.0
+    _unread: float = 0.0
+    """Seconds of prompts that are read before anything else is said."""
+    _updated: float = 0.0
+    _is_paused: bool = False
+    _active: list[tuple[float, int, int, Callable[[], None]]] = field(default_factory=list)
+    """A heap: at how many served tokens a request ends, its number, its context, and who waits for it."""
+    _waiting: deque[tuple[int, int, int, Callable[[], None]]] = field(default_factory=deque)
+    _numbers: count[int] = field(default_factory=count)
+    _timer: asyncio.TimerHandle | None = None
+
+    def submit(self, said: int, unread: int, context: int, done: Callable[[], None]) -> None:
+        """Read `unread` tokens, say `said`, and call `done`."""
+        self._pass_time()
+        self._waiting.append((said, unread, context, done))
+        self._admit()
+        self._schedule()
+
+    def pause(self) -> None:
+        self._pass_time()
+        self._is_paused = True
+        self._schedule()
+
+    def resume(self) -> None:
+        """Go on with new weights: the contexts of running requests are read again."""
+        self._pass_time()
+        self._is_paused = False
+        self.version += 1
+        self._unread += sum(one[2] for one in self._active) / self.config.prompt_tokens_per_second
+        self._schedule()
+
+    def die(self) -> None:
+        self._pass_time()
+        self.is_down = True
+        self._active, self._unread = [], 0.0
+        self._waiting.clear()
+        self.loop.call_later(self.config.restart_seconds, self._restart)
+        self.on_death(self)
+
+    def _restart(self) -> None:
+        self._pass_time()
+        self.is_down = False
+        self._admit()
+        self._schedule()
+
+    @property
+    def _token_seconds(self) -> float:
+        return self.config.decode_seconds + self.config.request_seconds * (len(self._active) - 1)
+
+    def _pass_time(self) -> None:
+        """Serve what has been served since the last look."""
+        now = self.loop.time()
+        passed, self._updated = now - self._updated, now
+        if self._is_paused or not self._active:
+            return
+        self.busy += passed
+        reading = min(passed, self._unread)
+        self._unread -= reading
+        self._served += (passed - reading) / self._token_seconds
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self.config.max_requests and not self.is_down:
+            said, unread, context, done = self._waiting.popleft()
+            self._unread += unread / self.config.prompt_tokens_per_second
+            heapq.heappush(self._active, (self._served + said, next(self._numbers), context, done))
+
+    def _schedule(self) -> None:
+        """Look again when the next request will have ended; looking too early does no harm."""
+        if self._is_paused or not self._active:
+            return
+        seconds = self._unread + (self._active[0][0] - self._served) * self._token_seconds
+        when = self.loop.time() + max(0.0, seconds)
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self.loop.call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._pass_time()
+        ended = []
+        while self._active and not self._is_paused and self._active[0][0] <= self._served + 1e-6:
+            ended.append(heapq.heappop(self._active)[3])
+        self._admit()
+        self._schedule()
+        for done in ended:
+            done()
