@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from model_parts import ADD, CALL, chat, serving, serving_checkpoint, user
+from model_parts import ADD, CALL, Served, chat, serving, serving_checkpoint, user
 from server_process import ServerProcess
 
 from ludus.core.failures import ConfigError, EngineError
@@ -30,6 +31,21 @@ async def stream(served: Any, path: str, body: Any) -> list[Any]:
     async with served.http.post(url, json={**body, "stream": True}, headers=headers) as answer:
         assert answer.status == 200 and answer.content_type == "text/event-stream"
         return events_of(await answer.text())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - of a server that knows nothing of tests
+        await asyncio.sleep(0.005)
+
+
+async def leave_alone(served: Served, body: Any) -> None:
+    """Send a request, and go away while the engine, which is paused, has it."""
+    await served.engine.pause()
+    gone = asyncio.create_task(served.post(body))
+    await until(lambda: served.engine.in_flight == 1)
+    gone.cancel()
+    (sampling,) = served.session._sampling.values()
+    await until(lambda: sampling.waiters == 0)
 
 
 # The APIs
@@ -236,7 +252,7 @@ async def test_a_key_is_an_episode_and_dies_with_it() -> None:
 async def test_requests_in_flight_get_a_409_when_their_episode_ends() -> None:
     async with serving(["one"], seconds=60) as served:
         waiting = asyncio.create_task(served.post(chat(user("a"))))
-        await asyncio.sleep(0.2)
+        await until(lambda: served.engine.in_flight == 1)
         await served.service.end(served.session)
         status, body = await waiting
         assert (status, body["error"]["code"]) == (409, "episode_ended")
@@ -267,31 +283,33 @@ async def test_a_marked_retry_gets_the_same_reply() -> None:
 
 
 async def test_a_retry_joins_the_request_in_flight() -> None:
-    async with serving(["one", "two"], seconds=0.3) as served:
+    async with serving(["one", "two"]) as served:
+        await served.engine.pause()
         first = asyncio.create_task(served.post(chat(user("a"))))
-        await asyncio.sleep(0.05)
-        retry = await served.post(chat(user("a")), x_stainless_retry_count="2")
-        assert retry == await first and len(served.engine.calls) == 1
+        await until(lambda: served.engine.in_flight == 1)
+        retry = asyncio.create_task(served.post(chat(user("a")), x_stainless_retry_count="2"))
+        await until(lambda: served.session.counts["retries"] == 1)
+        await served.engine.resume()
+        assert await retry == await first and len(served.engine.calls) == 1
         assert len(served.trajectory.actions) == 1
 
 
 async def test_a_client_that_gave_up_and_asks_again_joins_too() -> None:
-    async with serving(["one", "two"], seconds=0.3) as served:
-        gone = asyncio.create_task(served.post(chat(user("a"))))
-        await asyncio.sleep(0.1)
-        gone.cancel()
-        await asyncio.sleep(0.05)
-        _, body = await served.post(chat(user("a")))
+    async with serving(["one", "two"]) as served:
+        await leave_alone(served, chat(user("a")))
+        again = asyncio.create_task(served.post(chat(user("a"))))
+        await until(lambda: served.session.counts["retries"] == 1)
+        await served.engine.resume()
+        _, body = await again
         assert body["choices"][0]["message"]["content"] == "one"
         assert len(served.engine.calls) == 1 and len(served.trajectory.actions) == 1
 
 
 async def test_a_reply_that_nobody_took_is_not_recorded() -> None:
-    async with serving(["one", "two"], seconds=0.1) as served:
-        gone = asyncio.create_task(served.post(chat(user("a"))))
-        await asyncio.sleep(0.05)
-        gone.cancel()
-        await asyncio.sleep(0.2)
+    async with serving(["one", "two"]) as served:
+        await leave_alone(served, chat(user("a")))
+        await served.engine.resume()
+        await until(lambda: len(served.engine.calls) == 1)
         await served.post(chat(user("b")))
         await served.service.end(served.session)
         assert len(served.trajectory.actions) == 1
@@ -299,12 +317,15 @@ async def test_a_reply_that_nobody_took_is_not_recorded() -> None:
 
 
 async def test_parallel_requests_each_get_a_reply_of_their_own() -> None:
-    async with serving([f"reply {n}" for n in range(8)], seconds=0.05) as served:
+    async with serving([f"reply {n}" for n in range(8)]) as served:
+        await served.engine.pause()
         same = [served.post(chat(user("a"))) for _ in range(4)]
         other = [served.post(chat(user(f"question {n}"))) for n in range(4)]
-        found = await asyncio.gather(*same, *other)
+        waiting = asyncio.gather(*same, *other)
+        await until(lambda: served.engine.in_flight == 8)
+        await served.engine.resume()
+        found = await waiting
         assert len({body["choices"][0]["message"]["content"] for _, body in found}) == 8
-        assert served.engine.most_in_flight > 1
         assert len(served.trajectory.actions) == 8
         assert served.session.tree.counts == {
             "requests": 8,
@@ -318,7 +339,7 @@ async def test_a_paused_engine_holds_connections() -> None:
     async with serving(["one"]) as served:
         await served.engine.pause()
         waiting = asyncio.create_task(served.post(chat(user("a"))))
-        await asyncio.sleep(0.2)
+        await until(lambda: served.engine.in_flight == 1)
         assert not waiting.done()
         await served.engine.update_weights()
         await served.engine.resume()
@@ -450,15 +471,17 @@ async def test_a_served_checkpoint_samples_as_the_client_asks() -> None:
 async def test_a_served_checkpoint_has_a_token_and_limits() -> None:
     token = "a-long-enough-token"
     async with serving_checkpoint(
-        ["one", "two"], token=token, seconds=0.3, concurrency=1, queue=0, max_body_bytes=2000
-    ) as (address, _):
+        ["one", "two"], token=token, concurrency=1, queue=0, max_body_bytes=2000
+    ) as (address, engine):
         assert (await post(address, chat(user("a"))))[0] == 401
         status, body = await post(address, chat(user("a" * 3000)), token=token)
         assert status == 413 and "2,000 bytes" in body["error"]["message"]
+        await engine.pause()
         first = asyncio.create_task(post(address, chat(user("a")), token=token))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.in_flight == 1)
         status, body = await post(address, chat(user("b")), token=token)
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        await engine.resume()
         assert (await first)[0] == 200
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as http:
             page = await (await http.get(f"{address}/metrics")).text()
