@@ -8,8 +8,12 @@ For each environment that is installed (where it is tools alone, an instance is 
     random      success of a policy that draws from `available_actions()`, or else calls any tool with arguments
                 that its schema allows
     reset, step p50 in milliseconds, one instance alone, and 16 at once in threads of one process
-    MB          resident memory that one more instance takes (mean of 16, after a reset)
-    leak        growth of resident memory over the second half of so many episodes, in MB
+    MB          memory that one more instance takes (mean of 16, after a reset)
+    leak        growth of memory over the second half of so many episodes, in MB
+    load        the machine's load average of one minute at the start: with others at work, times grow
+
+Memory is the proportional set size (PSS) of this process and all that it started: what n processes share counts
+1/n for each. Where the system does not tell it, resident memory.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -103,7 +108,7 @@ class Walk:
             await self.instance.close()
 
 
-def resident() -> float:
+def memory() -> float:
     """Megabytes of this process and its children; what they share counts once, where that is known."""
     gc.collect()
     me, total = psutil.Process(), 0
@@ -118,6 +123,7 @@ async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, 
     held_out = world.tasks("held_out")
     tasks = held_out[:: -(-len(held_out) // tasks_at_most)]  # of all sub-tasks, which may be in order
     found: dict[str, float] = {
+        "load": os.getloadavg()[0],
         "expert": success_of(await play(world, Demonstrator(world.expert), tasks)),
         "random": success_of(
             await play(world, RandomAgent(None if world.env else world.toolset()), tasks)
@@ -126,10 +132,10 @@ async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, 
     alone = Walk(world, tasks, 0)
     for index in range(max(3, 40 // INSTANCES)):
         await alone.episode(index)
-    before = resident()
+    before = memory()
     many = [Walk(world, tasks, number) for number in range(INSTANCES)]
     await asyncio.gather(*(walk.episode(0) for walk in many))
-    found["MB"] = max(0.0, (resident() - before) / INSTANCES)
+    found["MB"] = max(0.0, (memory() - before) / INSTANCES)
     await asyncio.gather(*(walk.episode(1) for walk in many))
     for name, walks in (("1", [alone]), (str(INSTANCES), many)):
         found[f"reset {name}"] = 1000 * statistics.median(s for walk in walks for s in walk.resets)
@@ -138,16 +144,16 @@ async def measure(world: World, tasks_at_most: int, episodes: int) -> dict[str, 
         await walk.close()
     for index in range(episodes // 2):
         await alone.episode(index)
-    settled = resident()
+    settled = memory()
     for index in range(episodes // 2):
         await alone.episode(index)
-    found["leak"] = resident() - settled
+    found["leak"] = memory() - settled
     await alone.close()
     await close_shared_sandboxes()
     return found
 
 
-COLUMNS = ("expert", "random", "reset 1", "step 1", "reset 16", "step 16", "MB", "leak")
+COLUMNS = ("expert", "random", "reset 1", "step 1", "reset 16", "step 16", "MB", "leak", "load")
 
 
 def shown(name: str, value: float) -> str:

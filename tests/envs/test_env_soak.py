@@ -440,7 +440,9 @@ async def test_heavy_worlds_lose_nothing_to_processes_that_die_or_hang(
     started = time.monotonic()
     progress = Progress(12)
     async with faults(signalling(kinds), progress.pause) as injected:
-        played = await play_expert(name, tasks, max_turns=200, retries=6, pool=pool, on_episode=progress)
+        played = await play_expert(
+            name, tasks, max_turns=200, retries=30, pool=pool, on_episode=progress
+        )
     checked(played, tasks, injected, started)
     assert set(injected) == {fault for fault, _, _ in kinds}
     assert pool.stats.created == pool.stats.closed
@@ -487,7 +489,7 @@ async def test_a_browser_loses_nothing_to_a_site_that_goes_down(name: str, lefto
     progress = Progress(12)
     async with faults(signalling(BROWSER_FAULTS[:2], drop), progress.pause) as injected:
         played = await play_expert(
-            name, tasks, retries=12, pool=pool, expert=find_the_price, on_episode=progress
+            name, tasks, retries=30, pool=pool, expert=find_the_price, on_episode=progress
         )
     site.close()
     checked(played, tasks, injected, started)
@@ -511,7 +513,7 @@ async def test_a_heavy_world_on_a_server_that_is_dropped(name: str, leftovers: L
     progress = Progress(12)
     async with faults(signalling(JAVA_FAULTS, server.drop), progress.pause) as injected:
         played = await play_expert(
-            name, tasks, max_turns=200, retries=12, pool=pool, on_episode=progress
+            name, tasks, max_turns=200, retries=30, pool=pool, on_episode=progress
         )
     checked(played, tasks, injected, started)
     assert {"simulator killed", "simulator stopped", "server", "replica"} == set(injected)

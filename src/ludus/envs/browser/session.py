@@ -421,9 +421,8 @@ class BrowserSession:
                 tab.hangs = True
             raise Notice(_HUNG) from error
         except (Error, ActionProblem) as error:
-            # a page that closed itself looks like a browser whose driver has died
-            is_closed = "has been closed" in str(error) and not await chromium.answers()
-            if is_closed or not chromium.is_alive:
+            # a browser, or its driver, that has just died is known by its silence; errors have many texts
+            if not chromium.is_alive or not await chromium.answers():
                 raise await self.host.lost(chromium, error) from error
             if isinstance(error, ActionProblem):
                 raise
