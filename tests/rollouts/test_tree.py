@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
 from typing import Any
@@ -12,8 +13,10 @@ from rollout_parts import attempt_of, called, play, renderer, rollout
 from ludus import Env, Task, tool
 from ludus.core import Group, InfraError, Segment, SegmentKind, StopReason, Trajectory
 from ludus.core.failures import Boundary, ConfigError
+from ludus.core.messages import ToolCall
 from ludus.core.random import key
-from ludus.envs import EnvPool
+from ludus.envs import WORLDS, EnvPool
+from ludus.envs.env import reset_env
 from ludus.observe import rollout_metrics
 from ludus.rewards import reward
 from ludus.rollouts.branching import EpisodeRecord
@@ -311,3 +314,64 @@ def test_random_points_are_spread_over_all_turns() -> None:
     )
     assert set(drawn) == {Point(0, 1), Point(0, 2), Point(0, 3), Point(1, 1), Point(1, 2)}
     assert min(drawn.values()) > 60
+
+
+@pytest.mark.parametrize("name", ["safe", "textcraft", "babyai"])
+async def test_prebuilt_environments_fork(name: str) -> None:
+    """A restored instance goes on like the one that was copied, and neither changes the other's state."""
+    world = WORLDS[name]
+    if world.missing():
+        pytest.skip(f"needs {world.missing()}")
+    task = max(world.tasks("train")[:40], key=lambda one: len(list(_moves(world.expert, one))))
+
+    async def act(env: Any, call: ToolCall) -> Any:
+        did = await getattr(env, call.name)(**call.arguments)
+        return (
+            getattr(did, "content", None) or getattr(did, "observation", did),
+            getattr(env, "won", getattr(env, "opened", None)),
+        )
+
+    made: list[Any] = []
+    for _ in range(3):
+        env: Any = world.factory()
+        await reset_env(env, task, name)
+        made.append(env)
+    first, second, third = made
+    moves = list(_moves(world.expert, task))
+    middle = len(moves) // 2
+    for call in moves[:middle]:
+        await act(first, call)
+    state = await first.snapshot()
+    rest = [await act(first, call) for call in moves[middle:]]
+    await second.restore(state)  # what the first did afterwards is not in it
+    assert [await act(second, call) for call in moves[middle:]] == rest
+    await third.restore(state)
+    assert [await act(third, call) for call in moves[middle:]] == rest
+    assert rest[-1][1]
+
+
+def _moves(expert: Any, task: Task) -> Any:
+    """The expert's calls, played in an environment of their own."""
+    name = next(iter(task.envs))
+    env: Any = WORLDS[name].factory()
+    made = env.reset(task, **task.envs[name])
+    if inspect.iscoroutine(made):
+        _run(made)
+    moves = expert(task)
+    call = next(moves)
+    while True:
+        yield call
+        did = _run(getattr(env, call.name)(**call.arguments))
+        try:
+            call = moves.send(did if isinstance(did, str) else str(getattr(did, "observation", did)))
+        except StopIteration:
+            return
+
+
+def _run(coroutine: Any) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")

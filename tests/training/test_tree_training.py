@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from test_async_training import Slow, settings, trained_ordinals
 from training_helpers import add, even, tasks
+from typer.testing import CliRunner
 
 import ludus
+from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.observe import RunFolder, read_groups
 from ludus.training.replay import replayed_recipe
@@ -53,6 +55,11 @@ def test_runs_on_trees_learn_and_are_recorded(tmp_path: Path, staleness: int) ->
         assert row["action_tokens"] == sum(sampled.values()) == pytest.approx(row["tokens/action"] * 8)
     if staleness:
         assert sorted(trained_ordinals(run)) == list(range(6))
+    shown = CliRunner().invoke(
+        app, ["show", str(run.path), "--tree", "--limit", "1", "--split", "train"]
+    )
+    assert "4 attempts, 3 of them branches" in shown.output
+    assert shown.output.count("─ attempt ") == 3
     again = tmp_path / "again"
     parts: dict[str, Any] = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Slow()}
     ludus.train(replayed_recipe(run, [f"run.folder={again}"]), **parts, progress=False)

@@ -279,12 +279,18 @@ def show(
         bool, typer.Option("--prompt", help="Also print the tokens that the model read, decoded.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Leave nothing out of long texts.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Print groups as trees of attempts, and no conversations.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
 ) -> None:
     """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
-    from ludus.cli.show import EpisodeFilter, show_episodes
+    from ludus.cli.show import EpisodeFilter, show_episodes, show_trees
 
     wanted = EpisodeFilter(step, split, task, attempt, failed)
+    if tree:
+        show_trees(run, wanted, limit=limit)
+        return
     show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
 
 

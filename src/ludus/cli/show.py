@@ -19,7 +19,9 @@ from ludus.observe import (
     episode_text,
     find_runs,
     printable,
+    read_groups,
     select_trajectories,
+    tree_text,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +47,24 @@ class EpisodeFilter:
             and (self.attempt is None or attempt == self.attempt)
             and (has_failed or not self.failed)
         )
+
+
+def show_trees(source: Path, wanted: EpisodeFilter, *, limit: int) -> None:
+    """Print the groups in which an episode is wanted, as trees, those of the newest step first."""
+    shown = 0
+    for file in _files(source, wanted):
+        for group in read_groups(file.path):
+            fits = (wanted.fits(t.task.id, t.attempt, t.failure is not None) for t in group.trajectories)
+            if not any(fits):
+                continue
+            if limit and shown == limit:
+                print(f"the first {shown}; for more, --limit N (0: all)", file=sys.stderr)
+                return
+            _print(f"step {file.step}, {file.split}: {file.path}")
+            _print(tree_text(group))
+            shown += 1
+    if not shown:
+        raise ConfigError(f"no group in {source} is what was asked for")
 
 
 def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bool, full: bool) -> None:

@@ -41,6 +41,7 @@ from ludus.observe.report import (
     smoothed,
     table_markdown,
     table_rich,
+    tree_text,
 )
 from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
@@ -135,6 +136,7 @@ __all__ = [
     "smoothed",
     "table_markdown",
     "table_rich",
+    "tree_text",
     "undefined",
     "unescape",
     "write_groups",

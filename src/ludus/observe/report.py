@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.core.messages import Message, ToolCall
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Group, Trajectory
 from ludus.observe.console import printable
 from ludus.observe.encoding import dump_value
 from ludus.observe.files import atomic_file
@@ -140,6 +140,50 @@ def episode_text(trajectory: Trajectory, *, max_chars: int = 6000, max_message_c
     return "\n".join([head, shortened(body, room), foot])
 
 
+def tree_text(group: Group) -> str:
+    """The attempts of a group as a tree: each branch stands under the attempt that it branched off."""
+    attempts = {one.attempt: one for one in group.trajectories}
+    below: dict[int | None, list[Trajectory]] = {}
+    for one in group.trajectories:
+        parent = one.branch.attempt if one.branch is not None and one.branch.segments else None
+        below.setdefault(parent if parent in attempts else None, []).append(one)
+    sampled = sum(len(s.tokens) for one in attempts.values() for s in one.own_segments if s.logprobs)
+    branches = len(attempts) - len(below.get(None, ()))
+    lines = [
+        f"=== task {_one_line(group.task.id or '(no id)', 200)}: {len(attempts)} attempts, {branches} of them "
+        f"branches, {sampled} tokens sampled ==="
+    ]
+
+    def add(one: Trajectory, indent: str, mark: str, further: str) -> None:
+        lines.append(f"{indent}{mark}{_attempt_text(one)}")
+        children = below.get(one.attempt, [])
+        for number, child in enumerate(children):
+            is_last = number == len(children) - 1
+            add(child, indent + further, "└─ " if is_last else "├─ ", "   " if is_last else "│  ")
+
+    for root in below.get(None, ()):
+        add(root, "", "", "")
+    return "\n".join(map(printable, lines))
+
+
+def _place_text(one: Trajectory) -> str:
+    """Where a branch begins."""
+    if one.branch is None:
+        return ""
+    if not one.branch.segments:
+        return " (could not branch, played anew)"
+    shared = one.sequences[0].segments[: one.branch.segments]
+    turn = sum(segment.logprobs is not None for segment in shared) + 1
+    return f" from turn {turn} ({one.branch.state})"
+
+
+def _attempt_text(one: Trajectory) -> str:
+    where = _place_text(one)
+    total = "not scored" if one.reward is None else f"reward {one.reward:g}"
+    why = "" if one.failure is None else f" at {one.failure.boundary.value}: {one.failure.kind}"
+    return f"attempt {one.attempt}{where}: {one.turns} turns, {total}, {one.stop.value}{why}"
+
+
 def shortened(text: str, limit: int, gap: str = "\n") -> str:
     """The head and the tail of a text, and how much is missing between them."""
     if len(text) <= limit:
@@ -180,6 +224,8 @@ def _ending(trajectory: Trajectory) -> list[str]:
     lines = [
         f"{trajectory.stop.value} after {trajectory.turns} turns, {calls} calls, {tokens} tokens said"
     ]
+    if trajectory.branch is not None and trajectory.branch.segments:
+        lines.append(f"a branch of attempt {trajectory.branch.attempt}{_place_text(trajectory)}")
     if trajectory.answer is not None:
         lines.append(f"answer: {_one_line(trajectory.answer, 300)}")
     if faults := Counter(fault.value for fault in trajectory.faults):
