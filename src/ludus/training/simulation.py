@@ -104,12 +104,11 @@ class SimulationConfig(Config):
     seed: int = 0
     """Of every draw."""
 
-    @property
-    def update_seconds_of(self) -> Callable[[int], float]:
-        """Seconds of an update, by its tokens."""
+    def update_seconds(self, tokens: int) -> float:
+        """How long an update on so many tokens takes."""
         gpus = self.trainers or self.engines
-        speed = self.train_tokens_per_second * gpus * self.train_efficiency ** math.log2(gpus)
-        return lambda tokens: self.train_seconds + tokens / speed
+        speed: float = self.train_tokens_per_second * gpus * self.train_efficiency ** math.log2(gpus)
+        return self.train_seconds + tokens / speed
 
     @property
     def sync_seconds(self) -> float:
@@ -199,7 +198,7 @@ class _Simulation:
             lags += [self.ledger.lag(deal.ordinal) for deal in batch.deals]
             given_up += sum(not group.trainable for group in batch.played.groups)
             tokens.append(sum(player.tokens.pop(deal.ordinal, 0) for deal in batch.deals))
-            seconds = config.update_seconds_of(tokens[-1])
+            seconds = config.update_seconds(tokens[-1])
             if config.trainers:
                 await asyncio.sleep(seconds)
             player.pause()
