@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from ludus.core.failures import ConfigError, InfraError, LudusError
+from ludus.core.failures import CannotFork, ConfigError, InfraError, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolSpec
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location
@@ -240,15 +240,19 @@ class _Check:
             )
 
     async def _check_snapshot(self, env: Any) -> None:
-        save, load = getattr(env, "snapshot", None), getattr(env, "restore", None)
-        if (save is None) != (load is None):
+        has_save, has_load = _is_own(env, "snapshot"), _is_own(env, "restore")
+        if has_save != has_load:
             self._error("only one of snapshot and restore is there", "write both, or none")
-        if save is None or load is None:
+        if not (has_save and has_load):
             return
         await self._reset(env)
-        saved = await self._try("snapshot failed", "return something restore accepts", save)
+        try:
+            saved = await self._try("snapshot failed", "return something restore accepts", env.snapshot)
+        except CannotFork:
+            return  # a stand-in for one without, or a state that cannot be copied: branches are replayed then
         story = await self._play(env)
-        await self._try("restore failed", "accept what snapshot returned", load, saved)
+        await self._reset(env)
+        await self._try("restore failed", "accept what snapshot returned", env.restore, saved)
         if await self._play(env) != story:
             self._error(
                 "after restore, the same actions led to something else",
@@ -273,6 +277,8 @@ class _Check:
     ) -> Any:
         try:
             return await call_env(function, *args, timeout=seconds)
+        except CannotFork:
+            raise
         except TimeoutError as error:
             self._error(f"{problem}: it {_late(error, seconds)}", _LATE_FIX)
             raise _Broken from error
@@ -300,6 +306,12 @@ _LATE_FIX = "let it end; a run waits as long as agent.pools.NAME says (step_time
 def _late(error: TimeoutError, seconds: float) -> str:
     place = getattr(error, "place", None)
     return f"did not return within {seconds:g} s" + (f": it was at {place} then" if place else "")
+
+
+def _is_own(env: Any, method: str) -> bool:
+    """Whether an environment has a method that is not the one that `Env` only declares."""
+    found = getattr(type(env), method, None)
+    return callable(getattr(env, method, None)) and found is not getattr(Env, method)
 
 
 def _error_text(error: BaseException) -> str:
