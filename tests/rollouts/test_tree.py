@@ -12,15 +12,19 @@ from rollout_parts import attempt_of, called, play, renderer, rollout
 
 from ludus import Env, Task, tool
 from ludus.core import Group, InfraError, Segment, SegmentKind, StopReason, Trajectory
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.random import key
 from ludus.envs import WORLDS, EnvPool
-from ludus.envs.env import reset_env
+from ludus.envs.env import has_snapshots, reset_env
+from ludus.envs.safe import Safe
+from ludus.envs.safe import training_tasks as safe_tasks
 from ludus.observe import rollout_metrics
 from ludus.rewards import reward
-from ludus.rollouts.branching import EpisodeRecord
+from ludus.rollouts.branching import EpisodeRecord, WorldState
 from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points
+from ludus.tools import as_toolset
 from ludus.tools.library import build_toolset
 
 
@@ -198,6 +202,24 @@ def _programs(tokens: list[int], sampling: Any, session: str | None) -> str:
         put = f"x.append({10 * attempt + turn})\nopen('f', 'a').write('{attempt}')"
         return called("python", code=f"{put}\nprint(x, open('f').read())")
     return "done"
+
+
+async def test_environments_in_processes_of_their_own_fork() -> None:
+    pool = EnvPool(Safe, name="safe", size=2, isolation="process")
+    task = safe_tasks()[0]
+    try:
+        one, other = [(await pool.acquire(name, task)).env for name in ("a", "b")]
+        assert pool.has_snapshots
+        assert has_snapshots(one)
+        context = ToolContext("a", task, {"safe": one})
+        dial, number = "red", task.envs["safe"]["combination"][0]
+        call = ToolCall("turn", {"dial": dial, "to": number})
+        await run_sync(one.call_tool, call, "a", task)
+        state = await WorldState.of(as_toolset(()), context)
+        await state.restore(as_toolset(()), ToolContext("b", task, {"safe": other}))
+        assert await run_sync(lambda: other.found) == {"red"}
+    finally:
+        await pool.close()
 
 
 async def test_replay_detects_a_non_deterministic_environment() -> None:

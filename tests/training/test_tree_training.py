@@ -41,6 +41,8 @@ def test_runs_on_trees_learn_and_are_recorded(tmp_path: Path, staleness: int) ->
     assert [row["episodes"] for row in rows] == [8] * 3
     assert [row["tree/branches"] for row in rows] == [6] * 3
     assert all(row["tree/tokens_saved"] > 0 and row["tree/depth"] >= 1 for row in rows)
+    if not staleness:  # what was sampled from forked KV is what the trainer computes over the whole row
+        assert max(row["logprob_difference_max"] for row in rows) < 1e-3
     groups = [
         group
         for file in run.trajectory_files()

@@ -90,6 +90,9 @@ _inside: ContextVar[frozenset[_EpisodeState]] = ContextVar("ludus_recording", de
 class RecordedTools:
     """Another tool set with a memory. One serves all episodes of a run at once, in one event loop."""
 
+    deterministic = True
+    """Branches of trees may make recorded calls again."""
+
     def __init__(
         self,
         inner: ToolSet | None,
