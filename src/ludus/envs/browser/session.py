@@ -357,7 +357,7 @@ class BrowserSession:
         for tab in self._tabs:
             if tab.page is page:
                 return tab
-        tab = Tab(self._context, page, next(self._count))
+        tab = Tab(self._context, page, next(self._count), dict(self.policy.folders))
         page.on("dialog", lambda dialog: self._answer_dialog(tab, dialog))
         page.on("close", lambda _: self._drop(tab))
         if len(self._tabs) >= MOST_TABS and not keep:

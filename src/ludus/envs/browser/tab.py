@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ludus.envs.browser.accessibility import Element, Numbers, layout_of, page_tree
 from ludus.envs.browser.actions import ActionProblem, key_combination
@@ -101,8 +102,12 @@ class Notice(Exception):
 class Tab:
     """A page of an episode. `number` tells the episode's tabs apart."""
 
-    def __init__(self, context: BrowserContext, page: Page, number: int) -> None:
+    def __init__(
+        self, context: BrowserContext, page: Page, number: int, own_hosts: Collection[str] = ()
+    ) -> None:
+        """Pages of `own_hosts` are waited for with their pictures: without these, icons have no place yet."""
         self.page, self.number = page, number
+        self._own_hosts = own_hosts
         self.requests: set[Request] = set()
         """Those that the page waits for."""
         self.elements: Mapping[int, Element] = {}
@@ -132,7 +137,9 @@ class Tab:
             self._world = None
 
     def _note_request(self, request: Request) -> None:
-        if request.resource_type in _WAITED_FOR and len(self.requests) < 1000:
+        kind = request.resource_type
+        is_own = kind == "image" and urlsplit(request.url).hostname in self._own_hosts
+        if (kind in _WAITED_FOR or is_own) and len(self.requests) < 1000:
             self.requests.add(request)
 
     # Using it -----------------------------------------------------------------------------------------
