@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from model_parts import CALL, Served, serving, serving_checkpoint
 
+from ludus import Task, ToolCall, train
 from ludus.training.data.packing import rows_of
 
 PYTHON = os.environ.get("LUDUS_CLIENTS_PYTHON", sys.executable)
@@ -36,7 +37,7 @@ PACKAGES = {
     "litellm": "litellm",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @cache
@@ -111,3 +112,59 @@ async def test_a_client_that_times_out_and_retries_gets_the_reply_that_was_sampl
         assert await run("impatient", served.address, served.session.key) == "one"
         assert len(served.engine.calls) == 1 and len(served.trajectory.actions) == 1
         assert served.session.counts["retries"] >= 1
+
+
+# Training
+
+
+def adder(task: Any) -> Any:
+    """What the model is shown: one call, then an answer; smolagents ends by a call of its own."""
+    yield ToolCall("add", {"a": 2, "b": 3})
+    if task.metadata["client"] == "smolagents":
+        yield ToolCall("final_answer", {"answer": "It is 5."})
+    else:
+        yield "It is 5."
+
+
+def long_answers(trajectory: Any) -> float:
+    """Something that attempts differ in."""
+    return float(len(trajectory.actions[-1].tokens) % 7)
+
+
+@pytest.mark.parametrize("name", [name for name in PACKAGES if not name.endswith(("-stream", "-chat"))])
+def test_an_unchanged_client_is_trained(name: str, tmp_path: Path) -> None:
+    """Imitation through the client, then RL: what the trainer computes is what the engine sampled."""
+    if not has(PACKAGES[name].partition(".")[0]):
+        pytest.skip(f"{PYTHON} has no {PACKAGES[name]}")
+    result = train(
+        model={"scratch": {"layers": 1, "width": 64}},
+        tasks=[Task.of("add", id=str(number), client=name) for number in range(2)],
+        rewards=[long_answers],
+        demonstrations=adder,
+        agent={"loop": f"command: {PYTHON} {PROGRAMS} {name}", "program": {"crash_reward": 0.0}},
+        warm_start={"steps": 60, "batch": 2, "optimizer": {"learning_rate": 3e-3}},
+        rl={"steps": 1, "tasks": 2, "attempts": 2},
+        budgets={"max_turns": 4, "max_turn_tokens": 200, "max_tokens": 16_000},
+        run={"folder": str(tmp_path / "run")},
+        max_in_flight=2,
+        progress=False,
+    )
+    last = [row for row in result.metrics if "logprob_difference_max" in row][-1]
+    assert last["failures"] == 0 and last["proxy/requests"] >= 1
+    assert last["logprob_difference_max"] < 1e-3
+    if name != "smolagents":
+        assert last["proxy/restarts"] == 0
+
+
+def test_an_openai_program_learns(tmp_path: Path) -> None:
+    """`recipes/ticket_agent.toml` as it is, but for the interpreter that has the client."""
+    if not has("openai"):
+        pytest.skip(f"{PYTHON} has no openai")
+    root = Path(__file__).parents[2]
+    result = train(
+        root / "recipes" / "ticket_agent.toml",
+        agent={"loop": f"command: {PYTHON} {root / 'examples' / 'ticket_agent.py'}"},
+        run={"folder": str(tmp_path / "run")},
+        progress=False,
+    )
+    assert float(result.success["after RL"].rstrip("%")) >= 85
