@@ -28,7 +28,15 @@ from ludus.core.concurrency import (
     WorkerError,
     set_own_thread,
 )
-from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, LudusError, ToolFault
+from ludus.core.failures import (
+    Boundary,
+    CannotFork,
+    ConfigError,
+    Fault,
+    InfraError,
+    LudusError,
+    ToolFault,
+)
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
 from ludus.core.processes import CallWorker, NotPicklable
 from ludus.core.task import Task
@@ -224,6 +232,8 @@ def _unpacked(outcome: tuple[str, Any], what: str) -> Any:
         raise InfraError(Boundary(value.pop("boundary")), value.pop("message"), **value)
     if kind == "config":
         raise ConfigError(value)
+    if kind == "fork":
+        raise CannotFork(value, "the environment")
     if kind == "fault":
         raise ToolFault(value["message"], Fault(value["fault"]))
     if kind == "attribute":
@@ -333,6 +343,8 @@ def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
         return "infra", {"boundary": error.boundary.value, "message": str(error), **fields}
     except ToolFault as error:
         return "fault", {"message": str(error), "fault": error.fault.value}
+    except CannotFork as error:
+        return "fork", error.reason
     except LudusError as error:
         return "config", str(error)
     except AttributeError as error:
