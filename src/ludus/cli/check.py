@@ -170,6 +170,8 @@ async def _rollout(recipe: Recipe, parts: Parts) -> AsyncIterator[Rollout]:
     try:
         yield rollout
     finally:
+        if (close := getattr(rollout.agent, "close", None)) is not None:
+            await close()
         await asyncio.gather(*(pool.close() for pool in rollout.pools.values()))
 
 
