@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ludus.observe import read_groups, rollout_metrics, write_groups
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
 from ludus.rollouts.agent import ProgramConfig
+from ludus.sandbox import SandboxConfig, close_shared_sandboxes
 from ludus.serve.model import ProgramAgent
 from ludus.tools import as_toolset
 from ludus.training import Recipe, load_parts
@@ -171,6 +174,31 @@ async def test_a_failure_of_the_engine_is_not_the_programs(tmp_path: Path) -> No
     gone = {number: EngineError("the engine is gone", retriable=False) for number in range(9)}
     (one,) = await play(ProgramAgent(program(tmp_path, SAYS)), [], failures=gone)
     assert one.failure is not None and one.failure.boundary is Boundary.ENGINE
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody may enter: pytest's own are for their owner alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.slow
+async def test_a_command_plays_in_the_sandbox(open_folder: Path) -> None:
+    """With a network of its own it reaches the model by the machine's address, and nothing by loopback."""
+    if shutil.which("slirp4netns") is None:
+        pytest.skip("needs slirp4netns")
+    command = program(open_folder, SAYS).replace("python ", "python3 ", 1)
+    box = SandboxConfig(network=True, accept_risk=True, readable=(str(open_folder),))
+    try:
+        for host, answer in (("0.0.0.0", "fine"), ("127.0.0.1", None)):
+            config = ProgramConfig(sandbox=True, host=host, answer="stdout")
+            (one,) = await play(ProgramAgent(command, config, box), ["fine"])
+            assert one.answer == answer, one.failure
+        assert one.failure is not None and one.failure.boundary is Boundary.AGENT
+    finally:
+        await close_shared_sandboxes()
 
 
 async def test_a_function_plays_in_a_thread() -> None:

@@ -86,7 +86,7 @@ class ProgramAgent(Agent):
         self.config = config or ProgramConfig()
         check_models(self.config.models)
         self._function = program if callable(program) else None
-        self._argv = [] if callable(program) else _argv(program)
+        self._argv = [] if callable(program) else _argv(program, self.config.sandbox)
         if self._function is not None and self.config.sandbox:
             raise ConfigError("agent.program.sandbox runs commands; a function runs in this process")
         if self.config.host not in ("127.0.0.1", "::1", "localhost"):
@@ -271,15 +271,16 @@ class ProgramAgent(Agent):
         await serving.http.close()
 
 
-def _argv(command: str) -> list[str]:
-    """The words of a command. `python` is the one that runs Ludus."""
+def _argv(command: str, is_sandboxed: bool) -> list[str]:
+    """The words of a command. `python` is the one that runs Ludus; in the sandbox it is the one there."""
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"the command {command!r} cannot be read: {error}") from None
     if not words:
         raise ConfigError("the command is empty: write 'command: python my_agent.py'")
-    return [sys.executable, *words[1:]] if words[0] in _PYTHON else words
+    own = words[0] in _PYTHON and not is_sandboxed
+    return [sys.executable, *words[1:]] if own else words
 
 
 async def _read(stream: asyncio.StreamReader, limit: int, *, keeps_end: bool) -> str:
