@@ -203,7 +203,7 @@ def test_usage_errors_are_no_tracebacks(words: list[str]) -> None:
     assert "Traceback" not in done.stderr
     if words == ["nonsense"]:
         assert (
-            "The commands are: train, eval, rollout, init, settings, show, envs, check, serve"
+            "The commands are: train, eval, rollout, init, settings, show, envs, simulate, check, serve"
             in " ".join(done.stderr.split())
         )
 
