@@ -22,7 +22,7 @@ class ChatOptions:
     temperature: float = 0.0
     seed: int | None = None
     wants_json: bool = False
-    """Ask the server for a JSON object where it can promise one; the answer is parsed and checked all the same."""
+    """Ask the server for a JSON object where it can promise one; the answer is checked all the same."""
 
 
 @dataclass(frozen=True, slots=True)
