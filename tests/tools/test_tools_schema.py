@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, Optional, Union
@@ -12,7 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from ludus.core import ConfigError, ToolContext
+from ludus.core import ConfigError, ToolContext, ToolResult
 from ludus.tools import Tool, tool
 from ludus.tools.signature import children
 
@@ -363,3 +364,46 @@ def test_a_method_is_bound_to_its_object():
     assert (one.items, other.items) == ([3], [])
     assert list(one.put.spec.parameters["properties"]) == ["n"]
     assert Holder.put.is_unbound and not one.put.is_unbound
+
+
+def test_the_return_hint_is_the_schema_of_results():
+    @tool
+    def found(key: str) -> list[Row]:
+        """Find."""
+        return [Row(key=key)]
+
+    @tool
+    async def counted() -> int:
+        """Count."""
+        return 1
+
+    returns = found.spec.returns
+    assert returns is not None and returns["type"] == "array"
+    assert returns["items"]["properties"].keys() == {"key", "value"}
+    assert returns["items"]["required"] == ["key"]
+    assert counted.spec.returns == {"type": "integer"}
+    assert "returns" not in json.dumps(found.spec.as_openai())  # what the model reads is as before
+
+
+def test_a_return_hint_that_says_nothing_of_results_is_no_schema():
+    def nothing(): ...
+    def none() -> None: ...
+    def result() -> ToolResult: ...
+    def anything() -> Any: ...
+    def unknown() -> NoSuchThing: ...  # noqa: F821
+    def thing() -> threading.Lock: ...
+
+    for function in (nothing, none, result, anything, unknown, thing):
+        assert tool(function).spec.returns is None, function.__name__
+
+
+def test_the_schema_of_results_travels():
+    from ludus.tools.wire import spec_from_json, spec_to_json
+
+    @tool
+    def near(x: int) -> Point:
+        """Near."""
+        return Point(x)
+
+    assert near.spec.returns is not None
+    assert spec_from_json(json.loads(json.dumps(spec_to_json(near.spec)))) == near.spec

@@ -197,6 +197,8 @@ class ToolSpec:
     name: str
     description: str
     parameters: Json
+    returns: Json | None = None
+    """A JSON Schema of what its results hold, where that is known; synthesis reads it, models do not."""
 
     def as_openai(self) -> Json:
         return {

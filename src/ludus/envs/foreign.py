@@ -391,7 +391,12 @@ class OpenEnv(Env):
         listed = (answer.get("result") or {}).get("tools") or []
         try:
             return [
-                ToolSpec(one["name"], one.get("description") or "", one.get("inputSchema") or {})
+                ToolSpec(
+                    one["name"],
+                    one.get("description") or "",
+                    one.get("inputSchema") or {},
+                    one.get("outputSchema"),
+                )
                 for one in listed
             ]
         except (KeyError, TypeError) as error:

@@ -18,7 +18,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, ToolContext
+from ludus.core.messages import Json, ToolContext, ToolResult
 
 _CONFIG = ConfigDict(extra="forbid")
 _INFERRED = (str, int, float, bool)
@@ -45,6 +45,8 @@ class Signature:
     env_type: type | None = None
     context: str | None = None
     """The parameter that gets the `ToolContext`, if there is one."""
+    returns: Json | None = None
+    """The JSON Schema of the return type, where the hint is one that JSON has words for."""
 
     @property
     def defaults(self) -> frozenset[str]:
@@ -93,6 +95,7 @@ def signature_of(
     for name, default in defaults.items():
         _note_default(schema["properties"][name], default)
     positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_ONLY)
+    hidden["returns"] = hints.return_schema(inspect.signature(function).return_annotation)
     return Signature(described.description, schema, validator, positional, **hidden)
 
 
@@ -135,6 +138,17 @@ class _Hints:
             )
         is_checkable = isinstance(hint, type) and not getattr(hint, "_is_protocol", False)
         return hint if is_checkable and hint is not _MISSING else None
+
+    def return_schema(self, annotation: Any) -> Json | None:
+        """What the return type says of results as JSON; None where it says nothing, such as `ToolResult`."""
+        hint = None if annotation in (_MISSING, None) else self._try(annotation)
+        if hint in (None, type(None), Any, ToolResult):
+            return None
+        try:
+            schema = tidy(TypeAdapter(hint).json_schema(mode="serialization"))
+        except (PydanticUserError, TypeError, RecursionError, NameError):
+            return None  # it is text for the model, whatever its type
+        return None if is_loose(schema) and not schema.get("properties") else schema
 
     def _try(self, annotation: Any) -> Any:
         """The hint, or None: where no schema is needed, names that only type checkers know are fine."""

@@ -99,7 +99,8 @@ class Tool:
     @property
     def spec(self) -> ToolSpec:
         """Name, description and JSON Schema, as the model reads them."""
-        return ToolSpec(self.name, self.description, self.signature.schema)
+        signature = self.signature
+        return ToolSpec(self.name, self.description, signature.schema, signature.returns)
 
     @property
     def owner(self) -> Any:

@@ -88,6 +88,8 @@ class ToolBody(_Body):
     description: str
     parameters: dict[str, Any]
     """A JSON Schema."""
+    returns: dict[str, Any] | None = None
+    """A JSON Schema of its results, where that is known."""
     repeatable: bool
     """Whether a call may run again when nobody knows how its first run ended."""
     stateful: bool
@@ -308,11 +310,17 @@ def result_from_json(raw: Json, content: str | None = None) -> ToolResult:
 
 
 def spec_to_json(spec: ToolSpec) -> Json:
-    return {"name": spec.name, "description": spec.description, "parameters": spec.parameters}
+    known = {"returns": spec.returns} if spec.returns is not None else {}
+    return {
+        "name": spec.name,
+        "description": spec.description,
+        "parameters": spec.parameters,
+        **known,
+    }
 
 
 def spec_from_json(raw: Json) -> ToolSpec:
-    return ToolSpec(raw["name"], raw["description"], raw["parameters"])
+    return ToolSpec(raw["name"], raw["description"], raw["parameters"], raw.get("returns"))
 
 
 def _plain(value: Any) -> Any:
