@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai_server import OpenAIServer, Raw, chat, error, serving, text
 
 from ludus.core import (
     ByteTokenizer,
@@ -28,10 +27,12 @@ from ludus.core import (
     Task,
 )
 from ludus.core.tokenizer import SPECIALS
-from ludus.engine.remote import Address, RemoteEngine, RemoteOptions, TranscriptTokenizer
+from ludus.engine.remote import RemoteEngine, RemoteOptions, TranscriptTokenizer
+from ludus.llm import Address
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.tools import as_toolset, tool
+from openai_server import OpenAIServer, Raw, chat, error, serving, text
 
 FAST = RemoteOptions(retries=3, first_pause=0.001, seconds=20)
 TRANSCRIPT = TranscriptTokenizer()

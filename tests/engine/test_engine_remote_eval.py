@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_server import OpenAIServer, chat, error, serving, text
 from typer.testing import CliRunner
 
 from ludus.cli.main import app, run_command
@@ -17,6 +16,7 @@ from ludus.core import FinishReason, Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.observe import read_trajectories
 from ludus.training import ModelConfig, ScratchConfig, fit_tokenizer, load_model
+from openai_server import OpenAIServer, chat, error, serving, text
 
 MODULE = '''
 import ludus

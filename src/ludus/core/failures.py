@@ -40,6 +40,7 @@ class Boundary(StrEnum):
     SANDBOX = "sandbox"
     SERVER = "server"
     REWARD = "reward"
+    CHAT = "chat"
     AGENT = "agent"
     DEADLINE = "deadline"
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFault
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
+from ludus.core.per_loop import PerLoop
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.envs.tools import ForwardedTool
 from ludus.tools import Tool
-from ludus.tools.remote_http import LoopSessions, load_aiohttp, normalized
+from ludus.tools.remote_http import load_aiohttp, normalized
 
 if TYPE_CHECKING:
     import aiohttp
@@ -38,7 +39,7 @@ class ForeignServer:
 
     def __init__(self, address: str, timeout: float) -> None:
         self.address, self._timeout = normalized(address), timeout
-        self._sessions = LoopSessions(self._make)
+        self._sessions = PerLoop(self._make)
 
     async def json(self, method: str, path: str, body: Json | None = None, **query: Any) -> Any:
         """What the server answers, decoded."""

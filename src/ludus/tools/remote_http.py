@@ -11,8 +11,7 @@ import random
 import resource
 import secrets
 import time
-import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,6 +23,7 @@ from pydantic import TypeAdapter
 from ludus.core.codec import decode
 from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.messages import Json, ToolResult
+from ludus.core.per_loop import PerLoop
 from ludus.tools.hosting.host import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
@@ -37,8 +37,6 @@ from ludus.tools.wire import (
 
 if TYPE_CHECKING:
     import aiohttp
-
-    _Session = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
 
 _ERROR = TypeAdapter(ErrorBody)
 _CONNECT_SECONDS = 5.0
@@ -100,42 +98,6 @@ class ServerResponse:
     content: str | None = None
 
 
-class LoopSessions:
-    """One aiohttp session per event loop, made when first needed.
-
-    It is closed by `close`, or with the event loop: an async generator holds it, and event loops close their
-    async generators when they shut down.
-    """
-
-    def __init__(self, make: Callable[[], aiohttp.ClientSession]) -> None:
-        self._make = make
-        self._sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Session]
-        self._sessions = weakref.WeakKeyDictionary()
-
-    async def get(self) -> aiohttp.ClientSession:
-        """This event loop's session."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
-            owner = self._owner()
-            self._sessions[loop] = await anext(owner), owner
-        return self._sessions[loop][0]
-
-    async def close(self) -> None:
-        """Close the connections of this event loop."""
-        opened = self._sessions.get(asyncio.get_running_loop())
-        if opened is not None:
-            await opened[1].aclose()
-
-    async def _owner(self) -> AsyncGenerator[aiohttp.ClientSession, None]:
-        session, loop = self._make(), asyncio.get_running_loop()
-        try:
-            yield session
-        finally:
-            # Kept, it would keep its event loop alive, which is what lets go of it.
-            self._sessions.pop(loop, None)
-            await session.close()
-
-
 class ToolHttpClient:
     """Sends requests, each once. Whether to send again is decided by who knows what it was."""
 
@@ -147,7 +109,7 @@ class ToolHttpClient:
         self._headers = {"Accept": f"{JSON_TYPE}, {STREAM_TYPE}", "Content-Type": JSON_TYPE}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._sessions = LoopSessions(self._make)
+        self._sessions = PerLoop(self._make)
 
     async def send(
         self, method: str, url: str, data: bytes | None, seconds: float | None

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.engine.remote import is_address
 from ludus.envs import PoolConfig
 from ludus.envs.pool import probe_env
+from ludus.llm import is_address
 from ludus.observe import SINKS
 from ludus.training.config.parts import (
     Parts,

@@ -5,7 +5,7 @@ token ids (`/completions`); with a `TranscriptTokenizer`, which needs no files, 
 (`/chat/completions`).
 """
 
-from ludus.engine.remote.engine import Address, RemoteEngine, RemoteOptions, is_address
+from ludus.engine.remote.engine import RemoteEngine, RemoteOptions
 from ludus.engine.remote.openai_api import TranscriptTokenizer
 
-__all__ = ["Address", "RemoteEngine", "RemoteOptions", "TranscriptTokenizer", "is_address"]
+__all__ = ["RemoteEngine", "RemoteOptions", "TranscriptTokenizer"]

@@ -21,16 +21,10 @@ from typing import Any
 from ludus.core.generation import FinishReason, Sampling
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
+from ludus.llm.http import BadResponse, checked_text, first_choice, token_count
 
 MOST_STOPS = 4
 """How many stop strings the OpenAI interface takes."""
-_CHARS_PER_TOKEN = 64
-_SPARE_CHARS = 4096
-_BROKEN_OFF = ("abort", "error")
-
-
-class BadResponse(Exception):
-    """The server answered, and the answer is not what the interface promises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +73,17 @@ def read_answer(
     body: Json, *, chat: bool, sampling: Sampling, write: WriteCalls = write_hermes
 ) -> Answer:
     """The first choice of a completion; native tool calls become text of the run's format."""
-    choices = body.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise BadResponse("the answer has no choices")
-    choice: Json = choices[0]
-    reason = choice.get("finish_reason")
-    if reason in _BROKEN_OFF:
-        raise BadResponse(f"the server broke off: finish_reason is {reason!r}")
+    choice = first_choice(body)
     text, is_native = _chat_text(choice, write) if chat else (choice.get("text"), False)
-    if not isinstance(text, str):
-        raise BadResponse(f"the answer's text is {type(text).__name__}, not text")
-    most = sampling.max_tokens * _CHARS_PER_TOKEN + _SPARE_CHARS
-    if len(text) > most:
-        raise BadResponse(f"{len(text)} characters came for {sampling.max_tokens} tokens")
+    is_cut = choice.get("finish_reason") == "length"
     told = [key for key in ("stop_reason", "matched_stop") if key in choice]
     stop = next((choice[key] for key in told if isinstance(choice[key], str)), None)
     return Answer(
-        text=text.encode("utf-8", errors="replace").decode("utf-8"),
-        finish=FinishReason.LENGTH if reason == "length" else FinishReason.STOP_TOKEN,
+        text=checked_text(text, sampling.max_tokens),
+        finish=FinishReason.LENGTH if is_cut else FinishReason.STOP_TOKEN,
         stop=stop if stop in sampling.stop else None,
         tells_stop=bool(told) or is_native,
-        prompt_tokens=_prompt_tokens(body.get("usage")),
+        prompt_tokens=token_count(body, "prompt_tokens"),
     )
 
 
@@ -130,11 +114,6 @@ def _raw_call(call: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def _prompt_tokens(usage: Any) -> int | None:
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
-
-
 def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:
     """The answer up to the first stop string, that included, or up to a text that ends a turn.
 
@@ -151,14 +130,6 @@ def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:
     at, mark, is_stop = min(found)
     finish = FinishReason.STOP_STRING if is_stop else FinishReason.STOP_TOKEN
     return Answer(text[:at], finish, mark if is_stop else None, answer.tells_stop, answer.prompt_tokens)
-
-
-def model_names(body: Json) -> list[str]:
-    """The models that a server says it has."""
-    listed = body.get("data")
-    if not isinstance(listed, list):
-        raise BadResponse("the list of models has no 'data'")
-    return [m["id"] for m in listed if isinstance(m, dict) and isinstance(m.get("id"), str)]
 
 
 _START, _END = "<|im_start|>", "<|im_end|>"

@@ -24,7 +24,7 @@ from ludus.core.failures import Aborted, ConfigError, EngineError, InfraError
 from ludus.core.messages import Json
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
-from ludus.engine.remote import Address
+from ludus.llm import Address
 from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of

@@ -27,8 +27,9 @@ from urllib.parse import urljoin, urlsplit
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json
+from ludus.core.per_loop import PerLoop
 from ludus.tools.library.retrieval import checked_query
-from ludus.tools.remote_http import LoopSessions, load_aiohttp
+from ludus.tools.remote_http import load_aiohttp
 from ludus.tools.tool import Tool
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 async def _post(
-    sessions: LoopSessions, url: str, body: Json, headers: Mapping[str, str], what: str
+    sessions: PerLoop[aiohttp.ClientSession], url: str, body: Json, headers: Mapping[str, str], what: str
 ) -> Json:
     """The JSON object that an API answers with; whatever else happens is an `InfraError`."""
     http = load_aiohttp("search", what)
@@ -150,7 +151,7 @@ class WebSearch(Tool):
             raise ConfigError(f"web_search: url is an http or https address, not {url!r}")
         self.k, self.url, self.parameters = k, url, dict(parameters or {})
         self.key_variable = key_variable
-        self._limit, self._sessions = RateLimit(per_second), LoopSessions(_session)
+        self._limit, self._sessions = RateLimit(per_second), PerLoop(_session)
 
     async def run(self, query: str) -> str:
         wanted = checked_query(query)
@@ -226,7 +227,7 @@ class Visit(Tool):
         self.summarizer, self.summary_tokens = summarizer, summary_tokens
         if summarizer is not None and not all(summarizer.partition("#")):
             raise ConfigError(f"visit: summarizer is written http://host/v1#MODEL, not {summarizer!r}")
-        self._pages, self._models = LoopSessions(self._page_session), LoopSessions(_session)
+        self._pages, self._models = PerLoop(self._page_session), PerLoop(_session)
 
     async def run(self, url: str, goal: str = "") -> str:
         try:

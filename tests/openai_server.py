@@ -1,4 +1,9 @@
-"""A small OpenAI-compatible server in a thread, over real sockets, that can also misbehave."""
+"""A scripted OpenAI-compatible server in a thread, over real sockets, that can also misbehave.
+
+`serving(reply)` starts one: `reply` makes the answer of a request's body, mostly with `chat(text)`. Faults are
+answers too: `error(429, Retry_After="0")`, `garbage()`, `cut_off()`, `hang(event)`. They come from `reply`, or
+from `server.faults`, which go first. `server.bodies` has what was asked.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,21 @@ class Raw:
 def error(status: int, message: str = "no", **headers: str) -> Raw:
     body = json.dumps({"error": {"message": message}}).encode()
     return Raw(status, [body], {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def garbage(data: bytes = b"<html>it works!</html>") -> Raw:
+    """A body that is no JSON."""
+    return Raw(pieces=[data])
+
+
+def cut_off(data: bytes = b'{"choices": [') -> Raw:
+    """A connection that breaks in the middle of its body."""
+    return Raw(pieces=[data], length=len(data) + 100)
+
+
+def hang(until: threading.Event) -> Raw:
+    """Headers and then nothing, until the event (at most 30 seconds)."""
+    return Raw(pieces=[b"{"], length=100, hold=until)
 
 
 def chat(content: Any, finish: str | None = "stop", **more: Any) -> Json:
@@ -75,6 +95,7 @@ class OpenAIServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: OpenAIServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait for the client to acknowledge its headers
 
     def do_GET(self) -> None:
         if self._is_allowed():

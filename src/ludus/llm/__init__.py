@@ -1,0 +1,35 @@
+"""Language models that are asked, and not trained: over OpenAI-compatible addresses, with limits and a cache.
+
+`load_chat_model` makes a `ludus.core.chat.ChatModel` of an address or a table, `ask_json` gets checked data out
+of one. Judges, rubrics and synthesis use nothing else.
+"""
+
+from ludus.llm.address import API_KEY, Address, is_address
+from ludus.llm.cache import CachedChatModel
+from ludus.llm.config import ChatModelConfig, load_chat_model
+from ludus.llm.http import HttpClient, RetryPolicy
+from ludus.llm.json_reply import JsonReply, UnusableReply, ask_json, parse_json
+from ludus.llm.limits import BudgetExceeded, ChatBudget, ChatLimits, ChatUsage, LimitedChatModel
+from ludus.llm.remote import ChatError, RemoteChatModel
+
+__all__ = [
+    "API_KEY",
+    "Address",
+    "BudgetExceeded",
+    "CachedChatModel",
+    "ChatBudget",
+    "ChatError",
+    "ChatLimits",
+    "ChatModelConfig",
+    "ChatUsage",
+    "HttpClient",
+    "JsonReply",
+    "LimitedChatModel",
+    "RemoteChatModel",
+    "RetryPolicy",
+    "UnusableReply",
+    "ask_json",
+    "is_address",
+    "load_chat_model",
+    "parse_json",
+]

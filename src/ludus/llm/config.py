@@ -1,0 +1,110 @@
+"""A model by what a recipe says about it: an address, or a table with an address and its limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ludus.core.chat import ChatModel
+from ludus.core.config import Config, Place, cache_folder
+from ludus.core.failures import ConfigError
+from ludus.llm.address import Address, is_address
+from ludus.llm.cache import CachedChatModel
+from ludus.llm.http import RetryPolicy
+from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
+from ludus.llm.remote import RemoteChatModel
+
+
+class BudgetConfig(Config):
+    """The most that may be spent on a model in a run; prices are per million tokens."""
+
+    calls: int | None = Field(default=None, ge=0)
+    """Most requests, those that are sent again not counted."""
+    tokens: int | None = Field(default=None, ge=0)
+    """Most tokens, of questions and answers together."""
+    money: float | None = Field(default=None, ge=0)
+    """Most money, in the currency of the prices."""
+    prompt_price: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of questions."""
+    completion_price: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of answers."""
+
+
+class ChatModelConfig(Config):
+    """A model that is asked: a judge, a writer of tasks."""
+
+    address: str
+    """Where it is: http://host:port/v1#MODEL."""
+    name: str | None = None
+    """What reports and the cache call it; the address if left out."""
+    key_variable: str | None = None
+    """The environment variable with its key, if not LUDUS_API_KEY."""
+    seconds: float = Field(default=120.0, gt=0)
+    """One request with all its attempts."""
+    retries: int = Field(default=6, ge=0)
+    """How often a request is sent again after an overload, an error of the server's, or none at all."""
+    concurrency: int = Field(default=32, ge=1)
+    """Most requests at once."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Most requests a minute."""
+    tokens_per_minute: float | None = Field(default=None, gt=0)
+    """Most tokens a minute, of questions and answers together."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for a turn by these limits."""
+    budget: BudgetConfig = BudgetConfig()
+    """The most that may be spent."""
+    cache: bool | Place = False
+    """Keep answers and give them again to the same questions: a folder, or true for `chat` in LUDUS_CACHE."""
+    request: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every request."""
+
+
+def load_chat_model(spec: str | Mapping[str, Any] | ChatModel) -> ChatModel:
+    """A model by its address or table; what is a model already comes back as it is."""
+    if isinstance(spec, ChatModel):
+        return spec
+    if isinstance(spec, str):
+        spec = {"address": spec}
+    config = ChatModelConfig.parse(spec, "the table of a model")
+    if not is_address(config.address):
+        raise ConfigError(
+            f"{config.address!r} is no model that can be asked: give an address such as "
+            "http://127.0.0.1:8000/v1#NAME"
+        )
+    return limited(_remote(config), config)
+
+
+def _remote(config: ChatModelConfig) -> ChatModel:
+    return RemoteChatModel(
+        Address.parse(config.address),
+        key=_key(config.key_variable),
+        policy=RetryPolicy(config.seconds, config.retries),
+        connections=config.concurrency,
+        request=config.request,
+        name=config.name,
+    )
+
+
+def limited(model: ChatModel, config: ChatModelConfig) -> ChatModel:
+    """A model within the limits, the budget and the cache of its table."""
+    limits = ChatLimits(
+        config.concurrency, config.requests_per_minute, config.tokens_per_minute, config.wait_seconds
+    )
+    model = LimitedChatModel(model, limits, ChatBudget(**config.budget.model_dump()))
+    if config.cache is False:
+        return model
+    folder = cache_folder() / "chat" if config.cache is True else Path(config.cache)
+    return CachedChatModel(model, folder)
+
+
+def _key(variable: str | None) -> str | None:
+    """The key in this variable; None means the usual one."""
+    if variable is None:
+        return None
+    if variable not in os.environ:
+        raise ConfigError(f"key_variable = {variable!r}: there is no such environment variable")
+    return os.environ[variable]

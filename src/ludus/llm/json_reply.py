@@ -1,0 +1,147 @@
+"""Answers as data: find the JSON in what a model said, check it, and ask again where it does not fit.
+
+Models put JSON into fences, write prose around it, think aloud before it and leave commas behind. What is found
+is checked by a pydantic type; the last value that fits counts, because thoughts come before verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter
+
+from ludus.core.chat import ChatModel, ChatOptions, ChatReply
+from ludus.core.codec import decode
+from ludus.core.messages import Message
+from ludus.llm.remote import ChatError
+
+T = TypeVar("T")
+
+_THOUGHTS = re.compile(r"<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.DOTALL)
+_DANGLING_COMMA = re.compile(r",(\s*[}\]])")
+_MOST_CHARS = 200_000
+_MOST_TRIES = 200
+_SHOWN_CHARS = 2_000
+
+
+class UnusableReply(ChatError):
+    """A model was asked several times, and no answer of it was what was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonReply(Generic[T]):
+    """A checked answer, and every reply that it took."""
+
+    value: T
+    replies: tuple[ChatReply, ...]
+
+    @property
+    def tokens(self) -> int:
+        """What was paid for: cached replies are free."""
+        return sum(r.prompt_tokens + r.completion_tokens for r in self.replies if not r.is_cached)
+
+
+async def ask_json(
+    model: ChatModel,
+    messages: Sequence[Message],
+    kind: type[T] | TypeAdapter[T],
+    options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
+    *,
+    attempts: int = 3,
+) -> JsonReply[T]:
+    """The answer as a `kind` (a pydantic model, or whatever a `TypeAdapter` takes).
+
+    Where it does not fit, the model is asked again with what was wrong, `attempts` times in all; then
+    `UnusableReply` is raised. A validator of `kind` can check what a schema cannot: its message is what the
+    model is told.
+    """
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    options = replace(options, wants_json=True)
+    asked, replies, problem = list(messages), [], ""
+    for _ in range(attempts):
+        reply = await model.chat(asked, options)
+        replies.append(reply)
+        try:
+            return JsonReply(parse_json(reply.text, adapter), tuple(replies))
+        except ValueError as error:
+            problem = str(error)
+        if reply.is_cut:
+            problem += f" (it was cut at {options.max_tokens} tokens: be brief)"
+        asked = [*messages, *_told(reply.text, problem)]
+    raise UnusableReply(
+        f"{model.name} gave no usable answer in {attempts} attempts; the last: {problem}",
+        attempts=attempts,
+    )
+
+
+def _told(said: str, problem: str) -> list[Message]:
+    """The last answer alone and what is wrong with it: a row of bad examples would be followed."""
+    shown = said if len(said) <= _SHOWN_CHARS else said[:_SHOWN_CHARS] + " ..."
+    text = f"That answer cannot be used: {problem}\nAnswer again, with one JSON value and nothing around it."
+    return [Message("assistant", shown), Message("user", text)]
+
+
+def parse_json(text: str, kind: type[T] | TypeAdapter[T]) -> T:
+    """The last JSON value in a text that is a `kind`; a `ValueError` says why there is none."""
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    problem = "it has no JSON object"
+    for value in reversed(list(json_values(text))):
+        try:
+            return decode(adapter, value)
+        except ValueError as error:
+            if problem == "it has no JSON object":
+                problem = str(error)
+    raise ValueError(problem)
+
+
+def json_values(text: str) -> Iterator[Any]:
+    """Every outermost JSON object and list in a text, in order; thoughts are left out."""
+    text = _THOUGHTS.sub("", text)[-_MOST_CHARS:]
+    at, tries = 0, 0
+    while tries < _MOST_TRIES:
+        starts = [place for place in (text.find("{", at), text.find("[", at)) if place >= 0]
+        if not starts:
+            return
+        at, tries = min(starts), tries + 1
+        found = _value_at(text, at)
+        if found is None:
+            at += 1
+        else:
+            value, at = found
+            yield value
+
+
+def _value_at(text: str, at: int) -> tuple[Any, int] | None:
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        pass
+    mended = _DANGLING_COMMA.sub(r"\1", text[at:])
+    try:
+        value, _ = _DECODER.raw_decode(mended)
+    except (ValueError, RecursionError):
+        return None
+    return value, len(text)  # how far it went is not known any more
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A key that comes twice has two meanings."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key comes twice")
+    return made
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_repeats,
+    parse_constant=_refused,
+    strict=False,
+)

@@ -1,0 +1,230 @@
+"""What asking a model may take: requests at once and per minute, tokens per minute, and a budget.
+
+Who waits for whom: a call waits for a place among those in flight, for its turn by the rates, and, where the
+budget could run out with what is in flight, for one of these to end. These waits have one deadline
+(`wait_seconds`), and the request itself has its own. Locks belong to an event loop; what was spent does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ludus.core.chat import ChatModel, ChatOptions, ChatReply
+from ludus.core.messages import Message
+from ludus.core.per_loop import PerLoop
+from ludus.llm.remote import ChatError
+
+_BURST_SECONDS = 10.0
+_CHARS_PER_TOKEN = 3
+_IMAGE_TOKENS = 1500
+
+
+class BudgetExceeded(ChatError):
+    """A call was not made, because the budget for it has been spent."""
+
+
+@dataclass(slots=True)
+class ChatUsage:
+    """What has been asked, and what it took."""
+
+    calls: int = 0
+    failed: int = 0
+    cached: int = 0
+    """Answers that were found in the cache, or shared with an equal request in flight."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    money: float = 0.0
+    """By the prices that were given; 0 without any."""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def summary(self) -> str:
+        """One line for people."""
+        money = f", {self.money:.4g} spent" if self.money else ""
+        return (
+            f"{self.calls:,} calls ({self.failed:,} failed, {self.cached:,} more from the cache), "
+            f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens{money}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, now in asdict(self).items():
+            setattr(self, name, type(now)(state.get(name, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBudget:
+    """The most that may be spent in a run; None is no bound. Prices are per million tokens."""
+
+    calls: int | None = None
+    tokens: int | None = None
+    money: float | None = None
+    prompt_price: float = 0.0
+    completion_price: float = 0.0
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
+        spent = prompt_tokens * self.prompt_price + completion_tokens * self.completion_price
+        return spent / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """How much may be asked at once, and by when."""
+
+    concurrency: int = 32
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    wait_seconds: float = 600.0
+
+
+class RequestRate:
+    """So many units a minute: what is due is waited for, with a burst of ten seconds' worth after a rest.
+
+    A request begins as soon as earlier ones are paid for, and adds what it takes itself (GCRA).
+    """
+
+    def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = 0.0 if per_minute is None else 60.0 / per_minute
+        self._clock = clock
+        self._due = -math.inf
+
+    def reserve(self, units: float) -> float:
+        """Seconds to wait before these units may be used."""
+        now = self._clock()
+        wait = max(0.0, self._due - now)
+        self._due = max(self._due, now - _BURST_SECONDS) + units * self._seconds
+        return wait
+
+    def correct(self, units: float) -> None:
+        """These were used beyond what was reserved; fewer if negative."""
+        self._due += units * self._seconds
+
+
+class _Waiting:
+    """One event loop's part: who is in flight, and what they may still spend."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.slots = asyncio.Semaphore(concurrency)
+        self.changed = asyncio.Condition()
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    prompt: int
+    completion: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.completion
+
+
+class LimitedChatModel:
+    """A model within limits and a budget. `usage` counts what was spent."""
+
+    def __init__(
+        self, inner: ChatModel, limits: ChatLimits | None = None, budget: ChatBudget | None = None
+    ) -> None:
+        self.inner, self.limits, self.budget = inner, limits or ChatLimits(), budget or ChatBudget()
+        self.usage = ChatUsage()
+        self._reserved: list[_Estimate] = []
+        self._requests = RequestRate(self.limits.requests_per_minute)
+        self._tokens = RequestRate(self.limits.tokens_per_minute)
+        self._waiting = PerLoop(lambda: _Waiting(self.limits.concurrency))
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        estimate = _Estimate(_prompt_tokens(messages), options.max_tokens)
+        waiting = await self._waiting.get()
+        async with self._turn(waiting, estimate):
+            reply: ChatReply | None = None
+            try:
+                reply = await self.inner.chat(messages, options)
+                return reply
+            finally:
+                self._count(estimate, reply)
+
+    async def close(self) -> None:
+        await self._waiting.close()
+        await self.inner.close()
+
+    @asynccontextmanager
+    async def _turn(self, waiting: _Waiting, estimate: _Estimate) -> AsyncIterator[None]:
+        """Wait for a place, for what the budget has left and for the rates; give back what was taken."""
+        async with AsyncExitStack() as taken:
+            try:
+                async with asyncio.timeout(self.limits.wait_seconds) as deadline:
+                    await taken.enter_async_context(waiting.slots)
+                    await self._reserve(waiting, estimate)
+                    taken.push_async_callback(self._release, waiting, estimate)
+                    rates = self._requests.reserve(1), self._tokens.reserve(estimate.tokens)
+                    await asyncio.sleep(max(rates))
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                raise ChatError(
+                    f"no turn to ask {self.name} within {self.limits.wait_seconds:g} seconds: its limits "
+                    "(concurrency, requests and tokens per minute) are too tight for what is asked"
+                ) from error
+            yield
+
+    async def _release(self, waiting: _Waiting, estimate: _Estimate) -> None:
+        self._reserved.remove(estimate)
+        async with waiting.changed:
+            waiting.changed.notify_all()
+
+    async def _reserve(self, waiting: _Waiting, estimate: _Estimate) -> None:
+        """Take what the call may need; waits only where calls in flight may give some of theirs back."""
+        async with waiting.changed:
+            while (over := self._over_budget(self._reserved, estimate)) is not None:
+                if not self._reserved or self._over_budget([], estimate) is not None:
+                    raise BudgetExceeded(
+                        f"the budget for {self.name} is spent: {over} (so far {self.usage.summary()})"
+                    )
+                await waiting.changed.wait()
+            self._reserved.append(estimate)
+
+    def _over_budget(self, in_flight: Sequence[_Estimate], estimate: _Estimate) -> str | None:
+        """Which bound one more call could exceed."""
+        budget, usage, calls = self.budget, self.usage, [*in_flight, estimate]
+        tokens = usage.tokens + sum(call.tokens for call in calls)
+        money = usage.money + sum(budget.cost(call.prompt, call.completion) for call in calls)
+        if budget.calls is not None and usage.calls + len(calls) > budget.calls:
+            return f"budget.calls = {budget.calls}"
+        if budget.tokens is not None and tokens > budget.tokens:
+            return f"budget.tokens = {budget.tokens}, and a call may take {estimate.tokens}"
+        if budget.money is not None and money > budget.money:
+            most = budget.cost(estimate.prompt, estimate.completion)
+            return f"budget.money = {budget.money:g}, and a call may take {most:.4g}"
+        return None
+
+    def _count(self, estimate: _Estimate, reply: ChatReply | None) -> None:
+        self.usage.calls += 1
+        if reply is None:
+            self.usage.failed += 1
+            return
+        self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - estimate.tokens)
+        self.usage.prompt_tokens += reply.prompt_tokens
+        self.usage.completion_tokens += reply.completion_tokens
+        self.usage.money += self.budget.cost(reply.prompt_tokens, reply.completion_tokens)
+
+
+def _prompt_tokens(messages: Sequence[Message]) -> int:
+    """About how many; servers count more exactly, after the fact."""
+    chars = sum(len(message.content) for message in messages)
+    return 1 + chars // _CHARS_PER_TOKEN + _IMAGE_TOKENS * sum(len(m.media) for m in messages)
