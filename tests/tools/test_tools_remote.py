@@ -6,13 +6,14 @@ import asyncio
 import gc
 import json
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from ludus.core import (
     ToolResult,
     ToolSpec,
 )
+from ludus.core.per_loop import PerLoop
 from ludus.serve import ServerConfig, ToolServer
 from ludus.tools import as_toolset, tool
 from ludus.tools.hosting import LocalHost, OutcomeUnknown
@@ -230,6 +232,23 @@ def test_connections_end_with_the_event_loop() -> None:
         asyncio.run(main())
         tools.clear()
         gc.collect()
+
+
+async def test_connections_of_a_forgotten_client_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.sessions = PerLoop(self.make)  # a cycle, so that it waits for the collector
+
+        def make(self) -> ClientSession:
+            return ClientSession()
+
+    made = weakref.ref(await Client().sessions.get())
+    gc.collect()
+    for _ in range(10):  # closing is left to the event loop
+        await asyncio.sleep(0)
+    gc.collect()
+    assert made() is None
+    assert "Unclosed" not in caplog.text
 
 
 @pytest.mark.parametrize(
