@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -165,8 +165,13 @@ class _Call:
 class WorkerProcess:
     """A Python process in a session of its own, and our end of a socket to it. It ends with this process."""
 
-    def __init__(self, *program: str, stdout: int | None = None) -> None:
-        """`program` is given the numbers of its socket and of the pipe that `end_with_parent` watches."""
+    def __init__(
+        self, *program: str, stdout: int | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`program` is given the numbers of its socket and of the pipe that `end_with_parent` watches.
+
+        `variables` are added to its environment.
+        """
         ours, theirs = socket.socketpair()
         watched, lifeline = os.pipe()
         try:
@@ -174,6 +179,7 @@ class WorkerProcess:
                 [sys.executable, "-P", *program, str(theirs.fileno()), str(watched)],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
+                env={**os.environ, **(variables or {})},
                 pass_fds=(theirs.fileno(), watched),
                 start_new_session=True,
             )
@@ -302,10 +308,11 @@ class ScratchFolder:
     """A temporary folder that this process holds. One that a killed process has left is removed by the next
     process that makes a folder of the same prefix."""
 
-    def __init__(self, prefix: str) -> None:
-        for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        for other in parent.glob(f"{prefix}*"):
             _remove_if_left(other)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(self.path, os.O_RDONLY)  # it ends with the process, however that ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._finalizer = weakref.finalize(self, _remove_held, self.path, lock)

@@ -12,7 +12,7 @@ before it runs (see `engine_core`); a pause, new weights and a closing engine wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -156,6 +156,20 @@ class EmbeddedEngine:
     async def update_weights(self) -> int:
         keeps = self.config.keep_kv
         return await self._thread.call(lambda: self._core.update_weights(keep_kv=keeps))
+
+    async def replace_weights(self, copy: Callable[[], None], version: int) -> None:
+        """Call `copy`, which changes the weights in place, between two steps; the policy then has `version`.
+
+        This is for an engine that has its model to itself.
+        """
+        keeps = self.config.keep_kv
+
+        def replace() -> None:
+            self._core.drain()
+            copy()
+            self._core.update_weights(version, keep_kv=keeps)
+
+        await self._thread.call(replace)
 
     async def forget(self) -> None:
         """Drop the KV cache and all sessions; the policy version stays."""

@@ -99,10 +99,13 @@ class EngineCore:
         if request is not None:
             self.finish(request, FinishReason.ABORTED)
 
-    def update_weights(self, *, keep_kv: bool = False) -> int:
-        """The weights have changed. Requests in flight recompute their KV, or keep that of older weights."""
+    def update_weights(self, version: int | None = None, *, keep_kv: bool = False) -> int:
+        """The weights have changed. Requests in flight recompute their KV, or keep that of older weights.
+
+        The version is one more than before when left out.
+        """
         self.drain()
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         if keep_kv:
             self.scheduler.block_manager.set_version(self.version)  # no other request finds it
         else:

@@ -1,0 +1,31 @@
+"""Rollout engines with weights of their own: in other processes, on other devices, behind servers.
+
+`Replica` is what such an engine must be able to do, `ReplicatedEngine` makes one engine of several of them,
+and `ProcessReplica` is an embedded engine in a child process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ludus.core.registry import lazy_exports
+
+if TYPE_CHECKING:
+    from ludus.engine.replicas.canary import Canary, CanaryError
+    from ludus.engine.replicas.process import ProcessReplica, ReplicaSettings
+    from ludus.engine.replicas.replica import Replica
+    from ludus.engine.replicas.replicated import ReplicaLimits, ReplicatedEngine
+    from ludus.engine.replicas.weight_folders import WeightSource
+
+__all__ = [
+    "Canary",
+    "CanaryError",
+    "ProcessReplica",
+    "Replica",
+    "ReplicaLimits",
+    "ReplicaSettings",
+    "ReplicatedEngine",
+    "WeightSource",
+]
+
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,0 +1,64 @@
+"""The canary: after new weights, a replica scores a fixed text, and the trainer's own numbers must come back.
+
+An update that reports success can be half an update: a tensor that was not copied, a head that is tied to the
+embedding and kept its old copy. What is sampled then comes from no policy at all, and nothing else would say
+so.
+
+What it can see. The difference is the mean over the tokens of |replica - trainer|, in nats. In float32
+rounding accounts for 1e-5 at most, so that a tensor that is one small optimizer step behind is seen. In
+bfloat16 the two sides round differently by some hundredths: what stays behind is seen as soon as it makes a
+difference of more than that, which may be some updates later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ludus.core.failures import EngineError
+from ludus.core.random import key, uniforms
+
+CANARY_TOKENS = 64
+TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.05}
+"""The largest mean difference in nats that counts as rounding."""
+
+
+class CanaryError(EngineError):
+    """A replica does not have the weights that it says it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A fixed text, and how far two computations of its log-probabilities may be apart."""
+
+    tokens: tuple[int, ...]
+    tolerance: float
+
+    @classmethod
+    def of(cls, vocabulary: int, context: int | None, dtype: str) -> Canary:
+        """For a model with so many tokens, of so many in a row; `dtype` is that of its weights."""
+        count = min(CANARY_TOKENS, context or CANARY_TOKENS)
+        drawn = uniforms(key("canary"), np.arange(count)) * vocabulary
+        tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
+        return cls(tuple(drawn.astype(np.int64).tolist()), tolerance)
+
+    def check(self, expected: Sequence[float], found: Sequence[float], name: str, version: int) -> float:
+        """The mean difference; raises `CanaryError` where it is not what rounding leaves."""
+        if len(found) != len(expected):
+            raise CanaryError(
+                f"{name} scored {len(found)} of the canary's {len(expected)} tokens after the update to "
+                f"version {version}"
+            )
+        apart = [abs(a - b) for a, b in zip(expected, found, strict=True)]
+        mean = sum(apart) / len(apart)
+        if math.isfinite(mean) and mean <= self.tolerance:
+            return mean
+        raise CanaryError(
+            f"{name} does not have the weights of version {version}: the log-probabilities of a fixed text are "
+            f"{mean:.3g} nats from the trainer's on average (up to {max(apart):.3g}), where rounding leaves "
+            f"{self.tolerance:g}. The update was applied in part or not at all (a tied head that was not "
+            "updated looks like this), or the engine computes another model than the trainer"
+        )

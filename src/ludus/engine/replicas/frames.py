@@ -1,0 +1,79 @@
+"""What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
+
+A frame: the lengths of head and body as 4-byte numbers, the head, the body. Tokens are int32, log-
+probabilities float64, so that nothing is rounded. Nothing that is read is ever executed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from ludus.core.failures import EngineError
+from ludus.core.generation import Completion, FinishReason, VersionSpan
+from ludus.core.messages import Json
+
+_LENGTHS = struct.Struct("!II")
+
+
+def pack_frame(head: Json, body: bytes = b"") -> bytes:
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return _LENGTHS.pack(len(text), len(body)) + text + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Json, bytes]:
+    """The next frame; `asyncio.IncompleteReadError` when the other side is gone."""
+    head, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
+    return json.loads(await reader.readexactly(head)), await reader.readexactly(body)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise EngineError("a context must be a non-empty list of token ids", retriable=False)
+    limits = np.iinfo(np.int32)
+    if array.min() < 0 or array.max() > limits.max:
+        wrong = int(array.min()) if array.min() < 0 else int(array.max())
+        raise EngineError(f"token {wrong} is not in the model's vocabulary", retriable=False)
+    return array.astype("<i4").tobytes()
+
+
+def unpack_tokens(body: bytes) -> list[int]:
+    tokens: list[int] = np.frombuffer(body, "<i4").tolist()
+    return tokens
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    return np.asarray(logprobs, "<f8").tobytes()
+
+
+def unpack_logprobs(body: bytes) -> list[float]:
+    logprobs: list[float] = np.frombuffer(body, "<f8").tolist()
+    return logprobs
+
+
+def pack_completion(completion: Completion) -> tuple[Json, bytes]:
+    head = {
+        "finish": completion.finish.value,
+        "versions": [[span.start, span.version] for span in completion.versions],
+        "stop": completion.stop,
+        "cached_tokens": completion.cached_tokens,
+    }
+    tokens = np.asarray(completion.tokens, "<i4").tobytes()
+    return head, tokens + pack_logprobs(completion.logprobs)
+
+
+def unpack_completion(head: Json, body: bytes) -> Completion:
+    count = len(body) // 12
+    return Completion(
+        tokens=unpack_tokens(body[: 4 * count]),
+        logprobs=unpack_logprobs(body[4 * count :]),
+        finish=FinishReason(head["finish"]),
+        versions=tuple(VersionSpan(start, version) for start, version in head["versions"]),
+        stop=head["stop"],
+        cached_tokens=head["cached_tokens"],
+    )

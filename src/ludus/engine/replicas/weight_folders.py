@@ -1,0 +1,116 @@
+"""Where new weights are put for replicas: a folder for each version, in shared memory where there is room.
+
+A folder appears whole, is never changed, and stays for as long as somebody reads it or it is the newest: a
+replica that comes back after a crash starts from it. What a killed process has left is removed by the next
+one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from ludus.core.processes import ScratchFolder
+
+log = logging.getLogger(__name__)
+
+PREFIX = "ludus-weights-"
+_SHARED_MEMORY = Path("/dev/shm")
+_VERSIONS = 2
+"""How many folders there are at once while replicas go from one to the next."""
+
+
+class WeightSource(Protocol):
+    """The trainer, as far as engines know it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the weights take."""
+
+    def write(self, folder: Path) -> None:
+        """Write model and tokenizer in Hugging Face format into an empty folder."""
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """The log-probability of each token given those before it; the first one's is 0."""
+
+
+class Published:
+    """The weights of one version, and what the trainer says of the canary with them."""
+
+    def __init__(
+        self, folder: Path, version: int, expected: list[float], drop: Callable[[], None]
+    ) -> None:
+        self.folder, self.version, self.expected = folder, version, expected
+        self._drop, self._readers, self._is_old = drop, 0, False
+
+    @contextmanager
+    def reading(self) -> Iterator[Path]:
+        """Around everything that reads the folder."""
+        self._readers += 1
+        try:
+            yield self.folder
+        finally:
+            self._readers -= 1
+            self._remove_if_unused()
+
+    def retire(self) -> None:
+        """There is a newer one."""
+        self._is_old = True
+        self._remove_if_unused()
+
+    def _remove_if_unused(self) -> None:
+        if self._is_old and not self._readers:
+            self._drop()
+
+
+class WeightFolders:
+    """Publishes versions, one after the other; the newest is kept."""
+
+    def __init__(self, source: WeightSource, canary: Sequence[int], parent: Path | None = None) -> None:
+        """`parent` is where folders are made: shared memory when left out, if there is room."""
+        self._source, self._canary = source, list(canary)
+        self._scratch = ScratchFolder(PREFIX, parent or _roomy_place(source.size))
+        self.newest: Published | None = None
+
+    def publish(self, version: int) -> Published:
+        """Write the trainer's weights. Run it in a thread: it takes as long as copying them."""
+        folder = self._scratch.path / str(version)
+        shutil.rmtree(folder, ignore_errors=True)  # an attempt that failed
+        folder.mkdir()
+        self._source.write(folder)
+        expected = self._source.score(self._canary)
+
+        def drop() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+        return Published(folder, version, expected, drop)
+
+    def replace(self, published: Published) -> None:
+        """This is the newest version from now on."""
+        old, self.newest = self.newest, published
+        if old is not None:
+            old.retire()
+
+    def close(self) -> None:
+        self._scratch.remove()
+
+
+def _roomy_place(size: int) -> Path:
+    """Shared memory, or the folder for temporary files where that is too small (as in many containers)."""
+    temporary = Path(tempfile.gettempdir())
+    if not _SHARED_MEMORY.is_dir():
+        return temporary
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free >= _VERSIONS * size:
+        return _SHARED_MEMORY
+    log.warning(
+        "%s has %.1f GiB left, and weights of %.1f GiB are needed there twice: they go through %s, which is "
+        "slower (docker run --shm-size=... makes it larger)",
+        *(_SHARED_MEMORY, free / 2**30, size / 2**30, temporary),
+    )
+    return temporary
