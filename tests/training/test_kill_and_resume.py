@@ -135,11 +135,22 @@ class Killer:
         if process.exitcode is not None:
             self.finish(process)
             return False
+        self._end(process, run)
+        return True
+
+    def kill_after(self, run: Path, step: int) -> None:
+        """Kill it as soon as there is a checkpoint of this step or a later one."""
+        process, deadline = self.start(run, 1), time.monotonic() + HANG
+        while _reached(run)[0] < step:
+            assert process.exitcode is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        self._end(process, run)
+
+    def _end(self, process: Any, run: Path) -> None:
         process.kill()
         process.join(HANG)
         process.close()
         self.kills.append(_reached(run))
-        return True
 
 
 def _reached(run: Path) -> tuple[int, int]:
@@ -180,9 +191,19 @@ def test_runs_killed_at_many_points_are_the_same_run(tmp_path: Path, method: str
     pytest.fail(f"the kills were too few, or all in the same stages: {killer.kills}")
 
 
+@pytest.mark.timeout(120)
+def test_an_asynchronous_run_that_is_killed_three_times_trains_every_group_once(tmp_path: Path) -> None:
+    killer = Killer("forkserver", ASYNC)
+    for step in (1, 4, 8):
+        killer.kill_after(tmp_path / "cut", step)
+    killer.finish(killer.start(tmp_path / "cut", 1))
+    assert all(step < ASYNC[0]["steps"] for step, _ in killer.kills), "killed when it was done"
+    _check_whole(tmp_path / "cut")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_asynchronous_run_that_is_killed_trains_every_group_once(tmp_path: Path) -> None:
+def test_an_asynchronous_run_that_is_killed_at_any_moment_trains_every_group_once(tmp_path: Path) -> None:
     """20 kills, over as many runs as that takes. What was in flight begins again; nothing is left behind."""
     killer, draw = Killer("forkserver", ASYNC), random.Random(5)
     killer.run_whole(tmp_path / "whole", 1)
