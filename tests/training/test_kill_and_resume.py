@@ -203,7 +203,9 @@ def test_an_asynchronous_run_that_is_killed_three_times_trains_every_group_once(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_asynchronous_run_that_is_killed_at_any_moment_trains_every_group_once(tmp_path: Path) -> None:
+def test_an_asynchronous_run_that_is_killed_at_any_moment_trains_every_group_once(
+    tmp_path: Path,
+) -> None:
     """20 kills, over as many runs as that takes. What was in flight begins again; nothing is left behind."""
     killer, draw = Killer("forkserver", ASYNC), random.Random(5)
     killer.run_whole(tmp_path / "whole", 1)
