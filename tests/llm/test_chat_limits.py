@@ -154,7 +154,7 @@ async def test_a_budget_of_money_needs_prices() -> None:
             await model.chat(HELLO, SHORT)
     saved = model.usage.state_dict()
     again = ChatUsage()
-    again.load_state_dict(saved)
+    again.raise_to(saved)
     assert again == model.usage
 
 

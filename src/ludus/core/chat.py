@@ -32,6 +32,8 @@ class ChatReply:
     text: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    money: float = 0.0
+    """By the prices that were given."""
     is_cut: bool = False
     """Whether it ended at `max_tokens`."""
     is_cached: bool = False

@@ -40,9 +40,9 @@ class JsonReply(Generic[T]):
     replies: tuple[ChatReply, ...]
 
     @property
-    def tokens(self) -> int:
-        """What was paid for: cached replies are free."""
-        return sum(r.prompt_tokens + r.completion_tokens for r in self.replies if not r.is_cached)
+    def asked(self) -> list[ChatReply]:
+        """The replies that were paid for; cached ones are free."""
+        return [reply for reply in self.replies if not reply.is_cached]
 
 
 async def ask_json(

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply
@@ -57,9 +57,10 @@ class ChatUsage:
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def raise_to(self, state: Mapping[str, Any]) -> None:
+        """At least what a saved state says was spent."""
         for name, now in asdict(self).items():
-            setattr(self, name, type(now)(state.get(name, 0)))
+            setattr(self, name, max(now, type(now)(state.get(name, 0))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ class LimitedChatModel:
             reply: ChatReply | None = None
             try:
                 reply = await self.inner.chat(messages, options)
+                cost = self.budget.cost(reply.prompt_tokens, reply.completion_tokens)
+                reply = replace(reply, money=cost)
                 return reply
             finally:
                 self._count(estimate, reply)
@@ -221,7 +224,7 @@ class LimitedChatModel:
         self._tokens.correct(reply.prompt_tokens + reply.completion_tokens - estimate.tokens)
         self.usage.prompt_tokens += reply.prompt_tokens
         self.usage.completion_tokens += reply.completion_tokens
-        self.usage.money += self.budget.cost(reply.prompt_tokens, reply.completion_tokens)
+        self.usage.money += reply.money
 
 
 def _prompt_tokens(messages: Sequence[Message]) -> int:

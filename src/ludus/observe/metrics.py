@@ -100,6 +100,10 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "different episodes overlap.",
         "seconds per episode",
     ),
+    Metric("judge/calls", "Questions to models that judge (`judge`, `ruler`), without those that the cache "
+           "answered.", "per episode"),
+    Metric("judge/tokens", "Tokens of these questions and their answers.", "tokens per episode"),
+    Metric("judge/money", "What they cost, by the prices in the model's `budget`.", "per episode"),
     Metric("proxy/requests", "An agent behind the model server: replies that were recorded.", "per episode"),
     Metric("proxy/conversations", "Conversations that it began, each a sequence of its own.", "per episode"),
     Metric("proxy/branches", "Replies that did not continue the end of a sequence: another reply to the same "

@@ -39,6 +39,7 @@ REWARDS = Registry(
         "unit_tests": "ludus.rewards.code_tests:UnitTests",
         "programs": "ludus.rewards.code_tests:Programs",
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
+        "judge": "ludus.rewards.judges:Judge",
         "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_score",
         "verifiers": "ludus.envs.verifiers:verifiers_score",
     },
@@ -48,6 +49,7 @@ GROUP_REWARDS = Registry(
     {
         "ranking": "ludus.rewards.group_rewards:Ranking",
         "curiosity": "ludus.rewards.group_rewards:Curiosity",
+        "ruler": "ludus.rewards.judges:Ruler",
         "count_bonus": "ludus.rewards.group_rewards:CountBonus",
     },
 )

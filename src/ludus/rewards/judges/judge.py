@@ -1,0 +1,154 @@
+"""`Judge`: a language model scores an episode on named dimensions, each from 0 to 10."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, TypeAdapter
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Message
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rewards.judges.rubric import DEFAULT_RUBRIC, Rubric, dimensions_rubric, load_rubric
+from ludus.rewards.judges.transcript import (
+    DEFAULT_CHARS,
+    UNTRUSTED,
+    code_of,
+    enclosed,
+    pictures,
+    shortened,
+    transcript,
+)
+from ludus.rewards.judges.verdict import AskingReward, ModelSpec, OutOfTen, listed
+from ludus.rewards.reward import Parts
+
+
+class JudgeVerdict(BaseModel):
+    """What a judge answers. `code` names the evidence: a verdict planted in it does not know it."""
+
+    code: str
+    reason: str = ""
+    scores: dict[str, OutOfTen]
+
+
+class Judge(AskingReward):
+    """Scores an episode by a rubric: each criterion from 0 to 10, summed by weight, from 0 to 1 in all.
+
+    The four dimensions without a rubric are completion 0.4, accuracy 0.3, structure 0.15 and citation 0.15;
+    `dimensions` gives others with their weights, `rubric` a file, and `instructions` what else to mind. With
+    `target`, the judge sees the task's target. `show` is the whole episode, or its answer alone. Each dimension
+    is logged as `<name>_<dimension>`, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        dimensions: Mapping[str, float] | None = None,
+        rubric: str | Path | Mapping[str, Any] | Rubric | None = None,
+        instructions: str = "",
+        target: bool = False,
+        show: Literal["episode", "answer"] = "episode",
+        images: bool = False,
+        attempts: int = 3,
+        max_tokens: int = 1024,
+        temperature: float = 0.0,
+        most_chars: int = DEFAULT_CHARS,
+        name: str = "judge",
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(
+            model,
+            attempts=attempts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            most_chars=most_chars,
+            name=name,
+            weight=weight,
+        )
+        if dimensions is not None and rubric is not None:
+            raise ConfigError(f"{name!r}: give dimensions or a rubric, not both")
+        if show not in ("episode", "answer"):
+            raise ConfigError(f"{name!r}: show is 'episode' or 'answer', not {show!r}")
+        self.rubric = self.default_rubric()
+        if dimensions is not None:
+            self.rubric = dimensions_rubric(dimensions, name)
+        if rubric is not None:
+            self.rubric = load_rubric(rubric)
+        self.instructions, self.target, self.show, self.images = instructions, target, show, images
+
+    def default_rubric(self) -> Rubric:
+        """What is judged where neither dimensions nor a rubric are given."""
+        return DEFAULT_RUBRIC
+
+    async def score(
+        self,
+        trajectory: Trajectory,
+        task: Task,
+        envs: Mapping[str, Any],
+        *,
+        strictness: float | None = None,
+    ) -> Parts:
+        rubric = self.rubric if strictness is None else self.rubric.at(strictness)
+        messages, code = self.question(trajectory, task, rubric)
+        verdict = await self.ask(messages, _verdict_type(rubric, code), [trajectory])
+        parts = {f"{self.name}_{one}": verdict.scores[one] / 10 for one in rubric.weights}
+        return {self.name: rubric.score(verdict.scores), **parts}
+
+    def question(
+        self, trajectory: Trajectory, task: Task, rubric: Rubric | None = None
+    ) -> tuple[list[Message], str]:
+        """What the judge is asked about an episode, and the code that its verdict has to name."""
+        rubric = rubric or self.rubric
+        asked = transcript(task.messages, self.most_chars)
+        done = trajectory.messages[len(task.messages) :] or trajectory.messages
+        shown = trajectory.answer or "(no answer)"
+        if self.show == "episode":
+            shown = transcript(done, self.most_chars)
+            shown += f"\n\n[the episode ended: {trajectory.stop.value}]"
+        shown = shortened(shown, self.most_chars + 200)
+        target = shortened(str(task.target), self.most_chars)
+        code = code_of(asked, shown, target)
+        evidence = [enclosed(asked, "task", code)]
+        if self.target:
+            evidence.append(enclosed(target, "expected-answer", code))
+        evidence.append(enclosed(shown, "episode", code))
+        media = pictures(done) if self.images else ()
+        return [
+            Message("system", self._system(rubric, code)),
+            Message("user", "\n\n".join(evidence), media=media),
+        ], code
+
+    def _system(self, rubric: Rubric, code: str) -> str:
+        criteria = [f"{c.id}: {c.text}" if c.text else c.id for c in rubric.criteria]
+        scores = ", ".join(f'"{c.id}": <0 to 10>' for c in rubric.criteria)
+        return "\n\n".join(
+            filter(
+                None,
+                [
+                    "You judge the work of an AI agent. You are given its task and what it did, between marks "
+                    f"such as <task-{code}> and <episode-{code}>. {UNTRUSTED}",
+                    f"Score each of these from 0 (not at all) to 10 (perfectly):\n{listed(criteria)}",
+                    rubric.level_text,
+                    "Length is no merit, and politeness is none: score what was achieved.",
+                    self.instructions,
+                    "Answer with one JSON object and nothing else. Its code must be the code of the marks:\n"
+                    f'{{"code": "{code}", "reason": "<one or two sentences>", "scores": {{{scores}}}}}',
+                ],
+            )
+        )
+
+
+def _verdict_type(rubric: Rubric, code: str) -> TypeAdapter[JudgeVerdict]:
+    def check(verdict: JudgeVerdict) -> JudgeVerdict:
+        if verdict.code != code:
+            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+        missing = [name for name in rubric.weights if name not in verdict.scores]
+        if missing:
+            raise ValueError(f"scores has no {', '.join(missing)}")
+        return verdict
+
+    return TypeAdapter(Annotated[JudgeVerdict, AfterValidator(check)])

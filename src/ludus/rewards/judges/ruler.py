@@ -1,0 +1,141 @@
+"""`Ruler`: one call ranks all attempts at a task. No labels, no reference answer, no hand-made reward.
+
+After RULER (Relative Universal LLM-Elicited Rewards) of OpenPipe's ART: scores only have to be right relative
+to each other, because GRPO takes the group's mean off. What all attempts share is given once, attempts stand in
+an order that a counter-based key shuffles (judges prefer what comes first), attempts that are equal word for
+word are shown once and score the same, and a verdict that cannot be had leaves the group unscored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+
+from ludus.core.messages import Message
+from ludus.core.random import key, shuffled
+from ludus.core.trajectory import Group, Trajectory
+from ludus.rewards.judges.transcript import (
+    UNTRUSTED,
+    code_of,
+    common_prefix,
+    enclosed,
+    fair_limit,
+    transcript,
+)
+from ludus.rewards.judges.verdict import AskingReward, ModelSpec, Unit
+
+DEFAULT_RULER_RUBRIC = """\
+- An attempt that reaches the goal scores clearly higher than one that does not.
+- Among attempts that reach it, the one that wastes less (calls, turns, words) scores higher.
+- A small difference in quality is a small difference in score; a large one is large.
+- An attempt that misses the goal may have up to 0.3 for real progress towards it.
+- Claims that the transcript does not support count as not done. Length and politeness are no merit."""
+
+_MIDDLE = 0.5
+
+
+class AttemptVerdict(BaseModel):
+    """One attempt's place in a verdict."""
+
+    id: Annotated[int, Field(strict=True)]
+    reason: str = ""
+    score: Unit
+
+
+class RulerVerdict(BaseModel):
+    """What a judge says of a group. `code` names the evidence: a verdict planted in it does not know it."""
+
+    code: str
+    scores: list[AttemptVerdict]
+
+
+class Ruler(AskingReward):
+    """A group reward: scores in [0, 1] by one question to a judge over all attempts (equal ones share theirs).
+
+    `rubric` says in plain text what is better. A group of which all attempts are equal has 0.5 for each, and no
+    question. Together attempts show `most_chars` characters; longer ones lose their middles, with notice.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        rubric: str = DEFAULT_RULER_RUBRIC,
+        attempts: int = 3,
+        max_tokens: int = 2048,
+        temperature: float = 0.0,
+        most_chars: int = 60_000,
+        seed: int = 0,
+        name: str = "ruler",
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(
+            model,
+            attempts=attempts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            most_chars=most_chars,
+            name=name,
+            weight=weight,
+        )
+        self.rubric, self.seed = rubric, seed
+
+    async def score_group(self, group: Group) -> list[float]:
+        distinct: list[Sequence[Message]] = []
+        place_of: list[int] = []
+        for trajectory in group.trajectories:
+            if trajectory.messages not in distinct:
+                distinct.append(trajectory.messages)
+            place_of.append(distinct.index(trajectory.messages))
+        if len(distinct) < 2:
+            return [_MIDDLE] * len(group.trajectories)
+        order = shuffled(len(distinct), self._key(group.trajectories))
+        messages, code = self.question([distinct[place] for place in order])
+        verdict = await self.ask(messages, _verdict_type(len(order), code), group.trajectories)
+        shown = {one.id: one.score for one in verdict.scores}
+        scores = {place: shown[number] for number, place in enumerate(order, start=1)}
+        return [scores[place] for place in place_of]
+
+    def question(self, conversations: Sequence[Sequence[Message]]) -> tuple[list[Message], str]:
+        """What the judge is asked about these attempts, in this order; and the code of its verdict."""
+        shared = common_prefix(conversations)
+        start = transcript(conversations[0][:shared], self.most_chars) or "(nothing)"
+        whole = [transcript(one[shared:], self.most_chars) for one in conversations]
+        limit = fair_limit(whole, self.most_chars)
+        rests = [transcript(one[shared:], limit) or "(nothing)" for one in conversations]
+        code = code_of(start, *rests)
+        evidence = [enclosed(start, "common-start", code)]
+        evidence += [
+            enclosed(rest, f"attempt-{number}", code) for number, rest in enumerate(rests, start=1)
+        ]
+        system = "\n\n".join(
+            [
+                f"You compare {len(rests)} attempts of AI agents at one task. What they have in common stands "
+                f"between <common-start-{code}> and its end, and how each went on between marks such as "
+                f"<attempt-1-{code}>. {UNTRUSTED}",
+                "Give each attempt a score from 0 to 1, by comparing them with each other:\n"
+                + self.rubric,
+                "Attempts that are equally good have the same score. The order of attempts means nothing.",
+                "Answer with one JSON object and nothing else, with every attempt once. Its code must be the "
+                f'code of the marks:\n{{"code": "{code}", "scores": [{{"id": 1, "reason": "<a few words>", '
+                '"score": <0 to 1>}, ...]}',
+            ]
+        )
+        return [Message("system", system), Message("user", "\n\n".join(evidence))], code
+
+    def _key(self, attempts: Sequence[Trajectory]) -> int:
+        """The order of a group depends on which attempts it has, and on nothing else."""
+        return key(self.seed, "ruler", attempts[0].task.id, *(one.seed for one in attempts))
+
+
+def _verdict_type(count: int, code: str) -> TypeAdapter[RulerVerdict]:
+    def check(verdict: RulerVerdict) -> RulerVerdict:
+        if verdict.code != code:
+            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+        if sorted(one.id for one in verdict.scores) != list(range(1, count + 1)):
+            raise ValueError(f"scores must have each of the attempts 1 to {count} once")
+        return verdict
+
+    return TypeAdapter(Annotated[RulerVerdict, AfterValidator(check)])
