@@ -1,4 +1,4 @@
-"""The command line: `ludus train | eval | rollout | init | settings | show | envs | simulate | check | serve`.
+"""The command line: `ludus train | eval | rollout | synth | init | settings | show | envs | check | serve`, ...
 
 Only the commands and their options are here. What a command does is imported when it runs, so that
 `ludus --help` and the lighter commands do not wait for torch.
@@ -219,6 +219,49 @@ def rollout(
         tasks, attempts, temperature, top_p, top_k, min_p, repetition_penalty, seed, show, out
     )
     run_rollout(recipe, overrides or [], model, checkpoint, task_sets or [], options)
+
+
+@app.command()
+def synth(
+    method: Annotated[
+        str, typer.Argument(help="How: rejection, ... (docs/synthesis.md), or file.py:MyMethod.")
+    ],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="A recipe (TOML), or a run's folder, which knows its recipe and model."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings that replace the recipe's: key=value; of the method, synth.key=value.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Who plays: a model's folder or hub name, a run's folder, or an OpenAI-compatible address.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="For an address: the model's tokenizer (folder or hub name)."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Go on in this folder, or make it; synth/NAME-METHOD-COUNTER when left out.",
+        ),
+    ] = None,
+) -> None:
+    """Make examples to learn from: `ludus synth rejection recipe.toml synth.attempts=16`."""
+    from ludus.cli.synth import run_synthesis
+
+    run_synthesis(method, recipe, overrides or [], model, tokenizer, out)
 
 
 @app.command()

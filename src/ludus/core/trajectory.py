@@ -234,6 +234,11 @@ def is_success(trajectory: Trajectory, threshold: float = 1.0) -> bool:
     return trajectory.reward >= threshold - _CLOSE
 
 
+def is_lost(trajectory: Trajectory) -> bool:
+    """Whether it has no score because of us, and not because its rewards gave none."""
+    return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
+
+
 class Reward(Protocol):
     """Scores one episode. A reward may read the episode's environments before they are released."""
 

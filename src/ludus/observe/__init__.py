@@ -34,6 +34,7 @@ from ludus.observe.metrics import (
 from ludus.observe.report import (
     LOSSES,
     Cell,
+    ReportTable,
     episode_text,
     markdown_text,
     plot_curve,
@@ -44,6 +45,7 @@ from ludus.observe.report import (
     tree_text,
 )
 from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
+from ludus.observe.settings_folder import SettingsFolder, slug_of
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from ludus.observe.statistics import (
     Estimate,
@@ -84,8 +86,10 @@ __all__ = [
     "Opaque",
     "PairedTest",
     "Progress",
+    "ReportTable",
     "RunFolder",
     "RunWriter",
+    "SettingsFolder",
     "Sink",
     "StoreError",
     "TensorBoardSink",
@@ -133,6 +137,7 @@ __all__ = [
     "set_metrics",
     "setup_logging",
     "sign_test",
+    "slug_of",
     "smoothed",
     "table_markdown",
     "table_rich",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from ludus.observe.encoding import dump_value
 from ludus.observe.files import atomic_file
 
 Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """Columns and rows, for the console or for Markdown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[Cell]]
+
+
 LOSSES = ("sft/loss", "dpo/loss", "rejection/loss", "distill/loss")
 """What the stages that need not play are judged by."""
 _COLOURS = {"loss": "0.4", "reward": "tab:orange"}

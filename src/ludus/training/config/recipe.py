@@ -340,6 +340,8 @@ class Recipe(Config):
     """Several task sets in one run, instead of [tasks]."""
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+    synth: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of `ludus synth METHOD`, a table for each method: [synth.rejection] (docs/synthesis.md)."""
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")

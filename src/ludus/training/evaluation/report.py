@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ludus.core.messages import Json
 from ludus.observe import (
     Cell,
     Estimate,
+    ReportTable,
     atomic_file,
     atomic_write,
     markdown_text,
@@ -36,15 +36,6 @@ _TESTS = (
     "permutation test of the mean difference, `p sign` the sign test; neither allows for several comparisons, "
     "nor for lost episodes, which the interval of the difference does.\n"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """Columns and rows, for the console or for Markdown."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[Cell]]
 
 
 def interval_text(estimate: Estimate | None, digits: int = 3) -> str | None:

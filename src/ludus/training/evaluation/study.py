@@ -11,23 +11,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from ludus.core.failures import ConfigError, LudusError, most_frequent_failure
 from ludus.core.generation import Sampling
 from ludus.core.messages import Json
 from ludus.core.task import Task
-from ludus.core.trajectory import Group
-from ludus.observe import FolderLock, atomic_write, dump_value, read_groups, write_groups
+from ludus.core.trajectory import Group, is_lost
+from ludus.observe import (
+    SettingsFolder,
+    atomic_write,
+    dump_value,
+    read_groups,
+    slug_of,
+    write_groups,
+)
 from ludus.rollouts.rollout import Rollout
 from ludus.training.config.parts import Parts, TaskSetSpec
 from ludus.training.config.paths import with_absolute_paths
@@ -45,7 +50,6 @@ from ludus.training.evaluation.summary import (
     Summary,
     SummaryOptions,
     compare,
-    is_lost,
     summarise,
 )
 
@@ -294,7 +298,6 @@ class _Board:
 # Every file appears whole or not at all. A task counts as finished when none of its episodes failed through
 # our fault or was aborted; those that did are played again by the next run, and shown until then.
 
-SETTINGS = "settings.json"
 _FORMAT = 1
 _EPISODES, _PARTS = "episodes.parquet", "parts"
 
@@ -313,7 +316,7 @@ def settings_of(
         "sampling": asdict(sampling),
         "seed": seed,
     }
-    described = {one.name: _settings_of_set(one, own) for one, own in zip(sets, tasks, strict=True)}
+    described = {one.name: settings_of_set(one, own) for one, own in zip(sets, tasks, strict=True)}
     if len(described) == 1:
         found |= next(iter(described.values()))
     else:
@@ -322,7 +325,8 @@ def settings_of(
     return loaded
 
 
-def _settings_of_set(one: TaskSetSpec, tasks: Sequence[Task]) -> Json:
+def settings_of_set(one: TaskSetSpec, tasks: Sequence[Task]) -> Json:
+    """What decides the episodes of one task set."""
     raw = with_absolute_paths(one.recipe.model_dump(mode="json"))
     return {
         "tasks": {"count": len(tasks), "digest": digest_of(tasks)},
@@ -374,42 +378,10 @@ def is_finished(group: Group, attempts: int) -> bool:
     return len(group.trajectories) == attempts and not any(map(is_lost, group.trajectories))
 
 
-class ResultsFolder:
-    """The results of one set of settings, for any models and budgets. One process writes at a time."""
+class ResultsFolder(SettingsFolder):
+    """The results of one set of settings, for any models and budgets."""
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
-        """A new folder, or one that was written under the same settings."""
-        self.path = Path(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"{self.path} is a file, not a folder of results")
-        stored = self.path / SETTINGS
-        if not stored.is_file() and self.path.is_dir() and any(_visible(self.path)):
-            raise ConfigError(f"{self.path} holds something else than results; choose another folder")
-        self._was_there = stored.is_file()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = FolderLock(self.path / ".lock")
-        self._lock.acquire()
-        try:
-            if stored.is_file():
-                _check_same(stored, settings)
-            else:
-                atomic_write(stored, json.dumps(settings, indent=2) + "\n")
-        except BaseException:
-            self._lock.release()
-            raise
-
-    @classmethod
-    def numbered(cls, name: str, settings: Mapping[str, Any], root: str | Path = "evaluations") -> Self:
-        """A new folder evaluations/NAME-001, counted up."""
-        slug = slug_of(name)
-        for number in range(1, 1_000_000):
-            path = Path(root) / f"{slug}-{number:03d}"
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return cls(path, settings)
-        raise ConfigError(f"{root} is full of results called {slug}")
+    root = "evaluations"
 
     def cell(
         self, label: str, identity: Mapping[str, Any], turns: int, task_set: str | None = None
@@ -424,45 +396,3 @@ class ResultsFolder:
             )
         place = folder / f"turns-{turns}"
         return Cell(place if task_set is None else place / task_set)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """A new folder into which nothing was played, because something was wrong, is removed."""
-        if error is not None and not self._was_there and not any(self.path.rglob("*.parquet")):
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
-
-
-def slug_of(name: str) -> str:
-    """The name as part of a path."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.")[-60:].strip("-.") or "model"
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    return (entry for entry in folder.iterdir() if not entry.name.startswith("."))
-
-
-def _check_same(stored: Path, settings: Mapping[str, Any]) -> None:
-    try:
-        found = json.loads(stored.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{stored} cannot be read: {error}") from None
-    differing = list(_differences(found, dict(settings), ""))
-    if differing:
-        raise ConfigError(
-            f"{stored.parent} holds results of other settings:\n"
-            + "\n".join(f"  {line}" for line in differing[:20])
-            + "\ngive the same settings, or another folder"
-        )
-
-
-def _differences(old: Any, new: Any, where: str) -> Iterator[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted(old.keys() | new.keys()):
-            yield from _differences(old.get(name), new.get(name), f"{where}.{name}" if where else name)
-    elif old != new:
-        yield f"{where}: {old!r:.80} there, {new!r:.80} now"

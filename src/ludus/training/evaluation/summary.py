@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, Trajectory, is_success
+from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.observe import (
     Estimate,
     PairedTest,
@@ -188,11 +188,6 @@ def _by_task(groups: Sequence[Group]) -> dict[str, list[Trajectory]]:
     for group in groups:
         found.setdefault(group.task.id, []).extend(group.trajectories)
     return {task: sorted(played, key=lambda one: one.attempt) for task, played in found.items()}
-
-
-def is_lost(trajectory: Trajectory) -> bool:
-    """Whether it has no score because of us, and not because its rewards gave none."""
-    return trajectory.failure is not None or trajectory.stop is StopReason.ABORTED
 
 
 def _outcomes(

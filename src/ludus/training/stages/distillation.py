@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token
 from ludus.core.failures import ConfigError
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Trajectory, is_lost
 from ludus.engine import use_ludus_attention
 from ludus.observe import rollout_metrics
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -42,7 +42,6 @@ from ludus.training.data.packing import (
     rows_of,
     trajectory_ids,
 )
-from ludus.training.evaluation.summary import is_lost
 from ludus.training.models.loading import check_source, load_model, tokenizer_of
 from ludus.training.optim.learner import Learner, frozen
 from ludus.training.optim.logprobs import logprobs_of

@@ -1,0 +1,173 @@
+"""`ludus synth METHOD RECIPE`: make examples, and say what became of each candidate."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ludus.cli.eval import load
+from ludus.core.chat import ChatModel
+from ludus.core.config import apply_overrides
+from ludus.core.messages import Json
+from ludus.llm import is_address, load_chat_model
+from ludus.observe import Progress, printable, table_rich
+from ludus.synth import (
+    Cost,
+    SynthConfig,
+    SynthContext,
+    SynthFolder,
+    SynthMethod,
+    SynthResult,
+    load_method,
+    write_result,
+)
+from ludus.synth.method import ModelSpec
+from ludus.synth.report import tables_of
+from ludus.training.config.parts import Parts, task_set_specs
+from ludus.training.config.recipe import Recipe
+from ludus.training.evaluation.evaluate import EvalModel, find_model
+from ludus.training.evaluation.study import settings_of_set
+
+_TABLE = "synth."
+
+
+def run_synthesis(
+    name: str,
+    source: Path,
+    overrides: Sequence[str],
+    model: str | None,
+    tokenizer: str | None,
+    out: Path | None,
+) -> None:
+    """Make examples by a method, and show the report."""
+    method_type = load_method(name)
+    own = [one for one in overrides if one.startswith(_TABLE)]
+    others = [one for one in overrides if not one.startswith(_TABLE)]
+    remote = model if model is not None and is_address(model) else None
+    recipe, parts = load(source, others, None if remote else model)
+    settings = method_settings(method_type, name, recipe, own)
+    method = method_type(settings)
+    console = Console(stderr=True)
+    player = asyncio.run(find_model(remote or recipe.model.name, recipe, tokenizer=tokenizer))
+    asked = folder_settings(name, settings, recipe, parts, player)
+    with (
+        SynthFolder(out, asked) if out else SynthFolder.numbered(f"{recipe.name}-{name}", asked)
+    ) as folder:
+        console.print(Text(f"folder: {folder.path}"), soft_wrap=True)
+        try:
+            with ExitStack() as shown:
+                work = _made(method, recipe, parts, player, folder, ProgressBars(console, shown))
+                result, cost, written = asyncio.run(_until_told(work))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            console.print(
+                Text(
+                    f"stopped; what is finished is kept. Go on with the same command and --out {folder.path}"
+                ),
+                soft_wrap=True,
+            )
+            raise KeyboardInterrupt from None
+    show_result(Console(), method_type.title, result, cost, written)
+
+
+def method_settings(
+    method: type[SynthMethod[Any]], name: str, recipe: Recipe, overrides: Sequence[str]
+) -> SynthConfig:
+    """A method's settings: the recipe's table [synth.METHOD], and the command's synth.key=value."""
+    given = [one.removeprefix(_TABLE).removeprefix(f"{name}.") for one in overrides]
+    raw = apply_overrides(recipe.synth.get(name, {}), given)
+    return method.settings_type.parse(raw, f"[synth.{name}]")
+
+
+def folder_settings(
+    name: str, settings: SynthConfig, recipe: Recipe, parts: Parts, player: EvalModel
+) -> Json:
+    """Everything that decides what is made: a folder holds one such set."""
+    described = {
+        one.name: settings_of_set(one, one.parts.tasks) for one in task_set_specs(recipe, parts)
+    }
+    for one in described.values():
+        one["budgets"]["max_turns"] = recipe.budgets.max_turns
+    return {
+        "format": 1,
+        "method": name,
+        "settings": settings.model_dump(mode="json"),
+        "model": player.identity(recipe),
+        "seed": recipe.seed,
+        "temperature": recipe.sampling.temperature,
+        "sets": described,
+    }
+
+
+async def _made(
+    method: SynthMethod[Any],
+    recipe: Recipe,
+    parts: Parts,
+    player: EvalModel,
+    folder: SynthFolder,
+    bars: ProgressBars,
+) -> tuple[SynthResult, Cost, list[Path]]:
+    async with player.open(recipe, parts) as sets:
+        context = SynthContext(
+            sets, folder, seed=recipe.seed, open_model=open_model, on_item=bars.update
+        )
+        try:
+            result = await method.run(context)
+        finally:
+            await context.close()
+        written = await asyncio.to_thread(
+            write_result, folder, method.title, result, context.cost, context.failures
+        )
+        return result, context.cost, written
+
+
+async def open_model(spec: ModelSpec) -> ChatModel:
+    """The language model that a setting names."""
+    return load_chat_model(spec)
+
+
+async def _until_told(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`; SIGTERM stops it as Ctrl-C does."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
+class ProgressBars:
+    """One progress bar for each stage of a method."""
+
+    def __init__(self, console: Console, open_bars: ExitStack) -> None:
+        self._console, self._open = console, open_bars
+        self._bars: dict[str, Progress] = {}
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._bars:
+            self._open.close()
+            bar = Progress(total, stage, console=self._console, first=done, shown={})
+            self._bars[stage] = self._open.enter_context(bar)
+            if done:
+                bar.say(f"{stage}: {done} of {total} were there already")
+            return
+        self._bars[stage].update(done, {})
+
+
+def show_result(
+    console: Console, title: str, result: SynthResult, cost: Cost, written: Sequence[Path]
+) -> None:
+    """The tables, the warnings, and where everything is."""
+    for table in tables_of(result, cost):
+        console.print(table_rich(f"{title}: {table.title}", table.columns, table.rows))
+    for warning in result.warnings:
+        console.print(Text(f"warning: {printable(warning)}", style="yellow"), soft_wrap=True)
+    for path in written:
+        console.print(Text(str(path)), soft_wrap=True)
+    if written and result.kept:
+        console.print(
+            Text(f"next: ludus train RECIPE warm_start.demonstrations={written[0]}"), soft_wrap=True
+        )

@@ -1,0 +1,245 @@
+"""What a method of synthesis is, and what it works with.
+
+A method has settings and a coroutine `run(context) -> SynthResult`. The context plays episodes, asks language
+models and keeps what was made::
+
+    pieces = await context.each("attempts", tasks, make, name=lambda task: task.id)
+
+calls `make(task)` for each item, many at once, and writes what it returns before it counts as done. After a
+kill the same command reads the finished ones and makes the others. Everything that follows from the pieces
+(filters, choices) is computed again, so it must depend on nothing but them and the settings.
+
+Adding one: a module with a `SynthMethod`, and a line in `METHODS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from pydantic import Field
+
+from ludus.core.chat import ChatModel
+from ludus.core.config import Config
+from ludus.core.failures import ConfigError, Failure, InfraError, LudusError, most_frequent_failure
+from ludus.core.generation import Sampling
+from ludus.core.random import key
+from ludus.core.registry import Registry
+from ludus.core.task import Task
+from ludus.core.trajectory import Group
+from ludus.rollouts.rollout import Rollout
+from ludus.rollouts.tree import TreeConfig
+from ludus.synth.folder import ItemResult, SynthFolder
+from ludus.synth.result import Cost, MeteredModel, SynthResult, current_cost
+
+T = TypeVar("T")
+ModelSpec = str | dict[str, Any]
+"""How settings name a language model: an address, a table with an address and limits, or "policy"."""
+POLICY = "policy"
+"""The name of the model that plays the episodes, where it is asked for text."""
+OnItem = Callable[[str, int, int], None]
+"""Called as (stage, items done, items in all) whenever one more item has been made or found."""
+
+METHODS = Registry(
+    "method of synthesis",
+    {
+        "rejection": "ludus.synth.rejection:RejectionSampling",
+    },
+)
+"""The methods by name."""
+
+
+class TaskSource(Protocol):
+    """Tasks, and the rollout that plays them: a task set of a recipe."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+    @property
+    def held_out(self) -> Sequence[Task]: ...
+    @property
+    def rollout(self) -> Rollout: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourcedTask:
+    """A task, and where it is played."""
+
+    source: TaskSource
+    task: Task
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name}/{self.task.id}"
+
+
+class SynthConfig(Config):
+    """What every method takes."""
+
+    tasks: int | None = Field(default=None, ge=1)
+    """How many of the tasks to use, of each task set; all when left out."""
+
+
+C = TypeVar("C", bound=SynthConfig)
+
+
+@dataclass(slots=True)
+class SynthContext:
+    """What a method works with."""
+
+    sources: Sequence[TaskSource]
+    folder: SynthFolder
+    seed: int = 0
+    open_model: Callable[[ModelSpec], Awaitable[ChatModel]] | None = None
+    """Opens the language model that a setting names: an address, a table, or "policy"."""
+    on_item: OnItem = lambda stage, done, total: None
+    at_once: int = 64
+    """Most items being made at once; episodes have a limit of their own (max_in_flight)."""
+    cost: Cost = field(default_factory=Cost)
+    failures: list[Failure] = field(default_factory=list)
+    """Of items that could not be made."""
+    _models: dict[str, ChatModel] = field(default_factory=dict)
+    _places: dict[int, AbstractAsyncContextManager[object]] = field(default_factory=dict)
+
+    def tasks(self, most: int | None = None) -> list[SourcedTask]:
+        """The tasks of all sources."""
+        found = [SourcedTask(one, task) for one in self.sources for task in one.tasks[:most]]
+        if not found:
+            raise ConfigError("there are no tasks to make examples from: set tasks.train")
+        return found
+
+    def held_out(self) -> list[Task]:
+        """The tasks that nothing may be learned from."""
+        return [task for one in self.sources for task in one.held_out]
+
+    async def model(self, spec: ModelSpec) -> ChatModel:
+        """The language model that a setting names, opened once; its calls are counted."""
+        name = json.dumps(spec, sort_keys=True)
+        if name not in self._models:
+            if self.open_model is None:
+                raise ConfigError(f"there is nothing here that opens the language model {spec!r}")
+            self._models[name] = MeteredModel(await self.open_model(spec))
+        return self._models[name]
+
+    async def group(
+        self,
+        one: SourcedTask,
+        attempts: int,
+        *,
+        sampling: Sampling | None = None,
+        tree: TreeConfig | None = None,
+        **changes: Any,
+    ) -> Group:
+        """Play and score `attempts` at a task, by the source's rollout with these changes."""
+        rollout = replace(
+            one.source.rollout,
+            attempts=attempts,
+            sampling=sampling or one.source.rollout.sampling,
+            tree=tree,
+            **changes,
+        )
+        places = self._places.setdefault(rollout.max_in_flight, asyncio.Semaphore(rollout.max_in_flight))
+        group = await rollout.group(one.task, 0, key(self.seed, one.name), places)
+        if (cost := current_cost.get()) is not None:
+            cost.add_episodes(group.trajectories)
+        return group
+
+    async def each(
+        self,
+        stage: str,
+        items: Sequence[T],
+        make: Callable[[T], Awaitable[ItemResult]],
+        *,
+        name: Callable[[T], str],
+    ) -> list[ItemResult]:
+        """What each item gives, in order; finished ones are read from the folder.
+
+        An item whose `make` fails through our fault gives an empty piece, and is made again by the next run.
+        """
+        found: dict[int, ItemResult] = {}
+        for number, item in enumerate(items):
+            piece = await asyncio.to_thread(self.folder.piece, stage, number, name(item))
+            if piece is not None:
+                found[number] = piece
+        self.on_item(stage, len(found), len(items))
+        waiting = iter([number for number in range(len(items)) if number not in found])
+
+        async def work() -> None:
+            for number in waiting:
+                found[number] = await self._make(stage, number, items[number], make, name)
+                self.on_item(stage, len(found), len(items))
+
+        workers = [asyncio.create_task(work()) for _ in range(min(self.at_once, len(items)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        for piece in found.values():
+            self.cost.add(piece.cost)
+        return [found[number] for number in range(len(items))]
+
+    async def _make(
+        self,
+        stage: str,
+        number: int,
+        item: T,
+        make: Callable[[T], Awaitable[ItemResult]],
+        name: Callable[[T], str],
+    ) -> ItemResult:
+        cost = Cost()
+        token = current_cost.set(cost)
+        try:
+            piece = await make(item)
+        except InfraError as error:
+            self.failures.append(Failure.of(error, error.boundary))
+            return ItemResult(cost=cost)
+        finally:
+            current_cost.reset(token)
+        piece.cost.add(cost)
+        self.failures += [one.failure for one in piece.trajectories if one.failure is not None]
+        await asyncio.to_thread(self.folder.write_piece, stage, number, name(item), piece)
+        return piece
+
+    def check_made(self, pieces: Sequence[ItemResult]) -> None:
+        """Refuse to go on where nothing at all could be made."""
+        if self.failures and not any(one.trajectories or one.notes for one in pieces):
+            raise LudusError(
+                f"nothing could be made: {len(self.failures)} failures. "
+                f"{most_frequent_failure(self.failures)}"
+            )
+
+    async def close(self) -> None:
+        """Close the language models."""
+        for model in self._models.values():
+            await model.close()
+        self._models.clear()
+
+
+class SynthMethod(Generic[C]):
+    """A way to make examples."""
+
+    title: ClassVar[str]
+    """What it is called in a sentence."""
+    settings_type: ClassVar[type[SynthConfig]] = SynthConfig
+
+    def __init__(self, settings: C) -> None:
+        self.settings = settings
+
+    async def run(self, context: SynthContext) -> SynthResult:
+        """Make the examples. All that is played or asked goes through `context.each`."""
+        raise NotImplementedError
+
+
+def load_method(name: str) -> type[SynthMethod[Any]]:
+    """The method of that name, or of a reference such as 'file.py:MyMethod'."""
+    found = METHODS.load(name)
+    if not (isinstance(found, type) and issubclass(found, SynthMethod)):
+        raise ConfigError(f"{name!r} is no method of synthesis: {found!r:.80} is no SynthMethod")
+    return found

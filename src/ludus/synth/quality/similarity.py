@@ -1,0 +1,100 @@
+"""Near-duplicates among many sets: J(a, b) = |a ∩ b| / |a ∪ b| above a threshold.
+
+Two sets of sizes x and y can only be so alike when they share an element among the first
+x − ⌈t · x⌉ + 1 of the one and the first y − ⌈t · y⌉ + 1 of the other, in any order that is the same for both
+(prefix filtering: Chaudhuri et al., "A Primitive Operator for Similarity Joins in Data Cleaning", 2006). So a
+set is indexed by those few elements alone, rare ones first, and compared with the few that share one. Nothing
+is missed.
+
+Sets of more than `SKETCH` elements are replaced by their smallest hashes (bottom-k MinHash: Broder, "On the
+resemblance and containment of documents", 1997), and their similarity is estimated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+SKETCH = 512
+
+
+def sketch(elements: Iterable[str]) -> frozenset[int]:
+    """The hashes of a set's elements; of a large one, the smallest."""
+    hashes = {
+        int.from_bytes(
+            hashlib.blake2b(one.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
+        for one in elements
+    }
+    return frozenset(hashes if len(hashes) <= SKETCH else sorted(hashes)[:SKETCH])
+
+
+def jaccard(a: frozenset[int], b: frozenset[int]) -> float:
+    """The similarity of two sketches: exact where both are whole sets."""
+    if not a and not b:
+        return 1.0
+    if max(len(a), len(b)) < SKETCH:
+        return len(a & b) / len(a | b)
+    union = sorted(a | b)[:SKETCH]  # an estimate from the smallest hashes of the union
+    return sum(one in a and one in b for one in union) / len(union)
+
+
+def shingles(text: str, size: int = 3) -> set[str]:
+    """The runs of `size` words of a text; the words themselves where there are fewer."""
+    words = text.lower().split()
+    if len(words) < size:
+        return set(words)
+    return {" ".join(words[i : i + size]) for i in range(len(words) - size + 1)}
+
+
+class DuplicateIndex:
+    """Sets that were kept; finds one of them that a new one is too much like."""
+
+    def __init__(self, threshold: float, all_sets: Sequence[frozenset[int]] = ()) -> None:
+        """Above `threshold` two sets are alike. `all_sets` are those to come: their rare elements are looked at
+        first, which is faster, and changes nothing else."""
+        self._threshold = threshold
+        self._counts = Counter(element for one in all_sets for element in one)
+        self._kept: list[frozenset[int]] = []
+        self._holding: defaultdict[int, list[int]] = defaultdict(list)
+        self._empty: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, one: frozenset[int]) -> tuple[int, float] | None:
+        """The kept set that is most like this one, above the threshold, as (its number, similarity)."""
+        if not one:
+            return None if self._empty is None else (self._empty, 1.0)
+        best: tuple[int, float] | None = None
+        seen: set[int] = set()
+        for element in self._prefix(one):
+            for number in self._holding.get(element, ()):
+                if number in seen:
+                    continue
+                seen.add(number)
+                other = self._kept[number]
+                if min(len(one), len(other)) < self._threshold * max(len(one), len(other)):
+                    continue
+                found = jaccard(one, other)
+                if found > self._threshold and (best is None or found > best[1]):
+                    best = number, found
+        return best
+
+    def add(self, one: frozenset[int]) -> int:
+        """Keep a set; its number."""
+        number = len(self._kept)
+        self._kept.append(one)
+        if not one and self._empty is None:
+            self._empty = number
+        for element in self._prefix(one):
+            self._holding[element].append(number)
+        return number
+
+    def _prefix(self, one: frozenset[int]) -> list[int]:
+        ordered = sorted(one, key=lambda element: (self._counts[element], element))
+        if len(one) >= SKETCH:
+            return ordered  # a sketch's similarity is an estimate, to which the bound does not apply
+        return ordered[: len(one) - math.ceil(self._threshold * len(one)) + 1]

@@ -1,0 +1,241 @@
+"""Rejection sampling to a dataset: attempt each task many times, keep what is right, short, new and complete.
+
+In the order of the checks, each with the name of its reason:
+
+    failed           it is no success by the recipe's rewards
+    too_short        fewer than `min_turns` turns
+    too_many_calls   more than `max_calls` tool calls
+    duplicate        the Jaccard overlap of its set of actions with a kept one is above `max_similarity`
+    low_quality      0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of complete turns is below `min_quality`
+
+It finds only what the model can do already: a task that succeeds in 5% of attempts gives 3 of 64, and these are
+much alike. The report says how much, and how alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from ludus.core.generation import Sampling
+from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
+from ludus.observe import ReportTable
+from ludus.synth.folder import ItemResult
+from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
+from ludus.synth.quality.difficulty import DIFFICULTIES, Difficulty, difficulty_of
+from ludus.synth.quality.embedding import cluster, load_embedder, strategy_text
+from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
+from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.steps import EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
+
+_COMPARED = 500
+"""Kept examples that are compared with each other for the report."""
+
+
+class RejectionSamplingConfig(SynthConfig):
+    """Attempt each task many times, and keep what is right, short, new and complete."""
+
+    attempts: int = Field(default=16, ge=1)
+    """Episodes for each task."""
+    temperature: float | None = Field(default=None, ge=0)
+    """How actions are drawn; as the recipe says (sampling.temperature) when left out."""
+    threshold: float = 1.0
+    """The least reward of a success, where no reward is called success."""
+    min_turns: int = Field(default=2, ge=1)
+    """Successes of fewer turns are left out."""
+    max_calls: int = Field(default=8, ge=1)
+    """Successes of more tool calls are left out."""
+    max_similarity: float = Field(default=0.85, ge=0, le=1)
+    """The largest Jaccard overlap of an example's set of actions with that of a kept one."""
+    similar_to: Literal["all", "task"] = "all"
+    """What an example must differ from: everything that was kept, or what was kept of its own task."""
+    min_quality: float = Field(default=0.6, ge=0, le=1)
+    """The least quality: half of it brevity, half of it the share of complete turns."""
+    needs_thought: bool = True
+    """Whether a complete turn has a thought, beside its action and its observation."""
+    embedder: str = "hashed"
+    """What clusters are found by: hashed, sentence:MODEL, or 'module:object' with embed(texts)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An episode with what the checks look at."""
+
+    trajectory: Trajectory
+    steps: list[EpisodeStep]
+    actions: frozenset[int]
+    quality: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, parse: Parse | None, *, needs_thought: bool = True) -> Candidate:
+        steps = steps_of(trajectory, parse)
+        quality = quality_of(steps, needs_thought=needs_thought)
+        return cls(trajectory, steps, sketch(action_set(steps)), quality)
+
+
+class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
+    """Keep one's own best episodes."""
+
+    title = "rejection sampling"
+    settings_type = RejectionSamplingConfig
+
+    async def run(self, context: SynthContext) -> SynthResult:
+        settings = self.settings
+        tasks = context.tasks(settings.tasks)
+
+        async def play(one: SourcedTask) -> ItemResult:
+            sampling = one.source.rollout.sampling
+            if settings.temperature is not None:
+                sampling = Sampling(temperature=settings.temperature)
+            group = await context.group(one, settings.attempts, sampling=sampling)
+            return ItemResult(group.trajectories)
+
+        pieces = await context.each("attempts", tasks, play, name=lambda one: one.name)
+        context.check_made(pieces)
+        groups = [Group(one.task, piece.trajectories) for one, piece in zip(tasks, pieces, strict=True)]
+        parsers = [one.source.rollout.renderer.format.parse for one in tasks]
+        return choose(groups, parsers, settings)
+
+
+def choose(
+    groups: Sequence[Group], parsers: Sequence[Parse | None], settings: RejectionSamplingConfig
+) -> SynthResult:
+    """What of these groups is kept, and why the rest is not."""
+    result = SynthResult()
+    candidates = [
+        [Candidate.of(one, parse, needs_thought=settings.needs_thought) for one in group.trajectories]
+        for group, parse in zip(groups, parsers, strict=True)
+    ]
+    everything = [one.actions for own in candidates for one in own]
+    index = DuplicateIndex(settings.max_similarity, everything)
+    chosen: list[tuple[Candidate, Difficulty]] = []
+    elsewhere = 0
+    for group, own in zip(groups, candidates, strict=True):
+        rate = _rate(group, settings)
+        if settings.similar_to == "task":
+            index, first = DuplicateIndex(settings.max_similarity, everything), len(chosen)
+        else:
+            first = 0
+        best: Candidate | None = None
+        for one in sorted(own, key=lambda one: (-one.quality, one.trajectory.attempt)):
+            if is_lost(one.trajectory) or one.trajectory.reward is None:
+                continue  # not scored: no candidate
+            reason, detail = _refused(one, settings)
+            if not reason and (alike := index.find(one.actions)) is not None:
+                other = chosen[first + alike[0]][0].trajectory
+                elsewhere += other.task.id != one.trajectory.task.id
+                reason = "duplicate"
+                detail = f"{alike[1]:.2f} like attempt {other.attempt} at task {other.task.id}"
+            if not reason and one.quality < settings.min_quality:
+                reason, detail = "low_quality", f"{one.quality:.2f} < {settings.min_quality:g}"
+            if reason:
+                result.rejected.append(Rejected(one.trajectory, reason, detail))
+                continue
+            index.add(one.actions)
+            best = best or one
+            level = difficulty_of(group.task, count_calls(one.steps), rate)
+            chosen.append((one, level))
+            result.kept.append(
+                with_provenance(
+                    one.trajectory, method="rejection", quality=one.quality, difficulty=level
+                )
+            )
+        if best is not None:
+            result.pairs += _pair(best.trajectory, group, settings)
+    _describe(result, chosen, groups, settings)
+    if elsewhere > len(result.kept):
+        result.warnings.append(
+            f"{elsewhere} successes were left out because they do what an example of another task does: "
+            'where that is as it should be, set similar_to = "task"'
+        )
+    if not result.kept and settings.needs_thought and result.reasons["low_quality"]:
+        result.warnings.append(
+            "nothing was kept, and successes were too low in quality: without thoughts no turn is complete. "
+            "For a model that does not think aloud, set needs_thought = false"
+        )
+    return result
+
+
+def _rate(group: Group, settings: RejectionSamplingConfig) -> float | None:
+    scored = group.trainable
+    return sum(is_success(one, settings.threshold) for one in scored) / len(scored) if scored else None
+
+
+def _refused(one: Candidate, settings: RejectionSamplingConfig) -> tuple[str, str]:
+    """Why a candidate is left out whatever was kept before it; ("", "") where it is not."""
+    calls, turns = count_calls(one.steps), one.trajectory.turns
+    if not is_success(one.trajectory, settings.threshold):
+        return "failed", f"reward {one.trajectory.reward:g}, {one.trajectory.stop}"
+    if turns < settings.min_turns:
+        return "too_short", f"{turns} turn(s) < {settings.min_turns}"
+    if calls > settings.max_calls:
+        return "too_many_calls", f"{calls} calls > {settings.max_calls}"
+    return "", ""
+
+
+def _pair(
+    best: Trajectory, group: Group, settings: RejectionSamplingConfig
+) -> list[tuple[Trajectory, Trajectory]]:
+    """The best kept example and the worst failure of a task."""
+    failed = [one for one in group.trainable if not is_success(one, settings.threshold)]
+    worst = min(failed, key=lambda one: (one.reward or 0.0, one.attempt), default=None)
+    return [] if worst is None else [(best, worst)]
+
+
+def _describe(
+    result: SynthResult,
+    chosen: Sequence[tuple[Candidate, Difficulty]],
+    groups: Sequence[Group],
+    settings: RejectionSamplingConfig,
+) -> None:
+    """The numbers of the report: yield, calls, clusters, difficulty."""
+    scored = [one for group in groups for one in group.trainable]
+    good = [one for one in scored if is_success(one, settings.threshold)]
+    kept = [one for one, _ in chosen]
+    result.numbers |= {
+        "tasks": len(groups),
+        "tasks_with_examples": len({one.trajectory.task.id for one in kept}),
+        "attempts": sum(len(group.trajectories) for group in groups),
+        "success": len(good) / max(1, len(scored)),
+        "calls_of_successes": _mean([len(one.calls) for one in good]),
+        "calls_of_kept": _mean([count_calls(one.steps) for one in kept]),
+        "quality_of_kept": _mean([one.quality for one in kept]),
+        "similarity_of_kept": nearest_similarity([one.actions for one in kept[:_COMPARED]]),
+    }
+    if kept:
+        texts = [strategy_text(one.steps) for one in kept]
+        found = cluster(load_embedder(settings.embedder).embed(texts))
+        result.numbers |= {
+            "clusters": found.count,
+            "clusters_effective": found.effective,
+            "largest_cluster": found.largest_share,
+        }
+    levels = [level for _, level in chosen]
+    result.tables.append(
+        ReportTable(
+            "difficulty of the kept examples",
+            ("difficulty", "kept", "share", "target"),
+            [
+                [name, levels.count(name), round(levels.count(name) / max(1, len(levels)), 3), target]
+                for name, target in zip(DIFFICULTIES, (0.3, 0.5, 0.2), strict=True)
+            ],
+        )
+    )
+
+
+def nearest_similarity(sets: Sequence[frozenset[int]]) -> float:
+    """How alike examples are: the mean, over them, of the similarity to the nearest other one."""
+    if len(sets) < 2:
+        return 0.0
+    nearest = [
+        max(jaccard(one, other) for place, other in enumerate(sets) if place != number)
+        for number, one in enumerate(sets)
+    ]
+    return _mean(nearest)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
