@@ -9,6 +9,7 @@ from ludus.observe.checkpoints import (
     remove_checkpoints_after,
 )
 from ludus.observe.console import SHOWN_METRICS, Progress, printable, setup_logging
+from ludus.observe.diagnosis import Diagnosis, FailureMode, ModeFinding, diagnose, failure_mode
 from ludus.observe.encoding import Opaque, dump_value, escape, load_value, unescape
 from ludus.observe.files import (
     FolderLock,
@@ -79,10 +80,13 @@ __all__ = [
     "SPLITS",
     "Cell",
     "Checkpoint",
+    "Diagnosis",
     "Estimate",
+    "FailureMode",
     "FolderLock",
     "JsonLinesSink",
     "Metric",
+    "ModeFinding",
     "Opaque",
     "PairedTest",
     "Progress",
@@ -105,9 +109,11 @@ __all__ = [
     "clean_leftovers",
     "combine",
     "definition_of",
+    "diagnose",
     "dump_value",
     "episode_text",
     "escape",
+    "failure_mode",
     "find_runs",
     "flip_test",
     "has_signal",

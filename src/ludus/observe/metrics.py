@@ -66,6 +66,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
            "per episode"),
     Metric("stop/<reason>", "Share of episodes that ended for this reason.", "share"),
     Metric("truncated", "Share of episodes that ended because a budget ran out.", "share"),
+    Metric("failure_mode/<mode>", "Of an evaluation: share of episodes that this kept from succeeding: format, "
+           "tool_choice, arguments, efficiency or knowledge (`ludus.observe.diagnosis`).", "share"),
     Metric("tokens/prompt", "Mean number of tokens the task put there.", "tokens per episode"),
     Metric("tokens/action", "Mean number of tokens the model sampled; those that branches of a tree share "
            "count once.", "tokens per episode"),

@@ -66,6 +66,7 @@ class RunFolder:
         self.tensorboard_path = self.path / "tensorboard"
         self.curve_path = self.path / "curve.png"
         self.report_path = self.path / "report.md"
+        self.diagnosis_path = self.path / "diagnosis.md"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"

@@ -43,6 +43,8 @@ from ludus.training.report import (
     is_exhausted,
     no_signal_text,
     stage_of,
+    stage_plateau,
+    write_diagnosis,
 )
 from ludus.training.run_context import RunContext
 from ludus.training.stages import Stage, StepResult, stage_class
@@ -153,28 +155,33 @@ class Trainer:
             self.progress = replace(self.progress, stage=number, done=0)
         if self.progress.step or stage.config.saves_at_start:
             self.save()
-        while self.progress.done < stage.steps and not self._is_over(number):
+        while self.progress.done < stage.steps:
+            if (reason := self._reason_to_end(number)) is not None:
+                self._end_early(number, reason)
+                break
             await self._advance(stage)
-        if self.progress.done < stage.steps:
-            self._end_early(number)
 
-    def _is_over(self, number: int) -> bool:
-        """Whether the last evaluations of the stage have used up the patience."""
-        every, done = self.recipe.evaluation.every, self.progress.done
-        if self.recipe.evaluation.patience is None or not done or done % every:
-            return False
-        return is_exhausted(self.run.metrics(), self.recipe, number, self.progress.step - done)
+    def _reason_to_end(self, number: int) -> str | None:
+        """Why the stage is over before its last step: patience is used up, or a tool's use has levelled off."""
+        config, done = self.recipe.evaluation, self.progress.done
+        start = self.progress.step - done
+        is_measured = config.patience is not None and done and done % config.every == 0
+        if is_measured and is_exhausted(self.run.metrics(), self.recipe, number, start):
+            return (
+                f"evaluation.patience = {config.patience} evaluations brought no better held-out "
+                f"{config.best_by}. The best checkpoint is kept"
+            )
+        plateau = stage_plateau(self.run.metrics, self.recipe, number, start, done)
+        return None if plateau is None else f"rl.plateau: {plateau}"
 
-    def _end_early(self, number: int) -> None:
+    def _end_early(self, number: int, reason: str) -> None:
         """The stage has as many steps as it has done, by the run's recipe too: it counts as finished."""
         done, config = self.progress.done, self.recipe.stages[number]
         log.warning(
-            "stopped early, after %d of %d steps: evaluation.patience = %s evaluations brought no better "
-            "held-out %s. The best checkpoint is kept; %s.steps is %d in the run's recipe now",
+            "stopped early, after %d of %d steps: %s; %s.steps is %d in the run's recipe now",
             done,
             config.total_steps,
-            self.recipe.evaluation.patience,
-            self.recipe.evaluation.best_by,
+            reason,
             self.recipe.named_stages[number][0],
             done,
         )
@@ -267,6 +274,7 @@ class Trainer:
         self.run.write_groups(result.groups, step, "eval")
         self._measured.add(step)
         self._log("evaluation", step, step, prefixed("eval", result.metrics))
+        write_diagnosis(self.run, stage_of(step, self.recipe), result.trajectories)
         best = best_of(self.run.metrics(), self.recipe)
         if best is not None and best.step == step:
             self.save()

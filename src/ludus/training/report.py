@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ludus.observe import (
     Cell,
     RunFolder,
     atomic_write,
+    diagnose,
     episode_text,
     markdown_text,
     plot_curve,
@@ -22,6 +23,7 @@ from ludus.observe import (
 )
 from ludus.training.config.recipe import STAGE_CONFIGS, Recipe, stage_ends
 from ludus.training.config.rl import RLConfig
+from ludus.training.plateau import Plateau, find_plateau, plateau_report, values_of
 
 COLUMNS = (
     "held-out tasks",
@@ -72,10 +74,45 @@ def write_report(run: RunFolder, recipe: Recipe) -> Report:
         parts.append(f"Best checkpoint: `checkpoints/{path.name}` ({found})\n")
     parts += [f"**Warning:** {markdown_text(text)}\n" for text in report.warnings]
     parts.append("![curve](curve.png)\n")
+    parts += _plateaus(run, recipe)
+    if run.diagnosis_path.exists():
+        parts.append(run.diagnosis_path.read_text())
     for label, trajectory in report.samples:
         parts.append(f"## An episode {label}\n\n```text\n{episode_text(trajectory)}\n```\n")
     atomic_write(run.report_path, "\n".join(parts))
     return report
+
+
+def write_diagnosis(run: RunFolder, when: str, episodes: Sequence[Trajectory]) -> None:
+    """Write why held-out episodes did not succeed into the run's folder: those of the newest evaluation."""
+    found = diagnose(episodes).markdown or "Every scored episode succeeded.\n"
+    atomic_write(run.diagnosis_path, f"## Failure modes, {when}\n\n{found}")
+
+
+def _plateaus(run: RunFolder, recipe: Recipe) -> list[str]:
+    """What became of tool use, for each stage that follows it."""
+    start, found = 0, []
+    for config in recipe.stages:
+        end = start + config.total_steps
+        if isinstance(config, RLConfig) and config.plateau is not None:
+            found.append(plateau_report(run.metrics(), config.plateau, start, end))
+        start = end
+    return found
+
+
+def stage_plateau(
+    rows: Callable[[], Sequence[Mapping[str, Any]]], recipe: Recipe, stage: int, start: int, done: int
+) -> Plateau | None:
+    """Where a stage that began after step `start` follows a tool's use: its plateau, once it has come to one.
+
+    Where the run was extended, steps before that do not count: who extends such a stage wants it to go on.
+    """
+    config = recipe.stages[stage]
+    if not isinstance(config, RLConfig) or config.plateau is None or done < config.plateau.after:
+        return None
+    found = rows()
+    extended = max((row["step"] for row in found if row.get(EXTENDED)), default=0)
+    return find_plateau(values_of(found, config.plateau.metric, max(start, extended))[1], config.plateau)
 
 
 def stage_of(step: int, recipe: Recipe) -> str:

@@ -24,6 +24,7 @@ from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
+from ludus.observe import diagnose
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator, Expert
 from ludus.rollouts.formats import load_format
@@ -149,7 +150,8 @@ class RunContext:
                 scorer.load_state_dict(memory)
         await self.engine.forget()
         summary = measured.summary(SummaryOptions(ks=tuple(pass_at) if with_pass else (1,)))
-        return Evaluation(measured.metrics | _estimates(summary, with_pass), measured.groups)
+        found = measured.metrics | _estimates(summary, with_pass)
+        return Evaluation(found | diagnose(measured.trajectories).metrics, measured.groups)
 
 
 def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:

@@ -80,6 +80,19 @@ class OverlongConfig(Config):
         return self
 
 
+class PlateauConfig(Config):
+    """End the stage when the use of a tool does not rise any more (ZeroTIR)."""
+
+    metric: str = "tool_calls"
+    """What is followed, over the training episodes: tool_calls, or of one tool tool/NAME/calls."""
+    after: int = Field(default=100, ge=3)
+    """Steps of the stage before it may end."""
+    window: int = Field(default=50, ge=3)
+    """Over how many of the last steps the trend is fitted."""
+    tolerance: float = Field(default=0.05, ge=0)
+    """A trend that gains at most this share of the mean over the window is a plateau."""
+
+
 class KLControlConfig(Config):
     """An adaptive KL coefficient (Ziegler et al., 2019; verl's `kl_ctrl.type: adaptive`); `kl` is the first."""
 
@@ -187,6 +200,8 @@ class RLConfig(BaseStageConfig):
     """A price for length."""
     broken: BrokenConfig = BrokenConfig()
     """What becomes of broken episodes."""
+    plateau: PlateauConfig | None = None
+    """End the stage early when a tool's use does not rise any more; its power law is in the report."""
     curriculum: tuple[CurriculumConfig, ...] = ()
     """Settings that change while training, such as a growing horizon."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -15,6 +15,7 @@ from ludus.observe import (
     ReportTable,
     atomic_file,
     atomic_write,
+    diagnose,
     markdown_text,
     printable,
     table_markdown,
@@ -168,6 +169,10 @@ def study_json(study: Study) -> Json:
             {"model": m.model, "max_turns": m.turns, **summary.as_json()}
             for m, summary in study.summaries
         ],
+        "failure_modes": [
+            {"model": m.model, "max_turns": m.turns, **diagnose(m.evaluation.trajectories).metrics}
+            for m in study.measured
+        ],
         "against": study.against,
         "comparisons": [
             {"model": m.model, "max_turns": m.turns, **comparison.as_json()}
@@ -190,6 +195,12 @@ def study_markdown(study: Study) -> str:
     if study.against is not None:
         table = comparison_table(study)
         parts += [f"## {table.title[:1].upper()}{table.title[1:]}\n", _markdown(table), _TESTS]
+    for measured in study.measured:
+        found = diagnose(measured.evaluation.trajectories).markdown
+        turns = "" if measured.turns is None else f", at most {measured.turns} turns"
+        parts += (
+            [f"## Failure modes of {markdown_text(measured.model)}{turns}\n", found] if found else []
+        )
     return "\n".join([*parts, "![plot](plot.png)\n"])
 
 
