@@ -171,7 +171,15 @@ TRAINING_METRICS: tuple[Metric, ...] = (
     Metric("groups_finished", "Groups that had been played and waited for their step when the step was "
            "trained.", "groups"),
     Metric("wait_seconds", "Wall time in which the trainer waited for groups.", "seconds"),
-    Metric("paused_seconds", "Wall time in which the engine was paused for the update.", "seconds"),
+    Metric("paused_seconds", "Wall time in which the engine was paused: for the whole update, or, with "
+           "cluster.engines, while the slowest engine loaded the weights of the last one.", "seconds"),
+    Metric("engine/replicas", "Engines that serve, of cluster.engines.", "engines", "last"),
+    Metric("engine/restarts", "Engines that were started again so far.", "engines", "last"),
+    Metric("engine/sync_seconds", "Wall time from the end of the last update to the last engine that had "
+           "its weights and had passed the canary.", "seconds"),
+    Metric("engine/canary_difference", "Mean difference between an engine's and the trainer's "
+           "log-probabilities of a fixed text after the last update, of the engine where it is largest.",
+           "nats", "max"),
     Metric("value_loss", "The critic's loss: half the squared error of its values.", "reward²"),
     Metric("value_clip_fraction", "Share of values that had moved too far to be moved on.", "share"),
     Metric("value_gradient_norm", "L2 norm of the critic's gradient before clipping.", "1"),

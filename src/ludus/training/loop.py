@@ -147,6 +147,7 @@ class Trainer:
             await self._evaluate()
 
     async def _run_steps(self, stage: Stage[Any], number: int, checkpoint: Checkpoint | None) -> None:
+        await self.context.refresh_engine()
         await stage.begin()
         if checkpoint is not None:
             stage.load(checkpoint.path)

@@ -23,6 +23,7 @@ from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
+from ludus.engine.replicas import ReplicatedEngine
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
 from ludus.observe import diagnose
 from ludus.rewards import Scorer
@@ -44,6 +45,7 @@ from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
 from ludus.training.ranks import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
+from ludus.training.rollout_engines import RolloutEngine, start_engine
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class RunContext:
     parts: Parts
     model: nn.Module
     tokenizer: HFTokenizer
-    engine: EmbeddedEngine
+    engine: RolloutEngine
     task_sets: list[TaskSet]
     recording: Recording | None = None
     """Where the groups come from that RL learns from, where nothing is played."""
@@ -69,6 +71,8 @@ class RunContext:
     """The processes that train."""
     sharded: nn.Module | None = None
     """The model that they train, where there are several: `model` is rank 0's copy, which is sampled."""
+    behind: int = 0
+    """How many versions of the weights the engine has not been given yet."""
 
     @property
     def policy(self) -> nn.Module:
@@ -95,6 +99,35 @@ class RunContext:
         await self.engine.close()
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
+
+    async def pause_sampling(self) -> None:
+        """Before the weights change: the embedded engine samples the very module. Replicas go on."""
+        if isinstance(self.engine, EmbeddedEngine):
+            await self.engine.pause()
+
+    async def sync_engine(self, *, later: bool = False) -> None:
+        """After the weights have changed: let the engine go on with them.
+
+        With `later`, replicas get them when something is played next (`refresh_engine`), once for all updates
+        until then.
+        """
+        if isinstance(self.engine, EmbeddedEngine):
+            await self.engine.update_weights()
+            await self.engine.resume()
+            return
+        self.behind += 1
+        if not later:
+            await self.refresh_engine()
+
+    async def refresh_engine(self) -> None:
+        """Give replicas the newest weights, if they do not have them."""
+        if self.behind and isinstance(self.engine, ReplicatedEngine):
+            behind, self.behind = self.behind, 0
+            await self.engine.update_weights(behind)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """How the replicas are; nothing is said of the embedded engine."""
+        return self.engine.metrics() if isinstance(self.engine, ReplicatedEngine) else {}
 
     async def demonstrations(
         self, shown: Expert | Sequence[Conversation] | None, needed: int | None = None
@@ -136,6 +169,7 @@ class RunContext:
         engine drops the KV it has computed: found again later, it would change a last bit there, and a run that
         is resumed does not have it.
         """
+        await self.refresh_engine()
         held_out = self.held_out(tasks)
         memories = [(s, copy.deepcopy(s.state_dict())) for s in self.scorers.values()]
         try:
@@ -168,8 +202,11 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
 
 async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> RunContext:
     """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's."""
-    torch.set_num_threads(recipe.threads or torch.get_num_threads())
-    ranks = start_ranks(recipe.cluster, device_of(recipe.model), recipe.threads)
+    device = device_of(recipe.model)
+    # processes that share the cores wait for each other's threads otherwise
+    threads = 1 if recipe.cluster.engines and device.type == "cpu" else torch.get_num_threads()
+    torch.set_num_threads(recipe.threads or threads)
+    ranks = start_ranks(recipe.cluster, device, recipe.threads)
     try:
         return await _build_on(ranks, recipe, parts, checkpoint)
     except BaseException:
@@ -187,9 +224,16 @@ async def _build_on(ranks: Ranks, recipe: Recipe, parts: Parts, checkpoint: Path
     use_ludus_attention(model)
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     sharded = ranks.shard(model) if ranks.size > 1 else None
-    engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
-    sets = build_task_sets(recipe, parts, engine, tokenizer)
-    return RunContext(recipe, parts, model, tokenizer, engine, sets, recording, ranks, sharded)
+    if recording is None:
+        engine = await start_engine(recipe, model, tokenizer, version, ranks.size)
+    else:  # which plays nothing
+        engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
+    try:
+        sets = build_task_sets(recipe, parts, engine, tokenizer)
+        return RunContext(recipe, parts, model, tokenizer, engine, sets, recording, ranks, sharded)
+    except BaseException:
+        await engine.close()
+        raise
 
 
 def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:

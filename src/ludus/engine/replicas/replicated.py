@@ -116,7 +116,7 @@ class ReplicatedEngine:
         self._updating = asyncio.Lock()
         self._differences: dict[int, float] = {}
         self._restarts = 0
-        self._sync_seconds = 0.0
+        self._sync_seconds = self._paused_seconds = 0.0
 
     # The life of the engine
 
@@ -223,14 +223,18 @@ class ReplicatedEngine:
     def policy_version(self) -> int:
         return self._version
 
-    async def update_weights(self) -> int:
-        """Publish the source's weights; returns when every replica that serves has them and has shown it."""
+    async def update_weights(self, count: int = 1) -> int:
+        """Publish the source's weights; returns when every replica that serves has them and has shown it.
+
+        `count` is how many updates have been made since the last time.
+        """
         async with self._updating:
             started = time.perf_counter()
             self._check_usable()
-            published = await asyncio.to_thread(self._folders.publish, self._version + 1)
+            published = await asyncio.to_thread(self._folders.publish, self._version + count)
             self._folders.replace(published)
             serving = [member for member in self._members if member.is_serving]
+            self._paused_seconds = 0.0
             await asyncio.gather(*(self._sync(member, published) for member in serving))
             self._version = published.version
             self._sync_seconds = time.perf_counter() - started
@@ -241,8 +245,10 @@ class ReplicatedEngine:
         async with member.lock:
             if not member.is_serving or member.loaded == published.version:
                 return  # it comes back with the newest weights
+            started = time.perf_counter()
             try:
                 await self._load(member, published, member.replica.load_weights)
+                self._paused_seconds = max(self._paused_seconds, time.perf_counter() - started)
                 if not self._is_paused:
                     await self._examine(member, published)
                     member.failures = member.refusals = 0
@@ -468,5 +474,6 @@ class ReplicatedEngine:
             "engine/replicas": sum(member.is_serving for member in self._members),
             "engine/restarts": self._restarts,
             "engine/sync_seconds": self._sync_seconds,
+            "paused_seconds": self._paused_seconds,
             "engine/canary_difference": max(self._differences.values(), default=0.0),
         }

@@ -245,7 +245,11 @@ class RunConfig(Config):
 
 
 class ClusterConfig(Config):
-    """The processes that train together, each with a part of the model (docs/distributed.md)."""
+    """The processes of a run: those that train together, and those that sample (docs/distributed.md)."""
+
+    engines: int = Field(default=0, ge=0, le=4096)
+    """Processes that sample, each with a copy of the model on a device of its own, while others train; 0 is the
+    trainer's own process, which samples the very module that it trains."""
 
     trainer_ranks: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train, one per GPU; 1 when left out, or as many as torchrun has started."""
@@ -254,7 +258,8 @@ class ClusterConfig(Config):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """What carries tensors between ranks; auto is nccl on GPUs and gloo on CPUs."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds that ranks wait for each other within a step before the run ends with an error."""
+    """Seconds that ranks wait for each other within a step before the run ends with an error, and that an
+    engine may take to start, to load weights, or to give a sign of life before it is started again."""
 
     @model_validator(mode="after")
     def _divisible(self) -> ClusterConfig:

@@ -100,8 +100,7 @@ class Stage(Generic[C]):
     async def sync_engine(self) -> None:
         """After a step has been written down: let the engine go on with the new weights."""
         if self.config.learns:
-            await self.context.engine.update_weights()
-            await self.context.engine.resume()
+            await self.context.sync_engine(later=not self.config.draws_tasks)
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:

@@ -89,7 +89,7 @@ class DistillationStage(Stage[DistillationConfig]):
         check_failures(played.groups, self.context.recipe.max_failures, scored=False)
         said = [t for group in played.groups for t in group.trajectories if _is_whole(t)]
         check_readable(said, self._teacher, "for the teacher, episode")
-        await self.context.engine.pause()
+        await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
             metrics = self.update(distill, self._learner, said, self._teacher)

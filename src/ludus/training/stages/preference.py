@@ -350,7 +350,7 @@ class PreferenceStage(Stage[PreferenceConfig]):
             metrics = rollout_metrics(groups)
             self._note_found(number, pairs)
             learned = labelled_of(pairs) if self.config.loss == "kto" else pairs
-        await self.context.engine.pause()
+        await self.context.pause_sampling()
         metrics["pairs"] = len(learned)
         with self.updating_weights():
             metrics |= self.update(prefer, self._learner, learned, self._reference, self.config)

@@ -123,7 +123,7 @@ class RLStage(Stage[RLConfig]):
             played = await self._worker.play(number, values)
         everything = [*played.groups, *played.dropped]
         check_failures(everything, self.context.recipe.max_failures)
-        await self.context.engine.pause()
+        await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
             metrics = self._update(number, played)
@@ -131,6 +131,7 @@ class RLStage(Stage[RLConfig]):
         metrics = self._measured(metrics, played, (ready - started, ended - ready))
         metrics |= {f"curriculum/{name}": value for name, value in values.items()}
         metrics["policy_version"] = self.context.engine.policy_version
+        metrics |= self.context.engine_metrics()
         self._curriculum.observe(metrics)
         notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
         return StepResult(metrics, played.groups if recording is None else (), notes=notes)
@@ -141,12 +142,13 @@ class RLStage(Stage[RLConfig]):
         version, ledger = engine.policy_version, rollouts.ledger
         counts = len(ledger.in_flight()), len(ledger.finished()) - len(batch.deals)
         ready = time.perf_counter()
-        await within(limit, lambda: "the engine to pause", engine.pause())
+        await within(limit, lambda: "the engine to pause", self.context.pause_sampling())
         with self.updating_weights():
             metrics = await asyncio.to_thread(self._update, number, played)
             ended = time.perf_counter()
-            await within(limit, lambda: "the engine to take new weights", engine.update_weights())
-            await within(limit, lambda: "the engine to go on", engine.resume())
+            await within(
+                limit, lambda: "the engine to go on with new weights", self.context.sync_engine()
+            )
         metrics = self._measured(metrics, played, (ready - self._updated, ended - ready))
         metrics |= lag_metrics(played.groups, version) | curriculum_metrics(batch.deals)
         metrics |= {
@@ -155,6 +157,7 @@ class RLStage(Stage[RLConfig]):
             "wait_seconds": batch.waited,
             "paused_seconds": time.perf_counter() - ready,
             "policy_version": version,
+            **self.context.engine_metrics(),
         }
         self._updated = ended
         self._curriculum.observe(metrics)

@@ -191,7 +191,7 @@ class RejectionStage(Stage[RejectionConfig]):
     async def _explore(self, round_number: int) -> list[Group]:
         played = await self._worker.play(round_number, {})
         check_failures(played.groups, self.context.recipe.max_failures)
-        await self.context.engine.pause()
+        await self.context.pause_sampling()
         self._kept = [t for group in played.groups for t in chosen(group, self.config)]
         self._found_any |= bool(self._kept)
         if not self._kept:

@@ -1,0 +1,192 @@
+"""Who samples: the embedded engine, over the module that is trained, or replicas with copies of it.
+
+`start_engine` is where a recipe becomes an engine. What replicas load is what `PolicyWeights` writes: a
+folder in Hugging Face format, with an adapter merged into the weights that it adapts. The first one is
+written by transformers. The later ones have the same tensors at the same places, so that only their bytes are
+written: one copy in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludus.core.failures import ConfigError
+from ludus.engine import (
+    EmbeddedEngine,
+    PackedContext,
+    context_limit,
+    head_logits,
+    hidden_states,
+    sampling_mode,
+    unwrapped,
+    vocabulary_size,
+)
+from ludus.engine.replicas import (
+    Canary,
+    ProcessReplica,
+    Replica,
+    ReplicaLimits,
+    ReplicaSettings,
+    ReplicatedEngine,
+)
+from ludus.engine.replicas.weight_loading import WEIGHTS
+from ludus.kernels import on_device, token_logprobs
+from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.training.config.recipe import Recipe
+from ludus.training.models.gguf import without_progress_bars
+from ludus.training.models.lora import is_adapted
+
+RolloutEngine = EmbeddedEngine | ReplicatedEngine
+"""The engines that a run can have."""
+
+
+async def start_engine(
+    recipe: Recipe, model: nn.Module, tokenizer: HFTokenizer, version: int, trainer_ranks: int
+) -> RolloutEngine:
+    """The engine that a recipe asks for; `trainer_ranks` processes have the first devices."""
+    if not recipe.cluster.engines:
+        return EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
+    weight = unwrapped(model).get_input_embeddings().weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    replicas = process_replicas(recipe, weight.device, dtype, trainer_ranks)
+    engine = ReplicatedEngine(
+        replicas,
+        PolicyWeights(model, tokenizer),
+        Canary.of(vocabulary_size(model), context_limit(model), dtype),
+        version=version,
+        limits=ReplicaLimits(seconds=recipe.cluster.timeout),
+    )
+    await engine.start()
+    return engine
+
+
+def process_replicas(
+    recipe: Recipe, device: torch.device, dtype: str, trainer_ranks: int
+) -> list[Replica]:
+    """Engines in processes on this machine: on a GPU each, or with one thread each on the host."""
+    count, here = recipe.cluster.engines, int(os.environ.get("LOCAL_WORLD_SIZE", trainer_ranks))
+    if device.type == "cuda" and torch.cuda.device_count() < here + count:
+        raise ConfigError(
+            f"cluster.engines = {count} and {here} trainer process(es) need a GPU each, and this machine has "
+            f"{torch.cuda.device_count()}: lower them, or leave out cluster.engines to sample on the trainer's"
+        )
+    threads = recipe.threads or (1 if device.type == "cpu" else None)
+    return [
+        ProcessReplica(
+            number,
+            ReplicaSettings(
+                device="cpu" if device.type == "cpu" else f"{device.type}:{here + number}",
+                dtype=dtype,
+                engine=recipe.engine,
+                threads=threads,
+            ),
+            hang_seconds=recipe.cluster.timeout,
+        )
+        for number in range(count)
+    ]
+
+
+class PolicyWeights:
+    """The trained model as replicas get it (`WeightSource`)."""
+
+    def __init__(self, model: nn.Module, tokenizer: HFTokenizer) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.size = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._layout: _Layout | None = None
+        self._is_first = True
+        self._others: dict[str, bytes] = {}
+        """The folder's other files, which stay as they are."""
+
+    @torch.no_grad()
+    def write(self, folder: Path) -> None:
+        state = merged_state(self._model)
+        if self._layout is not None:
+            for name, data in self._others.items():
+                (folder / name).write_bytes(data)
+            self._layout.write(folder / WEIGHTS, state)
+            return
+        with without_progress_bars():
+            unwrapped(self._model).save_pretrained(folder, state_dict=state, max_shard_size=1 << 60)
+        self._tokenizer.inner.save_pretrained(folder)
+        if self._is_first:
+            self._is_first = False
+            self._layout = _Layout.of(folder / WEIGHTS, state)
+            others = [file for file in folder.iterdir() if file.is_file() and file.name != WEIGHTS]
+            self._others = {file.name: file.read_bytes() for file in others}
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        model, device = self._model, next(self._model.parameters()).device
+        with on_device(device), sampling_mode(model):
+            tokens_T = torch.tensor(list(tokens), device=device)
+            row = PackedContext([len(tokens)], device)
+            hidden_TD = hidden_states(model, tokens_T, row.position_ids, row)
+            logprobs, _ = token_logprobs(head_logits(model, hidden_TD[:-1]), tokens_T[1:], 1.0)
+        return [0.0, *logprobs.tolist()]
+
+
+class _Layout:
+    """Where each tensor is in a file of safetensors, so that the next file can be written without a copy.
+
+    The format: the length of a header in 8 bytes, the header in JSON (dtype, shape and place of each tensor),
+    then the tensors' bytes.
+    """
+
+    def __init__(self, header: bytes, names: Sequence[str]) -> None:
+        self._header, self._names = header, names
+
+    @classmethod
+    def of(cls, path: Path, state: dict[str, Tensor]) -> _Layout | None:
+        """None where the file does not have the module's tensors under their own names, without gaps."""
+        if not path.is_file():
+            return None  # it was cut into several
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = length + file.read(int.from_bytes(length, "little"))
+        places: dict[str, Any] = json.loads(header[8:])
+        places.pop("__metadata__", None)
+        names = sorted(places, key=lambda name: places[name]["data_offsets"][0])
+        end = 0
+        for name in names:
+            start, stop = places[name]["data_offsets"]
+            tensor = state.get(name)
+            if tensor is None or start != end or stop - start != tensor.numel() * tensor.element_size():
+                return None
+            end = stop
+        return cls(header, names)
+
+    def write(self, path: Path, state: dict[str, Tensor]) -> None:
+        with path.open("wb") as file:
+            file.write(self._header)
+            for name in self._names:
+                tensor = state[name].detach().contiguous().cpu()
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by their names in Hugging Face format; an adapter is merged into what it adapts.
+
+    The model stays as it is. Merged weights are rounded once, to the base's format: engines in float32 sample
+    what is trained to the last digits, and those in bfloat16 what it is rounded to.
+    """
+    inner = unwrapped(model)
+    state: dict[str, Tensor] = inner.state_dict()
+    if not is_adapted(model):
+        return state
+    from peft.tuners.lora import LoraLayer
+
+    found = {name: t for name, t in state.items() if "lora_" not in name}
+    for name, layer in inner.named_modules():
+        if isinstance(layer, LoraLayer):
+            merged: Any = copy.deepcopy(layer)
+            merged.merge()
+            found[f"{name}.base_layer.weight"] = merged.get_base_layer().weight.detach()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in found.items()}

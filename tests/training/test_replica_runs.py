@@ -1,0 +1,98 @@
+"""Runs whose episodes are sampled by engines in other processes (cluster.engines)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage_runs import Talker, episodes
+from test_async_training import Slow, trained_ordinals, weights
+from training_helpers import TINY, add, even, expert, tasks
+
+import ludus
+from ludus.engine.replicas import ProcessReplica
+from ludus.observe import RunFolder, undefined
+
+RL = {**TINY["rl"], "steps": 3, "tasks": 2, "attempts": 2}
+
+
+def train(folder: Path, engines: int, tables: dict[str, Any] | None = None, **code: Any) -> RunFolder:
+    run = {"folder": str(folder), "checkpoint_every": 1, "keep_checkpoints": 50}
+    settings = {**TINY, "rl": RL, "run": run, "cluster": {"engines": engines}, **(tables or {})}
+    parts = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Talker()}
+    ludus.train(**settings, **{**parts, **code}, progress=False)
+    return RunFolder(folder)
+
+
+def assert_close(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
+    assert list(old) == list(new)
+    for name in old:
+        torch.testing.assert_close(old[name], new[name], rtol=0, atol=1e-5, msg=name)
+
+
+def assert_same_episodes(old: RunFolder, new: RunFolder) -> None:
+    """The same tokens, by policies of the same versions."""
+    known, found = episodes(old), episodes(new)
+    assert list(known) == list(found)
+    for name in known:
+        for one, other in zip(known[name], found[name], strict=True):
+            for action, same in zip(one.actions, other.actions, strict=True):
+                assert action.tokens == same.tokens and action.versions == same.versions
+                assert action.logprobs == pytest.approx(same.logprobs, abs=1e-4)
+
+
+def test_a_run_with_an_engine_of_its_own_is_the_same_run(tmp_path: Path) -> None:
+    """A warm start, RL and evaluations: what samples is nobody's business."""
+    tables = {
+        "warm_start": {"steps": 4, "batch": 2},
+        "evaluation": {"every": 2},
+        "max_in_flight": 1,
+    }
+    code = {"demonstrations": expert, "held_out": tasks(2, first=50)}
+    embedded = train(tmp_path / "embedded", 0, tables, **code)
+    found = train(tmp_path / "engine", 1, tables, **code)
+    assert_same_episodes(embedded, found)
+    assert_close(weights(embedded), weights(found))
+    rows = [row for row in found.metrics() if "engine/replicas" in row]
+    assert len(rows) == 3 and all(row["engine/replicas"] == 1 for row in rows)
+    assert all(0 < row["engine/canary_difference"] < 1e-5 for row in rows)
+    assert [row["policy_version"] for row in rows] == [4, 5, 6]
+    assert not undefined(name for row in rows for name in row if name not in ("step", "time"))
+    assert not list(Path("/dev/shm").glob(f"ludus-weights-*/{6}"))
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_outlives_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed once: its episodes are played again, each group is trained once, the lag is bounded."""
+    started: list[int] = []
+    start = ProcessReplica.start
+
+    async def noted(self: ProcessReplica, folder: Path, version: int) -> None:
+        await start(self, folder, version)
+        assert self.pid is not None
+        started.append(self.pid)
+
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            os.kill(started[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(ProcessReplica, "start", noted)
+    tables = {"rl": {**RL, "steps": 6, "staleness": 2}}
+    run = train(tmp_path / "run", 1, tables, agent=Slow(), on_step=on_step)
+    assert len(started) == 2
+    assert trained_ordinals(run) == list(range(12))
+    rows = [row for row in run.metrics() if "lag_max" in row]
+    assert max(row["lag_max"] for row in rows) <= 2
+    for step, row in enumerate(rows):
+        spans = [
+            {span.version for action in t.actions for span in action.versions}
+            for t in run.trajectories(step + 1)
+        ]
+        assert row["lag_max"] == max(step - min(one) for one in spans)
+    assert rows[-1]["engine/restarts"] == 1 and all(row["failures"] == 0 for row in rows)
