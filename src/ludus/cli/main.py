@@ -374,6 +374,27 @@ def simulate(
     Console().print(simulation_table(settings or [], sweep or []))
 
 
+@app.command()
+def cluster(
+    address: Annotated[
+        str | None,
+        typer.Option(help="auto or host:port; RAY_ADDRESS, or this machine's, when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Look at a Ray cluster: its nodes, and the trainer ranks, engines and tools of all runs on them."""
+    import json
+
+    from ludus.cli.cluster import print_cluster
+    from ludus.dist.status import look
+
+    status = look(address)
+    if as_json:
+        print(json.dumps(status.to_json()))
+    else:
+        print_cluster(status)
+
+
 @check_app.command("recipe")
 def check_recipe(
     recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],

@@ -43,7 +43,7 @@ from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
 from ludus.training.preflight import check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
-from ludus.training.ranks import serve_rank
+from ludus.training.ranks import RankError, serve_rank
 from ludus.training.replay import replayed_recipe
 from ludus.training.report import Report, write_report
 from ludus.training.resume import checkpoint_to_resume, resumed_recipe
@@ -300,7 +300,7 @@ async def train_async(
         counted = with_step_counts(recipe, parts)
         with show_progress(writer, show, again.format(path=str(writer.path))) as display:
             watching = _joined([one for one in (display, on_step) if one is not None])
-            return await _train_in(writer, counted, parts, run is not None, watching)
+            return await _train_on(writer, counted, parts, run is not None, watching)
     except (OSError, UnsavedError) as error:
         if isinstance(error, OSError) and error.errno not in _NO_ROOM:
             raise
@@ -333,14 +333,30 @@ def _closed_on_error(run: RunWriter | None) -> Iterator[None]:
         raise
 
 
+async def _train_on(
+    writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
+) -> Result:
+    """Train; after the death of a trainer rank, go on from the last checkpoint as often as the recipe says."""
+    for left in reversed(range(recipe.cluster.restarts + 1)):
+        try:
+            return await _train_in(writer, recipe, parts, is_resumed, on_step)
+        except RankError as error:
+            if not left:
+                raise
+            log.warning("%s; the run goes on from its last checkpoint (cluster.restarts)", error)
+        writer, is_resumed = RunWriter.resume(writer.path), True
+    raise AssertionError("the last attempt returns or raises")
+
+
 async def _train_in(
     writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
 ) -> Result:
     with writer, setup_logging(writer):
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
-        async with await build_run_context(
-            recipe, parts, checkpoint.path if checkpoint else None
-        ) as context:
+        start = checkpoint.path if checkpoint else None
+        async with await build_run_context(recipe, parts, start, run=writer.path.name) as context:
+            if context.placement is not None:
+                on_step = _joined([on_step, context.placement.report])
             if is_resumed:  # now that it can be gone on with: what was written after it will come again
                 writer.truncate_after(checkpoint.step if checkpoint else -1)
             _add_sinks(writer, recipe, checkpoint.step + 1 if checkpoint else 0)

@@ -31,7 +31,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,6 +122,18 @@ class RankProcess(Protocol):
         """Its exit code; raises `subprocess.TimeoutExpired` where that takes longer."""
 
     def kill(self) -> None: ...
+
+
+class RankLauncher(Protocol):
+    """Starts ranks on other machines."""
+
+    address: str
+    """What they call this one."""
+    interface: str | None
+    """The network interface by which they reach it; None where gloo has to find out."""
+
+    def launch(self, variables: Mapping[str, str]) -> RankProcess:
+        """Start a process that calls `serve_rank` with these environment variables added to its own."""
 
 
 class LeadingRanks(Ranks):
@@ -215,7 +227,7 @@ class LeadingRanks(Ranks):
             for rank, process in enumerate(self._processes, start=1):
                 code = process.poll()
                 if code is not None:
-                    return f"trainer rank {rank} {ending(code)}"
+                    return f"trainer rank {rank} {_how(process, code)}"
             time.sleep(0.02)
         return f"a trainer rank was lost, or did not answer within cluster.timeout: {told}"
 
@@ -254,8 +266,9 @@ def ending(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-Launch = Callable[[Mapping[str, str]], RankProcess]
-"""Starts a process that calls `serve_rank` with these environment variables added to its own."""
+def _how(process: RankProcess, code: int) -> str:
+    """The same of a rank, by whoever started it where that is more than a code."""
+    return getattr(process, "how", "") or ending(code)
 
 
 def start_ranks(
@@ -263,8 +276,7 @@ def start_ranks(
     device: torch.device,
     threads: int | None,
     *,
-    launch: Launch | None = None,
-    address: str = "127.0.0.1",
+    launcher: RankLauncher | None = None,
 ) -> Ranks:
     """The ranks of a recipe: started here, or those that the environment tells of.
 
@@ -272,8 +284,7 @@ def start_ranks(
         cluster: How many, and how the model lies on them.
         device: Where rank 0 trains; the others on devices of the same kind.
         threads: Of each process on the host; one on a CPU when left out.
-        launch: Starts the process of a rank; on this machine when left out.
-        address: What this machine is called by the others.
+        launcher: Starts the other ranks; on this machine when left out.
     """
     given = launched_rank()[1]
     size = given if given > 1 else cluster.trainer_ranks or 1
@@ -288,7 +299,7 @@ def start_ranks(
         raise ConfigError(
             f"cluster.replicas = {cluster.replicas} does not divide the {size} trainer ranks"
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if launcher is None else 1
     if device.type == "cuda" and torch.cuda.device_count() < here:
         raise ConfigError(
             f"cluster.trainer_ranks = {size} needs a GPU each, and this machine has "
@@ -312,7 +323,9 @@ def start_ranks(
         store, _, _ = next(iter(rendezvous("env://")))
         store.set(_HELLO, json.dumps(hello))
         return LeadingRanks(store, _join(store, 0, size, hello), [])
-    with nullcontext() if launch is not None else _on_one_machine():
+    address = "127.0.0.1" if launcher is None else launcher.address
+    start = spawn_rank if launcher is None else launcher.launch
+    with _gloo_through("lo" if launcher is None else launcher.interface):
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
         store.set(_HELLO, json.dumps(hello))
         variables = {"WORLD_SIZE": str(size), "MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
@@ -321,7 +334,7 @@ def start_ranks(
         processes: list[RankProcess] = []
         try:
             for rank in map(str, range(1, size)):
-                processes.append((launch or spawn_rank)({**variables, "RANK": rank, "LOCAL_RANK": rank}))
+                processes.append(start({**variables, "RANK": rank, "LOCAL_RANK": rank}))
             _wait_until_ready(store, processes)
             return LeadingRanks(store, _join(store, 0, size, hello), processes)
         except BaseException:
@@ -340,13 +353,13 @@ def _backend(cluster: ClusterConfig, device: torch.device) -> str:
 
 
 @contextmanager
-def _on_one_machine() -> Iterator[None]:
+def _gloo_through(interface: str | None) -> Iterator[None]:
     """gloo looks up the host's name to find its own address, which fails on many machines; not so here."""
     name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or sys.platform != "linux":
+    if name in os.environ or interface is None or sys.platform != "linux":
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[name] = interface
     try:
         yield
     finally:
@@ -366,7 +379,7 @@ def _wait_until_ready(store: Store, processes: Sequence[RankProcess]) -> None:
     for rank, process in enumerate(processes, start=1):
         while not store.check([f"{_READY}/{rank}"]):
             if (code := process.poll()) is not None:
-                raise RankError(f"trainer rank {rank} {ending(code)} while it was started")
+                raise RankError(f"trainer rank {rank} {_how(process, code)} while it was started")
             if time.monotonic() > deadline:
                 raise RankError(f"trainer rank {rank} did not start within {_START_SECONDS:g} seconds")
             time.sleep(0.02)

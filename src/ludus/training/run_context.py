@@ -6,6 +6,7 @@ import asyncio
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
+from ludus.training.placement import Placement, place
 from ludus.training.ranks import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
 from ludus.training.rollout_engines import RolloutEngine, start_engine
@@ -73,6 +75,8 @@ class RunContext:
     """The model that they train, where there are several: `model` is rank 0's copy, which is sampled."""
     behind: int = 0
     """How many versions of the weights the engine has not been given yet."""
+    placement: Placement | None = None
+    """Where what is not in this process lives; None where all is on this machine."""
 
     @property
     def policy(self) -> nn.Module:
@@ -99,6 +103,8 @@ class RunContext:
         await self.engine.close()
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
+        if self.placement is not None:
+            self.placement.close()
 
     async def pause_sampling(self) -> None:
         """Before the weights change: the embedded engine samples the very module. Replicas go on."""
@@ -200,21 +206,31 @@ def _estimates(summary: Summary, with_pass: bool) -> dict[str, float]:
     return found
 
 
-async def build_run_context(recipe: Recipe, parts: Parts, checkpoint: Path | None = None) -> RunContext:
-    """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's."""
+async def build_run_context(
+    recipe: Recipe, parts: Parts, checkpoint: Path | None = None, *, run: str | None = None
+) -> RunContext:
+    """Load or make the model, and build all around it. A checkpoint's weights come before the recipe's.
+
+    `run` is what the run is called where its processes are listed.
+    """
     device = device_of(recipe.model)
     # processes that share the cores wait for each other's threads otherwise
     threads = 1 if recipe.cluster.engines and device.type == "cpu" else torch.get_num_threads()
     torch.set_num_threads(recipe.threads or threads)
-    ranks = start_ranks(recipe.cluster, device, recipe.threads)
-    try:
-        return await _build_on(ranks, recipe, parts, checkpoint)
-    except BaseException:
-        ranks.close()
-        raise
+    async with AsyncExitStack() as opened:
+        placement = place(recipe, run or recipe.name)
+        if placement is not None:
+            opened.callback(placement.close)
+        ranks = start_ranks(recipe.cluster, device, recipe.threads, launcher=placement)
+        opened.callback(ranks.close)
+        built = await _build_on(ranks, placement, recipe, parts, checkpoint)
+        opened.pop_all()
+        return built
 
 
-async def _build_on(ranks: Ranks, recipe: Recipe, parts: Parts, checkpoint: Path | None) -> RunContext:
+async def _build_on(
+    ranks: Ranks, placement: Placement | None, recipe: Recipe, parts: Parts, checkpoint: Path | None
+) -> RunContext:
     recording = open_recording(recipe)
     config = recipe.model
     if checkpoint is not None:
@@ -230,7 +246,18 @@ async def _build_on(ranks: Ranks, recipe: Recipe, parts: Parts, checkpoint: Path
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     try:
         sets = build_task_sets(recipe, parts, engine, tokenizer)
-        return RunContext(recipe, parts, model, tokenizer, engine, sets, recording, ranks, sharded)
+        return RunContext(
+            recipe,
+            parts,
+            model,
+            tokenizer,
+            engine,
+            sets,
+            recording,
+            ranks,
+            sharded,
+            placement=placement,
+        )
     except BaseException:
         await engine.close()
         raise

@@ -260,6 +260,17 @@ class ClusterConfig(Config):
     timeout: float = Field(default=600.0, gt=0)
     """Seconds that ranks wait for each other within a step before the run ends with an error, and that an
     engine may take to start, to load weights, or to give a sign of life before it is started again."""
+    restarts: int = Field(default=0, ge=0, le=1000)
+    """How often a run whose trainer rank has died goes on from its last checkpoint by itself."""
+    address: str | None = None
+    """The Ray cluster that places the processes: "auto", "host:port", or "local" for one of our own."""
+    nodes: int | None = Field(default=None, ge=1, le=65536)
+    """Nodes that this cluster must have; with it, the address is "auto" (or RAY_ADDRESS) when left out."""
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether Ray places the processes; else they live on this machine."""
+        return self.address is not None or self.nodes is not None
 
     @model_validator(mode="after")
     def _divisible(self) -> ClusterConfig:

@@ -1,0 +1,88 @@
+"""Where the processes of one run live in a Ray cluster: what `ludus train` asks this room for.
+
+Trainer ranks are packed, for their links; engines are spread; tools live on nodes without GPUs where there are
+some. Rank 0 is the process of `ludus train`: an actor holds its place on its node, and tells `ludus cluster` of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ludus.core.failures import ConfigError
+from ludus.dist.actors import RunActor
+from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
+from ludus.dist.ranks import RankActor, RayRank
+
+_SEAT_SECONDS = 60.0
+
+
+class RayPlacement:
+    """The places of a run."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        address: str | None,
+        nodes: int | None,
+        ranks: int,
+        gpus: bool,
+    ) -> None:
+        """Join the cluster and reserve everything.
+
+        Args:
+            run: What `ludus cluster` calls it.
+            address: "auto", "host:port", or "local" for a cluster of our own.
+            nodes: How many nodes there must be.
+            ranks: Processes that train, rank 0 among them.
+            gpus: Whether ranks and engines have a GPU each.
+        """
+        each = 1.0 if gpus else 0.0
+        self._rank = Claim("trainer rank", ranks, each)
+        self.cluster = RayCluster(run, address, nodes, [self._rank])
+        self.address = self.cluster.own_address
+        self.interface = interface_of(self.address)
+        try:
+            self._seat = self._take_seat()
+            others = Claim(self._rank.role, ranks - 1, each)
+            self._ranks = self.cluster.reserve(others, "PACK") if others.count else None
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_seat(self) -> Any:
+        """Hold rank 0's place, with the GPU that is its own."""
+        ray, claim = load_ray(), self._rank
+        own = ray.get_runtime_context().get_node_id()
+        seat = self.cluster.start(RunActor, "trainer", 0, claim, on_node(own))
+        try:
+            status = ray.get(seat.status.remote(), timeout=_SEAT_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise ConfigError(
+                f"waited {_SEAT_SECONDS:g} seconds for a place for rank 0 on this node "
+                f"({self.cluster.own_address}), which others hold: {claim}"
+            ) from None
+        ray.get(seat.tell.remote({"pid": os.getpid()}))
+        if claim.gpus:
+            # CUDA has looked at the environment already, so that the GPU is chosen by its number
+            importlib.import_module("torch").cuda.set_device(int(status["gpu_ids"][0]))
+            os.environ["LOCAL_RANK"] = str(status["gpu_ids"][0])
+        return seat
+
+    def launch(self, variables: Mapping[str, str]) -> RayRank:
+        """Start a trainer rank on the node that was reserved for it."""
+        rank = int(variables["RANK"])
+        where = in_group(self._ranks, rank - 1)
+        actor = self.cluster.start(RankActor, "trainer", rank, self._rank, where)
+        return RayRank(self.cluster, actor, variables)
+
+    def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """What the run does, for `ludus cluster`; called after every step."""
+        self._seat.tell.remote({"phase": phase, "step": step, "steps": total})
+
+    def close(self) -> None:
+        """End everything that lives in the cluster."""
+        self.cluster.close()

@@ -1,0 +1,47 @@
+"""Where a run's processes live: on this machine, or on the nodes of a cluster.
+
+What is asked of a cluster stands here; Ray's answer is in `ludus.dist`, which stands beside this room and is
+loaded by its name when a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ludus.core.failures import ConfigError
+from ludus.core.registry import load_reference
+from ludus.training.config.recipe import Recipe, launched_rank
+from ludus.training.models.loading import device_of
+from ludus.training.ranks import RankLauncher
+
+RAY = "ludus.dist.placement:RayPlacement"
+
+
+class Placement(RankLauncher, Protocol):
+    """The places of one run. Closing it ends everything that lives there."""
+
+    def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """What the run does, for whoever looks at the cluster; called after every step."""
+
+    def close(self) -> None: ...
+
+
+def place(recipe: Recipe, run: str) -> Placement | None:
+    """Join the recipe's cluster and reserve what it needs there; None where all is on this machine."""
+    cluster = recipe.cluster
+    if not cluster.is_on_ray:
+        return None
+    if launched_rank()[1] > 1:
+        raise ConfigError(
+            "cluster.address and cluster.nodes have Ray start the trainer ranks, and torchrun has started "
+            "some: leave out either"
+        )
+    made: Placement = load_reference(RAY)(
+        run,
+        address=cluster.address,
+        nodes=cluster.nodes,
+        ranks=cluster.trainer_ranks or 1,
+        gpus=device_of(recipe.model).type == "cuda",
+    )
+    return made

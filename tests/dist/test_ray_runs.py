@@ -1,0 +1,125 @@
+"""Whole runs on a Ray cluster of two raylets: placed, looked at, killed in parts, resumed, interrupted.
+
+The process of `ludus train` lives on the head, which has room for rank 0 alone; everything else is on the other
+node. Both raylets share this machine. Run it with `pytest -m slow tests/dist` where ray is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+sys.path.append(str(Path(__file__).parent.parent / "training"))
+
+from raylets import two_raylets  # noqa: E402
+from test_ranks_runs import CODE, RECIPE, assert_gone, started, wait_for  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with two_raylets(head_cpus=1, other_cpus=8) as raylets:
+        yield raylets
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny_tasks.py").write_text(CODE)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def train(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[str]:
+    where = (f"cluster.address={cluster.address}", "cluster.nodes=2")
+    return started(folder, "-m", "ludus", "train", "recipe.toml", *where, *overrides)
+
+
+def looked_at(folder: Path, cluster: Any) -> list[dict[str, Any]]:
+    """The actors that `ludus cluster` finds."""
+    command = ("-m", "ludus", "cluster", "--address", cluster.address, "--json")
+    found = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, check=True)
+    actors: list[dict[str, Any]] = json.loads(found.stdout)["actors"]
+    return actors
+
+
+def assert_nothing_left(folder: Path, cluster: Any, pids: list[int]) -> None:
+    assert_gone(pids)
+    deadline = time.monotonic() + 30
+    while looked_at(folder, cluster):
+        assert time.monotonic() < deadline, "an actor was left behind"
+
+
+def steps(folder: Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "gradient_norm" in row]
+
+
+def test_a_killed_rank_restarts_from_the_last_checkpoint(folder: Path, cluster: Any) -> None:
+    """Two nodes, one rank on each; every step is trained once, and nobody is left."""
+    process = train(
+        folder, cluster, "cluster.trainer_ranks=2", "cluster.restarts=2", "rl.steps=14",
+        "run.keep_checkpoints=50",
+    )  # fmt: skip
+    wait_for(folder, 2, process)
+    first = looked_at(folder, cluster)
+    assert [(one["role"], one["number"], one["state"]) for one in first] == [
+        ("trainer", 0, "alive"),
+        ("trainer", 1, "alive"),
+    ]
+    assert first[0]["node"] != first[1]["node"] and first[0]["pid"] == process.pid
+    assert first[0]["facts"]["phase"] == "RL" and first[1]["memory_bytes"] > 1e8
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    wait_for(folder, 6, process)
+    second = looked_at(folder, cluster)
+    assert second[1]["pid"] != first[1]["pid"]
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "trainer rank 1 was killed by SIGKILL; the run goes on" in " ".join(told.split())
+    assert steps(folder) == list(range(1, 15))
+    assert_nothing_left(folder, cluster, [first[1]["pid"], second[1]["pid"]])
+
+
+def test_a_lost_actor_is_a_rank_error(folder: Path, cluster: Any) -> None:
+    process = train(folder, cluster, "cluster.trainer_ranks=2")
+    wait_for(folder, 2, process)
+    rank = looked_at(folder, cluster)[1]
+    actor = int(Path(f"/proc/{rank['pid']}/stat").read_text().split()[3])
+    os.kill(actor, signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "trainer rank 1 was lost with its Ray actor" in " ".join(told.split())
+    assert_nothing_left(folder, cluster, [rank["pid"]])
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_everything_ends_with_the_run(folder: Path, cluster: Any, stop: signal.Signals) -> None:
+    process = train(folder, cluster, "cluster.trainer_ranks=2")
+    wait_for(folder, 2, process)
+    pids = [one["pid"] for one in looked_at(folder, cluster)]
+    process.send_signal(stop)
+    _, told = process.communicate(timeout=60)
+    if stop != signal.SIGKILL:
+        assert "--resume" in told
+        last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
+        assert (last / "optimizer" / ".metadata").is_file()
+    assert_nothing_left(folder, cluster, pids)
+
+
+def test_what_has_no_place_is_refused_before_the_run(folder: Path, cluster: Any) -> None:
+    process = train(folder, cluster, "cluster.trainer_ranks=20")
+    _, told = process.communicate(timeout=60)
+    words = " ".join(told.split())
+    assert process.returncode == 2 and not (folder / "run").exists()
+    assert "no room for a trainer rank. Asked for: 20 x trainer rank (1 CPU each)" in words
+    assert "8 CPUs (8 free)" in words
