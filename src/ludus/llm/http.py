@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 T = TypeVar("T")
+Timeout = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 _CONNECT_SECONDS = 10.0
 _MOST_BYTES = 32 * 1024 * 1024
@@ -99,13 +101,21 @@ class HttpClient:
         self._connections = connections
         self._sessions = PerLoop(self._session)
 
-    async def send(self, method: str, url: str, body: Json | None = None) -> ServerReply:
+    async def send(
+        self,
+        method: str,
+        url: str,
+        body: Json | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> ServerReply:
         """One attempt. The caller has a deadline over all attempts."""
         http = load_aiohttp()
         session = await self._sessions.get()
         try:
             # a redirect would carry the key somewhere else
-            async with session.request(method, url, json=body, allow_redirects=False) as response:
+            async with session.request(
+                method, url, json=body, headers=headers, allow_redirects=False
+            ) as response:
                 return await _read_response(response)
         except TimeoutError as error:  # the connection's own; a deadline outside is a cancellation here
             raise ConnectionFailed(f"no connection within {_CONNECT_SECONDS:g} seconds") from error
@@ -113,18 +123,33 @@ class HttpClient:
             raise ConnectionFailed(f"{type(error).__name__}: {error!s:.300}") from error
 
     async def post(self, url: str, body: Json, policy: RetryPolicy, read: Callable[[Json], T]) -> T:
+        """What `read` makes of the answer to a body that is posted; see `request`."""
+        return await self.request("POST", url, body, policy, read)
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: Json | None,
+        policy: RetryPolicy,
+        read: Callable[[Json], T],
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: Timeout = asyncio.timeout,
+    ) -> T:
         """What `read` makes of the answer, with retries while that may help and there is time.
 
-        `read` raises `BadResponse` for an answer that is no use. Raises `RequestFailed`.
+        `read` raises `BadResponse` for an answer that is no use. Raises `RequestFailed`. `timeout` makes the
+        deadline over all attempts.
         """
         problem, attempts = "no answer", 0
         try:
-            async with asyncio.timeout(policy.seconds) as deadline:
+            async with timeout(policy.seconds) as deadline:
                 for attempt in range(policy.retries + 1):
                     reply: ServerReply | None = None
                     attempts = attempt + 1
                     try:
-                        reply = await self.send("POST", url, body)
+                        reply = await self.send(method, url, body, headers)
                         if reply.status == 200:
                             return read(reply.body)
                         problem = reply.problem
@@ -193,7 +218,7 @@ async def _read_response(response: aiohttp.ClientResponse) -> ServerReply:
             raise ConnectionFailed(f"an answer of more than {_MOST_BYTES:,} bytes")
     wait = _retry_after(response.headers.get("Retry-After", ""))
     try:
-        body = json.loads(data)
+        body = json.loads(data) if data else {}
     except (ValueError, RecursionError) as error:
         if response.status == 200:
             raise ConnectionFailed(f"an answer that is not JSON: {error!s:.200}") from error

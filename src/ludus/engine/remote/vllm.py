@@ -1,0 +1,313 @@
+"""`VllmEngine`: a vLLM server as the engine of training. Token ids go in and out; weights come as a folder.
+
+A `Replica` (`engine/replicas/replica.py`): it has weights of its own, in a server that somebody else started
+(`ludus serve vllm RECIPE`, docs/distributed.md). Tokens are exactly as sampled, log-probabilities are those of
+the trained distribution, and every token has the version of the weights that it was sampled with, through
+updates in flight.
+
+Who waits for whom: each `generate` awaits its own HTTP request, with its attempts within one deadline. The
+server has the queue. While it is paused, requests in flight keep their connections and their deadlines stand
+still. A call that is cancelled closes its connection, which ends the request on the server.
+
+What a session is: nothing. The server finds the longest known prefix of every request in its cache (in whole
+blocks: 16 tokens on a GPU, 128 on a CPU), whoever computed it. So a fork costs nothing, and a release frees
+nothing: what was not used for the longest time goes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.core.failures import ConfigError, EngineError
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.messages import Json, Media
+from ludus.core.tokenizer import Tokenizer
+from ludus.engine.remote.vllm_api import (
+    WeightLabel,
+    generate_body,
+    next_token_body,
+    read_completion,
+    read_next_token,
+    read_scores,
+    score_body,
+)
+from ludus.engine.remote.vllm_check import (
+    SERVE_COMMAND,
+    setting_problems,
+    shape_problems,
+)
+from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
+from ludus.engine.remote.vllm_weights import model_config, with_head
+from ludus.llm.address import Address
+from ludus.llm.http import BadResponse, ConnectionFailed
+
+log = logging.getLogger(__name__)
+
+_ABORT_AGAIN = 0.2
+"""Seconds between two aborts: a request that has not reached the server yet is not known there."""
+
+
+class VllmEngine:
+    """An engine over a vLLM server, whose weights it replaces."""
+
+    def __init__(
+        self,
+        address: Address | str,
+        tokenizer: Tokenizer,
+        *,
+        vocabulary: int | None = None,
+        key: str | None = None,
+        options: VllmOptions | None = None,
+    ) -> None:
+        """`vocabulary` is how many tokens the model has: as many as the tokenizer when left out.
+
+        The key is `LUDUS_API_KEY` from the environment when left out; vLLM knows it as --api-key.
+        """
+        parsed = Address.parse(address) if isinstance(address, str) else address
+        self._server = VllmServer(parsed, key, options or VllmOptions())
+        self._options = self._server.options
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary or tokenizer.vocabulary_size
+        self._label = WeightLabel(uuid.uuid4().hex[:12])
+        self._version = 0
+        self._running: dict[str, dict[str, asyncio.Task[Completion]]] = {}
+        """The requests of each session, by their ids on the server."""
+        self._is_paused = self._is_loading = self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._server.name
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        self._check_open()
+        if media:
+            raise EngineError("this engine sends text only, not media", retriable=False)
+        request = uuid.uuid4().hex
+        body = generate_body(self._checked(tokens), sampling, request, self._server.address.model)
+        task = asyncio.ensure_future(self._complete(body, sampling, session))
+        key = session or ""
+        self._running.setdefault(key, {})[request] = task
+        try:
+            await asyncio.wait([task])
+        finally:
+            del self._running[key][request]
+            if not self._running[key]:
+                del self._running[key]
+            if not task.done():  # the caller was cancelled
+                task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
+            self._check_open()
+            return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self._version),))
+        return task.result()
+
+    async def _complete(self, body: Json, sampling: Sampling, session: str | None) -> Completion:
+        def read(answer: Json) -> Completion:
+            return read_completion(
+                answer,
+                sampling,
+                vocabulary=self._vocabulary,
+                decode=self._tokenizer.decode,
+                label=self._label,
+                version=self._version,
+            )
+
+        return await self._server.generate(body, read, session)
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        """At a temperature other than 1 each token is a request of its own: vLLM scores prompts at 1 alone."""
+        self._check_open()
+        given, model = self._checked(tokens), self._server.address.model
+        if temperature in (0.0, 1.0):
+            body = score_body(given, uuid.uuid4().hex, model)
+            return await self._server.generate(body, lambda answer: read_scores(answer, given))
+
+        async def one(place: int) -> float:
+            token, request = given[place], uuid.uuid4().hex
+            body = next_token_body(given[:place], token, temperature, request, model)
+            return await self._server.generate(body, lambda answer: read_next_token(answer, token))
+
+        tasks = [asyncio.ensure_future(one(place)) for place in range(1, len(given))]
+        try:
+            return [0.0, *await asyncio.gather(*tasks)]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def fork(self, session: str, into: str) -> None:
+        """Nothing to do: the server finds what it has computed by the tokens themselves."""
+
+    async def release(self, session: str) -> None:
+        """Nothing to do: the server drops what was not used for the longest time."""
+
+    async def abort(self, session: str) -> None:
+        """The server gives back what there is; where it does not, the connection is closed."""
+        running = dict(self._running.get(session, {}))
+        try:
+            async with asyncio.timeout(self._options.abort_seconds):
+                while any(not task.done() for task in running.values()):
+                    await self._server.abort(list(running))
+                    await asyncio.wait(running.values(), timeout=_ABORT_AGAIN)
+        except (ConnectionFailed, TimeoutError):
+            pass  # it is slow or dead: what it has is lost
+        finally:
+            for task in running.values():
+                task.cancel()
+
+    async def pause(self) -> None:
+        self._is_paused = True
+        self._server.deadlines.hold()
+        await self._server.pause()
+
+    async def resume(self) -> None:
+        self._is_paused = False
+        await self._server.resume()
+        self._server.deadlines.go_on()
+
+    async def forget(self) -> None:
+        await self._server.forget()
+
+    async def update_weights(self) -> int:
+        raise EngineError(
+            f"{self.name} has weights of its own: they are replaced by load_weights(folder, version)",
+            retriable=False,
+        )
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        """The server reads the folder itself: it must see it under the same path."""
+        self._check_open()
+        self._is_loading = True
+        self._server.deadlines.hold()
+        try:
+            await self._server.pause()
+            await self._load(folder)
+            await self._server.set_label(self._label.of(version))
+            self._version = version
+            if not self._is_paused:
+                await self._server.resume()
+        finally:
+            self._is_loading = False
+            if not self._is_paused:
+                self._server.deadlines.go_on()
+
+    async def _load(self, folder: Path) -> None:
+        folder = await asyncio.to_thread(folder.resolve)
+        source = with_head(folder)
+        path = await asyncio.to_thread(source.__enter__)
+        try:
+            await self._server.load(path)
+        except EngineError as error:
+            raise EngineError(
+                f"{self.name} could not load the weights in {folder} and must be started again: {error}. Does "
+                "it see that folder under the same path (on one machine, or on a shared file system), and does "
+                "it serve the model that is trained?"
+            ) from error
+        finally:
+            await asyncio.to_thread(source.__exit__, None, None, None)
+
+    async def start(self, folder: Path, version: int) -> None:
+        """Wait for the server, check it, and give it these weights."""
+        self._is_closed = self._is_paused = False
+        problem = await self._server.ailment()
+        if problem is not None:
+            log.warning("waiting for %s: %s", self.name, problem)
+        while problem is not None:
+            await asyncio.sleep(self._options.watch_seconds)
+            problem = await self._server.ailment()
+        await self.check(folder)
+        await self.load_weights(folder, version)
+
+    async def check(self, folder: Path | None = None) -> None:
+        """Raise a `ConfigError` where the server cannot be trained on; `folder` has the trained model.
+
+        Without a folder, only what does not depend on the model is checked.
+        """
+        server, url = self._server, self._server.address.url
+        if (problem := await server.ailment()) is not None:
+            raise ConfigError(
+                f"there is no vLLM server at {url}: {problem}. '{SERVE_COMMAND}' starts one"
+            )
+        trained = model_config(folder) if folder is not None else {}
+        info = await server.info()
+        dtype = trained.get("dtype", trained.get("torch_dtype"))
+        problems = setting_problems(info, dtype if isinstance(dtype, str) else None)
+        if trained:  # where the server's folder can be read from here
+            problems += shape_problems(model_config(Path(info.model)), trained)
+        if not problems and folder is not None:
+            problems += await self._probe()
+        if problems:
+            raise ConfigError(f"{self.name} cannot be trained on: {'; '.join(problems)}")
+
+    async def _probe(self) -> list[str]:
+        """Ask for the largest token: whether the route is there, and the vocabulary is large enough."""
+        await self._server.resume()  # whoever used it before may have died in an update
+        try:
+            await self.score([self._vocabulary - 1])
+        except EngineError as error:
+            if "out of vocabulary" not in str(error):
+                raise
+            return [f"its model has fewer tokens than the trained one, which has {self._vocabulary}"]
+        return []
+
+    async def ended(self) -> str:
+        """Asks the server again and again. One that was started again does not have this run's weights."""
+        failures = 0
+        while True:
+            await asyncio.sleep(self._options.watch_seconds)
+            problem = await self._server.ailment() or await self._stranger()
+            failures = 0 if problem is None else failures + 1
+            if problem is not None and failures > 1:  # it may have been busy, or taking weights, once
+                return f"{self.name}: {problem}"
+
+    async def _stranger(self) -> str | None:
+        """Whether somebody else's weights are there."""
+        if self._is_loading:
+            return None
+        try:
+            self._label.version(await self._server.label())
+        except (BadResponse, EngineError) as error:
+            return None if self._is_loading else str(error)
+        return None
+
+    async def close(self) -> None:
+        """Leave the server as others can use it; it is not ended."""
+        if not self._is_closed and self._is_paused:
+            with contextlib.suppress(EngineError, ConfigError, TimeoutError):
+                async with asyncio.timeout(self._options.abort_seconds):
+                    await self._server.resume()
+        self._is_closed = True
+        for task in [task for requests in self._running.values() for task in requests.values()]:
+            task.cancel()
+        await self._server.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed", retriable=False)
+
+    def _checked(self, tokens: Sequence[int]) -> list[int]:
+        """Requests that the server would refuse, or worse."""
+        given = list(tokens)
+        if not given:
+            raise EngineError("a context must be a non-empty list of token ids", retriable=False)
+        if wrong := [token for token in (min(given), max(given)) if not 0 <= token < self._vocabulary]:
+            raise EngineError(
+                f"token {wrong[0]} is not in the model's vocabulary of {self._vocabulary}",
+                retriable=False,
+            )
+        return given

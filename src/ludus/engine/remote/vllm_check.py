@@ -1,0 +1,128 @@
+"""What a vLLM server must be so that it can be trained on: found out before the first episode. Pure.
+
+Each problem names the flag or the setting that mends it. What cannot be asked for is measured: the canary
+compares log-probabilities after every update (`engine/replicas/canary.py`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.core.messages import Json
+from ludus.llm.http import BadResponse
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+"""Routes for weights, pausing and the server's settings exist only with it."""
+SCALE_OUT = "--enable-scale-out"
+LOGPROBS = "processed_logprobs"
+SERVE_COMMAND = "ludus serve vllm RECIPE"
+"""What starts a server as it has to be."""
+
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself (`/server_info`)."""
+
+    logprobs_mode: str
+    dtype: str
+    max_model_len: int
+    quantization: str | None
+    model: str
+    """The folder or hub name that it was started with."""
+
+    @classmethod
+    def read(cls, body: Json) -> ServerInfo:
+        config = _table(body, "vllm_config")
+        model = _table(config, "model_config")
+        length = model.get("max_model_len")
+        if not isinstance(length, int):
+            raise BadResponse("the server's settings have no max_model_len")
+        quantization = model.get("quantization")
+        return cls(
+            logprobs_mode=str(model.get("logprobs_mode")),
+            dtype=str(model.get("dtype")).removeprefix("torch."),
+            max_model_len=length,
+            quantization=None if quantization is None else str(quantization),
+            model=str(model.get("model")),
+        )
+
+
+def _table(body: Mapping[str, Any], name: str) -> Json:
+    found = body.get(name)
+    if not isinstance(found, dict):
+        raise BadResponse(f"the server's settings have no table {name!r}")
+    return found
+
+
+def setting_problems(info: ServerInfo, dtype: str | None) -> list[str]:
+    """What is wrong with a server's settings for a trainer whose weights have this number format."""
+    found = []
+    if info.logprobs_mode != LOGPROBS:
+        found.append(
+            f"it reports log-probabilities of another distribution than the one that is trained (logprobs_mode "
+            f"is {info.logprobs_mode}): start it with --logprobs-mode {LOGPROBS}"
+        )
+    if dtype is not None and info.dtype != dtype:
+        found.append(
+            f"it computes in {info.dtype}, and the trainer in {dtype}: start it with --dtype {dtype} (or set "
+            f"model.dtype)"
+        )
+    if info.quantization is not None:
+        found.append(
+            f"its weights are quantized ({info.quantization}), so that it is another model than the one that "
+            "is trained: start it without --quantization"
+        )
+    return found
+
+
+def shape_problems(served: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
+    """Where the config.json of the served model is another than the trained one's."""
+    return [
+        f"its model has {name} = {served[name]!r}, and the trained one {trained[name]!r}"
+        for name in _SHAPE
+        if name in served and name in trained and served[name] != trained[name]
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a server is started."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = "policy"
+    extra: Sequence[str] = ()
+    """Further flags for the server."""
+
+
+def serve_command(
+    python: str, folder: Path, dtype: str, context: int | None, options: ServeOptions
+) -> tuple[dict[str, str], list[str]]:
+    """(variables of the environment, command) that start a server that can be trained on."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", options.name, "--host", options.host, "--port", str(options.port)]
+    command += ["--dtype", dtype, SCALE_OUT, "--logprobs-mode", LOGPROBS]
+    if context is not None:
+        command += ["--max-model-len", str(context)]
+    name, _, value = DEV_MODE.partition("=")
+    return {name: value}, [*command, *options.extra]
+
+
+def shell_line(variables: Mapping[str, str], command: Sequence[str]) -> str:
+    """The same as one line for a shell."""
+    return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)])

@@ -1,0 +1,176 @@
+"""`VllmServer`: the routes of one vLLM server, each as a call with retries, deadlines and typed failures.
+
+Requests of episodes and everything else have connections of their own, so that a pause or an abort never waits
+behind requests. Every call but `load` may be sent twice without harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ludus.core.failures import ConfigError, EngineError
+from ludus.core.messages import Json
+from ludus.engine.remote.deadlines import Deadlines
+from ludus.engine.remote.vllm_api import REQUEST_PREFIX
+from ludus.engine.remote.vllm_check import (
+    DEV_MODE,
+    SCALE_OUT,
+    SERVE_COMMAND,
+    ServerInfo,
+)
+from ludus.llm.address import API_KEY, Address
+from ludus.llm.http import (
+    ConnectionFailed,
+    HttpClient,
+    RequestFailed,
+    RetryPolicy,
+    ServerReply,
+)
+
+T = TypeVar("T")
+
+_CONTROL_CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """How to talk to a vLLM server."""
+
+    seconds: float = 600.0
+    """A request with all its attempts; time in which the server is paused does not count."""
+    control_seconds: float = 300.0
+    """Pausing, loading weights and everything else that is no request of an episode."""
+    health_seconds: float = 20.0
+    """How long a server may take to say that it is well."""
+    retries: int = 2
+    """How often something is sent again after no answer, an unusable one, or an error of the server's."""
+    first_pause: float = 0.25
+    """Seconds before the second attempt; the pause doubles, and a random share of it is taken."""
+    connections: int = 1024
+    """Most requests on their way at once."""
+    abort_seconds: float = 5.0
+    """How long an aborted request is waited for before its connection is closed."""
+    watch_seconds: float = 2.0
+    """How often the server is asked whether it is well."""
+
+
+class VllmServer:
+    """One server. `deadlines` are those of the requests in flight."""
+
+    def __init__(self, address: Address, key: str | None, options: VllmOptions) -> None:
+        self.address = Address(address.url.removesuffix("/v1"), address.model)
+        self.options = options
+        self.deadlines = Deadlines()
+        self._requests = HttpClient(key, options.connections)
+        self._control = HttpClient(key, _CONTROL_CONNECTIONS)
+
+    @property
+    def name(self) -> str:
+        return f"the vLLM server {self.address}"
+
+    async def generate(self, body: Json, read: Callable[[Json], T], session: str | None = None) -> T:
+        """A request of an episode. Several engines behind one address keep a session where its prefix is."""
+        options = self.options
+        headers = None if session is None else {"X-Session-ID": session}
+        try:
+            return await self._requests.request(
+                "POST",
+                self._url("inference/v1/generate"),
+                body,
+                RetryPolicy(options.seconds, options.retries, options.first_pause),
+                read,
+                headers=headers,
+                timeout=self.deadlines.timeout,
+            )
+        except RequestFailed as error:
+            raise self._failure(error) from error
+
+    async def abort(self, requests: Sequence[str]) -> None:
+        """One attempt; requests that the server does not know are ignored by it."""
+        names = [REQUEST_PREFIX + request for request in requests]
+        url = self._url("inference/v1/abort_requests")
+        await self._control.send("POST", url, {"request_ids": names})
+
+    async def pause(self) -> None:
+        """Requests in flight stay where they are; their KV is dropped, and computed again when they go on."""
+        await self._command("pause?mode=keep&clear_cache=true", {}, _ignored)
+
+    async def resume(self) -> None:
+        await self._command("resume", {}, _ignored)
+
+    async def forget(self) -> None:
+        """Drop all KV; that of requests in flight is computed again."""
+        await self._command("reset_prefix_cache?reset_running_requests=true", {}, _ignored)
+
+    async def load(self, folder: Path) -> None:
+        """Read weights from a folder. A server that failed to has parts of them: it cannot be used any more."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._command("collective_rpc", call, _ignored, retries=0)
+
+    async def set_label(self, label: str) -> None:
+        """What the server calls the weights that it has now."""
+        await self._command("update_weight_version", {"new_version": label}, _ignored)
+
+    async def label(self) -> str:
+        """What the server calls its weights."""
+        return await self._command("weight_info", None, lambda body: str(body.get("weight_version")))
+
+    async def info(self) -> ServerInfo:
+        return await self._command("server_info?config_format=json", None, ServerInfo.read)
+
+    async def ailment(self) -> str | None:
+        """What is wrong with it, as far as it can be seen from outside."""
+        seconds = self.options.health_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                reply = await self._control.send("GET", self._url("health"))
+        except (ConnectionFailed, TimeoutError) as error:
+            return str(error) or f"no answer within {seconds:g} seconds"
+        return None if reply.status < 500 else f"it is not well ({reply.problem})"
+
+    async def close(self) -> None:
+        await self._requests.close()
+        await self._control.close()
+
+    def _url(self, path: str) -> str:
+        return f"{self.address.url}/{path}"
+
+    async def _command(
+        self, path: str, body: Json | None, read: Callable[[Json], T], retries: int | None = None
+    ) -> T:
+        options, method = self.options, "GET" if body is None else "POST"
+        count = options.retries if retries is None else retries
+        policy = RetryPolicy(options.control_seconds, count, options.first_pause)
+        try:
+            return await self._control.request(method, self._url(path), body, policy, read)
+        except RequestFailed as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: RequestFailed) -> Exception:
+        """A server that is not set up is a mistake in the settings; a bad request is ours."""
+        reply: ServerReply | None = error.reply
+        if reply is None:
+            return EngineError(str(error))
+        where = f"{self.name} refuses ({reply.problem})"
+        if reply.status == 403 and "scale-out" in reply.problem.lower():
+            return ConfigError(f"{where}: start it with {SCALE_OUT}")
+        if reply.status in (401, 403):
+            return ConfigError(f"{where}: put its --api-key into the environment as {API_KEY}")
+        if reply.status == 404 and "does not exist" in reply.problem:
+            return ConfigError(
+                f"{where}: put the name that it serves after a #, as in {self.address.url}#NAME"
+            )
+        if reply.status in (404, 405):
+            return ConfigError(
+                f"{where}: it lacks a route that training needs. Start vLLM 0.32 or later with {DEV_MODE} in "
+                f"its environment and {SCALE_OUT}, as '{SERVE_COMMAND}' does"
+            )
+        return EngineError(where, retriable=False)
+
+
+def _ignored(answer: Json) -> None:
+    """An answer that says nothing more than its status."""
