@@ -47,7 +47,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 check_app = typer.Typer(
-    cls=CommandGroup, help="Check a recipe, an environment, a tool or the sandbox.", no_args_is_help=True
+    cls=CommandGroup,
+    help="Check a recipe, an environment, a tool, examples or the sandbox.",
+    no_args_is_help=True,
 )
 app.add_typer(check_app, name="check")
 app.add_typer(serve_app, name="serve", cls=CommandGroup)
@@ -461,6 +463,34 @@ def check_tool(
     from ludus.cli.check import tool_findings
 
     _finish(tool_findings(tool, arguments), tool)
+
+
+@check_app.command("data")
+def check_data(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files of episodes (Parquet) or conversations, then settings: min_turns=1."),
+    ],
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="A recipe or a run: its tools check and replay the calls, its held-out tasks are kept out."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Go on in this folder, or make it; synth/FILE-checked-COUNTER when left out.",
+        ),
+    ] = None,
+) -> None:
+    """Quality control of examples: `ludus check data runs/x/trajectories.parquet --recipe recipe.toml`."""
+    from ludus.cli.check_data import check_data
+
+    settings = [str(one) for one in files if "=" in str(one) and not one.exists()]
+    check_data([one for one in files if str(one) not in settings], recipe, settings, out)
 
 
 @check_app.command("sandbox")

@@ -22,14 +22,13 @@ from pydantic import Field
 
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
-from ludus.observe import ReportTable
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
-from ludus.synth.quality.difficulty import DIFFICULTIES, Difficulty, difficulty_of
+from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
 from ludus.synth.quality.embedding import cluster, load_embedder, strategy_text
 from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
 from ludus.synth.result import Rejected, SynthResult, with_provenance
-from ludus.synth.steps import EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
+from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _COMPARED = 500
 """Kept examples that are compared with each other for the report."""
@@ -129,7 +128,7 @@ def choose(
                 elsewhere += other.task.id != one.trajectory.task.id
                 reason = "duplicate"
                 detail = f"{alike[1]:.2f} like attempt {other.attempt} at task {other.task.id}"
-            if not reason and one.quality < settings.min_quality:
+            if not reason and one.quality < settings.min_quality - CLOSE:
                 reason, detail = "low_quality", f"{one.quality:.2f} < {settings.min_quality:g}"
             if reason:
                 result.rejected.append(Rejected(one.trajectory, reason, detail))
@@ -213,17 +212,7 @@ def _describe(
             "clusters_effective": found.effective,
             "largest_cluster": found.largest_share,
         }
-    levels = [level for _, level in chosen]
-    result.tables.append(
-        ReportTable(
-            "difficulty of the kept examples",
-            ("difficulty", "kept", "share", "target"),
-            [
-                [name, levels.count(name), round(levels.count(name) / max(1, len(levels)), 3), target]
-                for name, target in zip(DIFFICULTIES, (0.3, 0.5, 0.2), strict=True)
-            ],
-        )
-    )
+    result.tables.append(difficulty_table([level for _, level in chosen]))
 
 
 def nearest_similarity(sets: Sequence[frozenset[int]]) -> float:

@@ -17,6 +17,9 @@ Parse = Callable[[str], ParsedAction]
 _MARKUP = re.compile(r"<tool_call>.*?(?:</tool_call>|$)|```.*?(?:```|$)|<\|python_tag\|>.*", re.S)
 """How calls look in the usual formats, for episodes of which no format is known."""
 
+CLOSE = 1e-9
+"""Qualities that differ by less are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStep:

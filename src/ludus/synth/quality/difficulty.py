@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
+from ludus.observe import ReportTable
 
 Difficulty = Literal["easy", "medium", "hard"]
 DIFFICULTIES: tuple[Difficulty, ...] = get_args(Difficulty)
@@ -39,10 +40,15 @@ def difficulty_of(task: Task, calls: int, rate: float | None = None) -> Difficul
     return "easy" if calls <= EASY_CALLS else "hard" if calls >= HARD_CALLS else "medium"
 
 
-def mix_of(found: Sequence[Difficulty]) -> dict[Difficulty, float]:
-    """The share of each difficulty."""
-    counts = Counter(found)
-    return {name: counts[name] / max(1, len(found)) for name in DIFFICULTIES}
+def difficulty_table(levels: Sequence[Difficulty]) -> ReportTable:
+    """The mix of a set beside what it should be."""
+    counts = Counter(levels)
+    total = max(1, len(levels))
+    return ReportTable(
+        "difficulty of the kept examples",
+        ("difficulty", "kept", "share", "target"),
+        [[name, counts[name], round(counts[name] / total, 3), TARGET[name]] for name in DIFFICULTIES],
+    )
 
 
 def balanced(

@@ -1,0 +1,156 @@
+"""Recorded actions played again: in a fresh environment, before another prompt, or up to a turn.
+
+The engine gives the recorded tokens instead of sampling, and the episode is played as any other: calls are
+made, results observed, rewards computed. So what comes out is a real episode whose actions are those that were
+recorded, token for token. What follows the recorded actions is the business of another engine, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ludus.core.failures import EngineError
+from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.messages import Media
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.rollout import Rollout
+from ludus.synth.result import current_cost
+
+
+class RecordedEngine:
+    """An `Engine` that gives these completions in each session, and then those of another, or none."""
+
+    def __init__(self, actions: Sequence[Completion], then: Engine | None = None) -> None:
+        self._actions, self._then = list(actions), then
+        self._given: defaultdict[str | None, int] = defaultdict(int)
+
+    @property
+    def policy_version(self) -> int:
+        return 0 if self._then is None else self._then.policy_version
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Sequence[Media] = (),
+    ) -> Completion:
+        number = self._given[session]
+        self._given[session] += 1
+        if number < len(self._actions):
+            return self._actions[number]
+        if self._then is None:
+            return Completion([], [], FinishReason.ABORTED)
+        return await self._then.generate(tokens, sampling, session=session, media=media)
+
+    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+        if self._then is None:
+            raise EngineError("recorded actions have no model to score with", retriable=False)
+        return await self._then.score(tokens, temperature=temperature)
+
+    async def fork(self, session: str, into: str) -> None:
+        self._given[into] = self._given[session]
+        if self._then is not None:
+            await self._then.fork(session, into)
+
+    async def release(self, session: str) -> None:
+        self._given.pop(session, None)
+        if self._then is not None:
+            await self._then.release(session)
+
+    async def abort(self, session: str) -> None:
+        if self._then is not None:
+            await self._then.abort(session)
+
+    async def pause(self) -> None:
+        """Nothing is computed here."""
+
+    async def resume(self) -> None:
+        """Nothing is computed here."""
+
+    async def update_weights(self) -> int:
+        return self.policy_version
+
+    async def close(self) -> None:
+        """The other engine belongs to whoever gave it."""
+
+
+def recorded_actions(trajectory: Trajectory, renderer: Renderer) -> list[Completion]:
+    """The actions of an episode as they were sampled; written anew where another tokenizer has sampled them."""
+    said = [message for message in trajectory.messages if message.role == "assistant"]
+    sampled = [
+        Completion(
+            list(action.tokens),
+            list(action.logprobs or ()),
+            action.finish or FinishReason.STOP_TOKEN,
+            action.versions,
+        )
+        for action in trajectory.actions
+    ]
+    texts = [message.content for message in said]
+    if len(sampled) == len(said) and _texts(sampled, renderer) == texts:
+        return sampled
+    written = [renderer.action_tokens(renderer.action_text(message)) for message in said]
+    return [Completion(one, [0.0] * len(one), FinishReason.STOP_TOKEN) for one in written]
+
+
+def written_action(text: str, renderer: Renderer) -> Completion:
+    """An action that nobody sampled: its log-probabilities are 0, and it is for imitation."""
+    tokens = renderer.action_tokens(text)
+    return Completion(tokens, [0.0] * len(tokens), FinishReason.STOP_TOKEN)
+
+
+def _texts(actions: Sequence[Completion], renderer: Renderer) -> list[str] | None:
+    try:
+        return [renderer.text_of(action) for action in actions]
+    except (ValueError, IndexError, OverflowError, KeyError):  # ids that this tokenizer does not have
+        return None
+
+
+async def replay(
+    rollout: Rollout,
+    task: Task,
+    actions: Sequence[Completion],
+    *,
+    attempt: int = 0,
+    seed: int = 0,
+    then: Engine | None = None,
+    max_turns: int | None = None,
+) -> Trajectory:
+    """Play these actions at a task, and score them; `then` goes on, for `max_turns` in all."""
+    turns = len(actions) if then is None else max_turns or rollout.budgets.max_turns
+    playing = replace(
+        rollout,
+        engine=RecordedEngine(actions, then),
+        budgets=rollout.budgets.model_copy(update={"max_turns": max(1, turns)}),
+        tree=None,
+    )
+    played = await playing.play(task, attempt, seed)
+    if (cost := current_cost.get()) is not None:
+        cost.add_episodes([played])
+        if then is None:  # nothing was sampled
+            cost.sampled_tokens -= sum(len(action.tokens) for action in played.actions)
+    return played
+
+
+def observed(trajectory: Trajectory) -> list[str]:
+    """What the model read after its first action, in order."""
+    messages = trajectory.messages
+    first = next((i for i, one in enumerate(messages) if one.role == "assistant"), len(messages))
+    return [one.content for one in messages[first:] if one.role != "assistant"]
+
+
+def first_difference(recorded: Trajectory, played: Trajectory) -> str:
+    """Where two episodes with the same actions were told something else; "" where they were not."""
+    before, now = observed(recorded), observed(played)
+    for number, (old, new) in enumerate(zip(before, now, strict=False), start=1):
+        if old != new:
+            return f"result {number}: {new!r:.120} instead of {old!r:.120}"
+    if len(before) != len(now):
+        return f"{len(now)} results instead of {len(before)}"
+    return ""
