@@ -8,7 +8,9 @@ another tokenizer's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,33 @@ from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]
 T = TypeVar("T")
+_VERDICTS = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two conversations that answer the same, of which the first is preferred."""
+
+    chosen: Conversation
+    rejected: Conversation
+    dimensions: Mapping[str, float] = field(default_factory=dict)
+    """Which of the two is better in some respect: 1 the chosen one, 0 the other, 0.5 neither."""
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSteps:
+    """A conversation, and a score for each of the assistant's messages; None where there is none."""
+
+    messages: Conversation
+    scores: tuple[float | None, ...]
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        return (self.messages,)
 
 
 def read_conversations(source: str | Path, columns: Columns | None = None) -> list[Conversation]:
@@ -46,6 +75,22 @@ def read_pairs(
     """The (chosen, rejected) conversations of a file or dataset; a `prompt` is what both begin with."""
     what = 'a pair {"prompt": ..., "chosen": ..., "rejected": ...}'
     return list(_parsed_rows(source, columns, what, _pair))
+
+
+def read_preferences(source: str | Path, columns: Columns | None = None) -> list[Preference]:
+    """The same with what is better in which respect: `dimensions` = {"accuracy": "chosen", "style": "tie"}."""
+    what = 'a pair {"prompt": ..., "chosen": ..., "rejected": ..., "dimensions": {...}}'
+    return list(_parsed_rows(source, columns, what, _preference))
+
+
+def read_scored_steps(source: str | Path, columns: Columns | None = None) -> list[ScoredSteps]:
+    """Conversations with `scores`, or the episodes of a Parquet file whose turns have rewards."""
+    if str(source).endswith(".parquet") and holds_trajectories(source):
+        played = [one for one in read_trajectories(source) if one.turns]
+        found = [ScoredSteps(one.messages, tuple(a.reward for a in one.actions)) for one in played]
+        return [one for one in found if _assistants(one.messages) == len(one.scores)]
+    what = 'a conversation {"messages": [...], "scores": [...]}'
+    return list(_parsed_rows(source, columns, what, _scored_steps))
 
 
 def read_labelled(source: str | Path, columns: Columns | None = None) -> list[tuple[Conversation, bool]]:
@@ -139,6 +184,36 @@ def _pair(row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
             "message both must be the same"
         )
     return chosen, rejected
+
+
+def _preference(row: Mapping[str, Any]) -> Preference:
+    chosen, rejected = _pair(row)
+    given = row.get("dimensions") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f'dimensions are {{"accuracy": "chosen", ...}}, not {given!r:.80}')
+    for name, verdict in given.items():
+        if verdict is not None and verdict not in _VERDICTS:
+            raise ValueError(f"dimensions.{name} is chosen, rejected or tie, not {verdict!r:.40}")
+    verdicts = {str(name): _VERDICTS[one] for name, one in given.items() if one is not None}
+    return Preference(chosen, rejected, verdicts)
+
+
+def _scored_steps(row: Mapping[str, Any]) -> ScoredSteps:
+    conversation, scores = _conversation(row), _field(row, "scores")
+    check_conversation(conversation)
+    if not isinstance(scores, list) or not all(
+        one is None or (isinstance(one, int | float) and math.isfinite(one)) for one in scores
+    ):
+        raise ValueError(f"scores are a list of numbers or null, not {scores!r:.80}")
+    if len(scores) != _assistants(conversation):
+        raise ValueError(
+            f"there are {len(scores)} scores for {_assistants(conversation)} messages of the assistant's"
+        )
+    return ScoredSteps(conversation, tuple(None if one is None else float(one) for one in scores))
+
+
+def _assistants(conversation: Conversation) -> int:
+    return sum(message.role == "assistant" for message in conversation)
 
 
 def _labelled(row: Mapping[str, Any]) -> list[tuple[Conversation, bool]]:
