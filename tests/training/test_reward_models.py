@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from training_helpers import TINY, tasks
+from typer.testing import CliRunner
 
 import ludus
+from ludus.cli.main import app
 from ludus.core import ConfigError, Message, StopReason, Task, Trajectory
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
 from ludus.rewards import Scorer, build_reward
@@ -226,3 +228,22 @@ def test_a_conversation_longer_than_the_context_is_scored(fitted: RewardModelRes
     model = load_reward_model(fitted.folder)
     [scores] = model.score([said("name ant", *["it is the ant " * 20] * 8)])
     assert scores.shape == (8, 2) and bool(scores.isfinite().all()), "the beginning is cut"
+
+
+def test_the_command_trains_and_measures(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"say {a}", "chosen": f"{a} it is", "rejected": "no", "dimensions": {"tone": "tie"}}
+        for a in ANIMALS * 2
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["steps=10", "batch=4", "optimizer.learning_rate=0.01", "model.scratch.layers=1"]
+    small = ["model.scratch.width=32", "model.scratch.heads=2", "model.scratch.vocabulary=300"]
+    call = ["reward-model", str(file), *settings, *small, "--out", str(tmp_path / "rm")]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0 and "held-out accuracy" in done.output, done.output
+    assert "overall" in done.output and 'reward = "reward_model"' in done.output
+    assert load_reward_model(tmp_path / "rm").about.heads == ("overall", "tone")
+    done = CliRunner().invoke(app, ["reward-model", str(file), "stepz=1", "--out", str(tmp_path / "b")])
+    assert done.exit_code != 0 and isinstance(done.exception, ConfigError)
+    assert "stepz" in str(done.exception)

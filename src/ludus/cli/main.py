@@ -267,6 +267,55 @@ def synth(
 
 
 @app.command()
+def prefer(
+    source: Annotated[Path, typer.Argument(help="A run's folder, or a Parquet file of episodes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file of pairs; it is added to.")] = Path(
+        "pairs.jsonl"
+    ),
+    judge: Annotated[
+        str | None,
+        typer.Option(help="Ask this model (http://HOST/v1#NAME) instead of you, in both orders."),
+    ] = None,
+    dimension: Annotated[
+        list[str] | None, typer.Option(help="Ask for this respect too; several are possible.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="At most so many pairs.")] = 50,
+    seed: Annotated[int, typer.Option(help="Which pairs.")] = 0,
+    labels: Annotated[
+        Path | None, typer.Option(help="Print the agreement with this file of pairs.")
+    ] = None,
+) -> None:
+    """Say which of two attempts is better: pairs that DPO and reward models learn from."""
+    from ludus.cli.prefer import collect_preferences
+
+    collect_preferences(
+        source, out, judge=judge, dimensions=dimension or [], pairs=pairs, seed=seed, labels=labels
+    )
+
+
+@app.command("reward-model")
+def reward_model(
+    data: Annotated[
+        Path,
+        typer.Argument(help="Pairs (ludus prefer), scored steps, or a Parquet file of scored turns."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder that it is written to.")],
+    model: Model = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="steps=200, batch=16, optimizer.learning_rate=1e-5, model.scratch.layers=2, ...",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train a reward model on preferences or on scored steps, and measure it on held-out ones."""
+    from ludus.cli.prefer import train_reward_model
+
+    train_reward_model(data, out, model, settings or [])
+
+
+@app.command()
 def init(
     name: Annotated[
         str | None, typer.Argument(help="What to call it; agent when left out.", show_default=False)

@@ -40,6 +40,7 @@ REWARDS = Registry(
         "programs": "ludus.rewards.code_tests:Programs",
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
         "judge": "ludus.rewards.judges:Judge",
+        "process_judge": "ludus.rewards.judges:ProcessJudge",
         "reward_model": "ludus.training.reward_models:ModelReward",
         "step_model": "ludus.training.reward_models:StepModelReward",
         "reasoning_gym": "ludus.envs.foreign_tasks:reasoning_gym_score",

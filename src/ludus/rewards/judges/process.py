@@ -1,0 +1,184 @@
+"""`ProcessJudge`: a judge scores every action of an episode against a checklist of its task.
+
+The checklist is the task's own (`checklist` in its metadata), or the model writes one, once for each task. The
+judge says which items each action completed; an item counts once, where it was first completed, so an action's
+score is its share of the list and an episode's scores sum to at most 1. One question an episode, whatever its
+length. What it says can be learned by a small model (`ludus reward-model`, reward `step_model`).
+
+Web-Shepherd: "Advancing PRMs for Reinforcing Web Agents", 2025, arXiv:2505.15277.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Message
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.llm import ask_json
+from ludus.rewards.judges.transcript import (
+    DEFAULT_CHARS,
+    UNTRUSTED,
+    code_of,
+    enclosed,
+    fair_limit,
+    shortened,
+    transcript,
+)
+from ludus.rewards.judges.verdict import AskingReward, ModelSpec
+
+CHECKLIST = "checklist"
+"""The key of a task's metadata with its own list."""
+_MOST_ITEMS = 12
+Item = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+class ChecklistAnswer(BaseModel):
+    """A checklist as the model writes it."""
+
+    items: Annotated[list[Item], Field(min_length=1, max_length=_MOST_ITEMS)]
+
+
+class StepsAnswer(BaseModel):
+    """For each action, the numbers of the items that it completed, counted from 1."""
+
+    code: str
+    steps: list[list[int]]
+
+
+class ProcessJudge(AskingReward):
+    """A score for each action: the share of the task's checklist that it completed."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        instructions: str = "",
+        attempts: int = 3,
+        max_tokens: int = 1024,
+        temperature: float = 0.0,
+        most_chars: int = DEFAULT_CHARS,
+        name: str = "process_judge",
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(
+            model,
+            attempts=attempts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            most_chars=most_chars,
+            name=name,
+            weight=weight,
+        )
+        self.instructions = instructions
+        self._written: dict[str, asyncio.Future[list[str]]] = {}
+
+    async def score_turns(
+        self, trajectory: Trajectory, task: Task, envs: Mapping[str, Any]
+    ) -> list[float | None]:
+        if not trajectory.turns:
+            return []
+        items = await self._checklist(task, trajectory)
+        done = trajectory.messages[len(task.messages) :] or trajectory.messages
+        steps = _steps(done)
+        if len(steps) != trajectory.turns:
+            return [
+                None
+            ] * trajectory.turns  # several conversations in one episode: not known which is which
+        answer = await self._judge(task, items, steps, trajectory)
+        return step_scores(answer.steps, len(items))
+
+    async def _judge(
+        self, task: Task, items: Sequence[str], steps: Sequence[str], trajectory: Trajectory
+    ) -> StepsAnswer:
+        asked = transcript(task.messages, self.most_chars)
+        limit = fair_limit(steps, self.most_chars)
+        shown = [shortened(step, limit) for step in steps]
+        code = code_of(asked, *items, *shown)
+        listed_items = "\n".join(f"{number}. {item}" for number, item in enumerate(items, start=1))
+        evidence = [enclosed(asked, "task", code), enclosed(listed_items, "checklist", code)]
+        evidence += [
+            enclosed(step, f"action-{number}", code) for number, step in enumerate(shown, start=1)
+        ]
+        system = (
+            "You follow the progress of an AI agent. You are given its task, a checklist, and its actions with "
+            f"what came back, between marks such as <task-{code}> and <action-1-{code}>. {UNTRUSTED}\n\n"
+            "For each action, list the numbers of the checklist's items that this action completed. An item is "
+            "completed by the action after which it is true, and by evidence, not by claims. Most actions "
+            f"complete none: [].\n\n{self.instructions}\n\n"
+            f"There are {len(steps)} actions, so `steps` has {len(steps)} lists. Answer with one JSON object "
+            f'and nothing else:\n{{"code": "{code}", "steps": [[<item numbers>], ...]}}'
+        )
+        messages = [Message("system", system), Message("user", "\n\n".join(evidence))]
+        return await self.ask(messages, _steps_type(code, len(items), len(steps)), [trajectory])
+
+    async def _checklist(self, task: Task, trajectory: Trajectory) -> list[str]:
+        own = task.metadata.get(CHECKLIST)
+        if own is not None:
+            if (
+                not isinstance(own, list | tuple)
+                or not own
+                or not all(isinstance(i, str) and i for i in own)
+            ):
+                raise ConfigError(f"task {task.id!r}: {CHECKLIST} is a list of texts, not {own!r:.80}")
+            return list(own)
+        about = transcript(task.messages, self.most_chars)
+        if about not in self._written:  # attempts at a task begin together: the first one asks
+            self._written[about] = asyncio.ensure_future(self._write(about, trajectory))
+            self._written[about].add_done_callback(lambda done: self._forget_failed(about, done))
+        return await asyncio.shield(self._written[about])
+
+    def _forget_failed(self, about: str, done: asyncio.Future[list[str]]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._written.pop(about, None)
+
+    async def _write(self, about: str, trajectory: Trajectory) -> list[str]:
+        code = code_of(about)
+        system = (
+            "You write checklists by which the progress of an AI agent is followed. You are given its task "
+            f"between the marks <task-{code}>. {UNTRUSTED}\n\nList three to eight things that are true once "
+            "the task is done, in the order in which they would come true, each of which can be seen from what "
+            'was done. Answer with one JSON object and nothing else: {"items": ["...", ...]}'
+        )
+        messages = [Message("system", system), Message("user", enclosed(about, "task", code))]
+        kind = TypeAdapter(ChecklistAnswer)
+        found = await ask_json(self.model, messages, kind, self.options, attempts=self.attempts)
+        self._note(found, [trajectory])
+        return found.value.items
+
+
+def step_scores(steps: Sequence[Sequence[int]], count: int) -> list[float | None]:
+    """Each action's share of a checklist of `count` items; an item counts where it was first completed."""
+    seen: set[int] = set()
+    scores: list[float | None] = []
+    for completed in steps:
+        new = set(completed) - seen
+        seen |= new
+        scores.append(len(new) / count)
+    return scores
+
+
+def _steps(messages: Sequence[Message]) -> list[str]:
+    """Each action with what came back after it, as text."""
+    starts = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    ends = [*starts[1:], len(messages)]
+    return [transcript(messages[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _steps_type(code: str, items: int, actions: int) -> TypeAdapter[StepsAnswer]:
+    def check(answer: StepsAnswer) -> StepsAnswer:
+        if answer.code != code:
+            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+        if len(answer.steps) != actions:
+            raise ValueError(f"steps has {len(answer.steps)} lists for {actions} actions")
+        wrong = [number for step in answer.steps for number in step if not 1 <= number <= items]
+        if wrong:
+            raise ValueError(f"there is no item {wrong[0]}: they are numbered from 1 to {items}")
+        return answer
+
+    return TypeAdapter(Annotated[StepsAnswer, AfterValidator(check)])
