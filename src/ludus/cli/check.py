@@ -17,7 +17,7 @@ from typing import Any
 
 from ludus.core.concurrency import busy_locations
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult
+from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
@@ -363,7 +363,7 @@ async def _env(
     return [(str(finding.severity), f"{finding.problem}; {finding.fix}") for finding in found]
 
 
-def tool_findings(reference: str, arguments: str | None) -> Findings:
+def tool_findings(reference: str, arguments: str | None, name: str | None = None) -> Findings:
     """A tool as the model sees it, and the result of a call."""
     tools = build_toolset([reference])
     context = ToolContext("check", Task.of("check", id="check"))
@@ -375,23 +375,41 @@ def tool_findings(reference: str, arguments: str | None) -> Findings:
         raise ConfigError("--arguments must be a JSON object")
 
     async def used() -> Findings:
-        spec = (await tools.list(context))[0]
-        findings: Findings = [("info", json.dumps(spec.as_openai(), indent=2))]
-        if not spec.description:
-            findings.append(("warning", "it has no description: write a docstring, the model reads it"))
-        if given is not None:
-            try:
-                await tools.open(context)
-                result = await tools.call(ToolCall(spec.name, given), context)
-            except LudusError as error:
-                return [*findings, ("error", str(error))]
-            fault = f" (the model's fault: {result.fault})" if result.fault else ""
-            findings.append(("warning" if fault else "info", f"result{fault}: {result.content}"))
+        try:
+            return await _used_tool(tools, context, given, name)
+        finally:
             await tools.close(context)
+            await shut(tools)
             await close_shared_sandboxes()
-        return findings
 
     return asyncio.run(used())
+
+
+async def _used_tool(
+    tools: ToolSet, context: ToolContext, given: dict[str, Any] | None, name: str | None
+) -> Findings:
+    specs = {spec.name: spec for spec in await tools.list(context)}
+    if name is not None and name not in specs:
+        raise ConfigError(f"there is no tool {name!r} among {', '.join(specs)}")
+    chosen = list(specs.values()) if name is None else [specs[name]]
+    findings: Findings = []
+    for spec in chosen:
+        findings.append(("info", json.dumps(spec.as_openai(), indent=2)))
+        if not spec.description:
+            told = "it has no description: write a docstring, the model reads it"
+            findings.append(("warning", told if len(chosen) == 1 else f"{spec.name}: no description"))
+    if given is None:
+        return findings
+    if len(chosen) > 1:
+        raise ConfigError(f"which of the tools shall be called? --name {' or '.join(specs)}")
+    try:
+        await tools.open(context)
+        result = await tools.call(ToolCall(chosen[0].name, given), context)
+    except LudusError as error:
+        return [*findings, ("error", str(error))]
+    fault = f" (the model's fault: {result.fault})" if result.fault else ""
+    findings.append(("warning" if fault else "info", f"result{fault}: {result.content}"))
+    return findings
 
 
 _ROUNDS = 20

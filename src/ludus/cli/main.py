@@ -504,14 +504,18 @@ def check_environment(
 @check_app.command("tool")
 def check_tool(
     tool: Annotated[
-        str, typer.Argument(help="module:function, file.py:function, or a name such as python.")
+        str,
+        typer.Argument(help="module:function, file.py:function, a name such as python, or mcp:SERVER."),
     ],
     arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Which one, where there are several; all are shown when left out.")
+    ] = None,
 ) -> None:
     """Show a tool as the model sees it, and call it."""
     from ludus.cli.check import tool_findings
 
-    _finish(tool_findings(tool, arguments), tool)
+    _finish(tool_findings(tool, arguments, name), tool)
 
 
 @check_app.command("data")

@@ -1,5 +1,6 @@
 """What a run leaves behind, and what a person sees of it: metrics, episodes, checkpoints, reports."""
 
+from ludus.observe.audit import AUDIT, AuditLog, read_audit
 from ludus.observe.checkpoints import (
     Checkpoint,
     checkpoint_problems,
@@ -73,11 +74,13 @@ from ludus.observe.trajectory_store import (
 )
 
 __all__ = [
+    "AUDIT",
     "CATALOGUE",
     "LOSSES",
     "SHOWN_METRICS",
     "SINKS",
     "SPLITS",
+    "AuditLog",
     "Cell",
     "Checkpoint",
     "Diagnosis",
@@ -129,6 +132,7 @@ __all__ = [
     "prefixed",
     "printable",
     "prune_checkpoints",
+    "read_audit",
     "read_failures",
     "read_groups",
     "read_metrics",

@@ -7,6 +7,7 @@
     trajectories/step-000012.parquet the episodes of a step (step-000012-eval.parquet: evaluated)
     checkpoints/step-000012/         see `checkpoints`
     logs/ludus.log                   everything that was logged
+    audit.jsonl                      every tool call, when asked for or where MCP servers are used
     tensorboard/                     when asked for
     curve.png, report.md             what a person looks at first
 """

@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ludus.core.audit import Audit, AuditRecord, legality_of
 from ludus.core.concurrency import run_sync
 from ludus.core.config import Config
-from ludus.core.failures import Aborted, ConfigError, Fault
+from ludus.core.failures import Aborted, ConfigError, Fault, InfraError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key
@@ -30,7 +31,7 @@ from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.rollouts.renderer import NextContext, Renderer
-from ludus.tools import OutputLimits
+from ludus.tools import OutputLimits, changed_tools, tools_changed
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Episode:
         opening: Sequence[Message],
         step_rewards: StepRewards = "sum",
         record: EpisodeRecord | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self.trajectory = trajectory
         self.budgets = budgets
@@ -110,6 +112,7 @@ class Episode:
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
         self._step_rewards = step_rewards
+        self._audit = audit
         self._history = record
         """What was said and called, where others may branch off; and what a branch shares."""
         self._level: float | None = None
@@ -274,14 +277,75 @@ class Episode:
         started = time.perf_counter()
         allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
         try:
-            results = await _gather([self._tools.call(call, self.context) for call in allowed])
+            results = await _gather([self._one_call(call) for call in allowed])
         finally:
             self.trajectory.seconds["tools"] += time.perf_counter() - started
         refusal = ToolResult(
             f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
         )
+        for call in refused:
+            self._note(call, refusal, 0.0, was_run=False)
         truncated = [await self._truncated(result) for result in results]
+        if truncated and (notice := await self._changed_tools()):
+            truncated[-1] = replace(truncated[-1], content=f"{truncated[-1].content}\n\n{notice}")
         return [*zip(allowed, truncated, strict=True), *((call, refusal) for call in refused)]
+
+    async def _one_call(self, call: ToolCall) -> ToolResult:
+        """One call, and its line in the audit log."""
+        if self._audit is None:
+            return await self._tools.call(call, self.context)
+        started = time.perf_counter()
+        try:
+            result = await self._tools.call(call, self.context)
+        except InfraError as failure:
+            self._note(call, None, time.perf_counter() - started, failure=str(failure))
+            raise
+        except asyncio.CancelledError:
+            self._note(call, None, time.perf_counter() - started, failure="cancelled")
+            raise
+        self._note(call, result, time.perf_counter() - started)
+        return result
+
+    def _note(
+        self,
+        call: ToolCall,
+        result: ToolResult | None,
+        seconds: float,
+        *,
+        failure: str | None = None,
+        was_run: bool = True,
+    ) -> None:
+        if self._audit is None:
+            return
+        fault = result.fault if result is not None else None
+        record = AuditRecord(
+            episode=self.context.episode,
+            task=self.task.id,
+            attempt=self.trajectory.attempt,
+            turn=self.trajectory.turns,
+            call=call.id,
+            tool=call.name,
+            arguments=call.arguments,
+            offered=tuple(spec.name for spec in self._specs),
+            legality=legality_of(fault, was_run=was_run),
+            seconds=seconds,
+            fault=fault,
+            failure=failure,
+            chars=len(result.content) if result is not None else 0,
+            media=len(result.media) if result is not None else 0,
+        )
+        self._audit(record)
+
+    async def _changed_tools(self) -> str:
+        """What to tell the model of tools that have come or gone; the prompt, which it has read, stays."""
+        if not await tools_changed(self._tools, self.context):
+            return ""
+        before, self._specs = self._specs, list(await self._tools.list(self.context))
+        notice = changed_tools(before, self._specs)
+        if notice:
+            self._renderer = self._unbound.bound(self._specs)
+        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
+        return OutputLimits(len(notice), limit, encode).apply(notice)
 
     def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
         """Show the model this before its next action: results of `call`, a message, or a text."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
+from ludus.core.audit import Audit
 from ludus.core.failures import (
     Aborted,
     Boundary,
@@ -64,6 +65,8 @@ class Rollout:
     """How rewards of calls make up an episode's; None leaves it to the environments, and else is "sum"."""
     tree: TreeConfig | None = None
     """Play each group as a tree of attempts that share their first turns."""
+    audit: Audit | None = None
+    """Told of every tool call."""
     max_in_flight: int = 256
     retries: int = 1
     """How often an episode is played again after an infrastructure failure."""
@@ -230,6 +233,7 @@ class Rollout:
                 opening=opening_messages(task.messages, [text for text in observed if text]),
                 step_rewards=self._step_rewards_of(task, envs),
                 record=record,
+                audit=self.audit,
             )
             try:
                 await self.agent.run(episode)

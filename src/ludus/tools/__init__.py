@@ -2,13 +2,21 @@
 
 `tool` makes one of a function, `Tool` is the base class, a tool set is what an episode opens and calls.
 Packages below: `library` (tools that come with Ludus), `recording` (record and replay), `hosting` (worker
-processes behind the tool server); `remote` has the tools of a server.
+processes behind the tool server), `mcp` (the tools of MCP servers); `remote` has the tools of a server of ours.
 """
 
 from ludus.tools.calling import OutputLimits
 from ludus.tools.signature import example_of
 from ludus.tools.tool import FunctionTool, Tool, tool
-from ludus.tools.toolset import CombinedTools, LocalTools, as_toolset, shut, unknown_tool
+from ludus.tools.toolset import (
+    CombinedTools,
+    LocalTools,
+    as_toolset,
+    changed_tools,
+    shut,
+    tools_changed,
+    unknown_tool,
+)
 
 __all__ = [
     "CombinedTools",
@@ -17,8 +25,10 @@ __all__ = [
     "OutputLimits",
     "Tool",
     "as_toolset",
+    "changed_tools",
     "example_of",
     "shut",
     "tool",
+    "tools_changed",
     "unknown_tool",
 ]

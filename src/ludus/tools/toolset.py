@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -103,6 +104,10 @@ class CombinedTools:
             return unknown_tool(call.name, routes)
         return await routes[call.name].call(call, context)
 
+    async def changed(self, context: ToolContext) -> bool:
+        """Whether the list may be another one than the episode was last told."""
+        return any([await tools_changed(one, context) for one in self._sets])
+
     async def close(self, context: ToolContext) -> None:
         self._routes.pop(context.episode, None)
         await _close_each(self._sets, context)
@@ -137,6 +142,23 @@ async def restore_tools(tools: ToolSet, state: Any, context: ToolContext) -> Non
     """Bring a tool set that has been opened for another episode to that state."""
     restoring: Any = tools
     await restoring.restore(state, context)
+
+
+async def tools_changed(tools: ToolSet, context: ToolContext) -> bool:
+    """Whether a tool set says that its list may have changed (`changed(context)`); most never change."""
+    asked = getattr(tools, "changed", None)
+    return asked is not None and bool(await asked(context))
+
+
+def changed_tools(before: Sequence[ToolSpec], now: Sequence[ToolSpec]) -> str:
+    """What has changed, as an agent is told in the midst of its episode; empty if nothing has."""
+    old, new = ({spec.name: spec for spec in specs} for specs in (before, now))
+    lines = [f"- gone: {name}" for name in old if name not in new]
+    for name, spec in new.items():
+        if old.get(name) != spec:
+            told = json.dumps(spec.as_openai()["function"], ensure_ascii=False)
+            lines.append(f"- {'changed' if name in old else 'new'}: {told}")
+    return "\n".join(["The tools have changed:", *lines]) if lines else ""
 
 
 async def shut(tools: ToolSet) -> None:
@@ -204,5 +226,6 @@ def unknown_tool(name: str, known: Iterable[str]) -> ToolResult:
 def _duplicate(name: str) -> ConfigError:
     return ConfigError(
         f"two tools are called {name!r}: name it once, or give one of them another name, with "
-        f'@tool(name=...), or a tool of the library in a table such as {{ tool = "{name}", name = "..." }}'
+        f'@tool(name=...), or a tool of the library in a table such as {{ tool = "{name}", name = "..." }}, or '
+        'those of an MCP server with { mcp = "...", prefix = "..." }'
     )

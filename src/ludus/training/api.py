@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,7 +24,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.core.user_code import reset_error_counts
 from ludus.envs import Env
-from ludus.observe import SINKS, RunFolder, RunWriter, setup_logging
+from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import UnsavedError
 from ludus.training.config.parts import (
@@ -351,7 +351,7 @@ async def _train_on(
 async def _train_in(
     writer: RunWriter, recipe: Recipe, parts: Parts, is_resumed: bool, on_step: OnStep
 ) -> Result:
-    with writer, setup_logging(writer):
+    with writer, setup_logging(writer), _audited(writer, recipe, parts) as parts:
         checkpoint = checkpoint_to_resume(writer, recipe) if is_resumed else None
         start = checkpoint.path if checkpoint else None
         async with await build_run_context(recipe, parts, start, run=writer.path.name) as context:
@@ -369,6 +369,22 @@ async def _train_in(
         if latest is None:
             raise ConfigError(f"{writer.path} has no checkpoint, though the run has ended")
         return Result(RunFolder(writer.path), latest.path, report, report.best)
+
+
+@contextmanager
+def _audited(writer: RunWriter, recipe: Recipe, parts: Parts) -> Iterator[Parts]:
+    """The parts, with a log of all tool calls in the run's folder where the recipe wants one."""
+    wanted = recipe.run.audit
+    if wanted is None:
+        wanted = any(one.parts.uses_mcp for one in task_set_specs(recipe, parts))
+    if not wanted:
+        yield parts
+        return
+    log = AuditLog(writer.path)
+    try:
+        yield replace(parts, audit=log)
+    finally:
+        log.close()
 
 
 def new_run(recipe: Recipe) -> RunWriter:

@@ -307,6 +307,7 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
         pools=_pools(parts, recipe.agent),
         step_rewards=recipe.agent.step_rewards,
         agent=parts.agent,
+        audit=parts.audit,
         budgets=recipe.budgets,
         sampling=Sampling(temperature=recipe.sampling.temperature),
         max_in_flight=recipe.max_in_flight,

@@ -1,9 +1,9 @@
 """Tools that come with Ludus, and `build_toolset`: from what a recipe says about tools to one tool set.
 
 A tool is named by a short name (`"python"`), by a reference (`"shop.py:search"`), by the address of a tool
-server (`"http://host:port"`), or by a table whose key `tool` is one of these and whose other keys are
-options (`{tool = "sql", database = "shop.db"}`); in Python it may be the thing itself. No tool is imported
-before it is asked for: `TOOLS` holds names only.
+server (`"http://host:port"`), by an MCP server (`"mcp:uvx mcp-server-time"`, `"mcp:https://..."`), by a table
+whose key `tool` is one of these and whose other keys are options (`{tool = "sql", database = "shop.db"}`); in
+Python it may be the thing itself. No tool is imported before it is asked for: `TOOLS` holds names only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import ToolSet
 from ludus.core.registry import Registry
 from ludus.tools.calling import Encode
+from ludus.tools.mcp import is_mcp, mcp_tools
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import LocalTools, as_toolset
 
@@ -92,7 +93,7 @@ def tools_named(specs: Sequence[Spec]) -> list[Tool | type[Tool]]:
     """The tools of this process among what a recipe or Python names."""
     found: list[Any] = []
     for spec in specs:
-        if not _name(spec).startswith(("http://", "https://")):
+        if not is_mcp(spec) and not _name(spec).startswith(("http://", "https://")):
             thing = _found(spec)[0]
             found += thing.tools if isinstance(thing, LocalTools) else [thing]
     return [
@@ -104,6 +105,8 @@ def tools_named(specs: Sequence[Spec]) -> list[Tool | type[Tool]]:
 
 def _found(spec: Any) -> tuple[Any, dict[str, Any]]:
     """What a spec names, and the options it gives."""
+    if is_mcp(spec):
+        return mcp_tools(spec), {}
     if isinstance(spec, str):
         spec = {"tool": spec}
     if not isinstance(spec, Mapping):

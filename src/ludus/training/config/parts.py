@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ludus.core.audit import Audit
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.registry import load_reference
@@ -20,6 +21,7 @@ from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
 from ludus.tools.library import build_toolset, tools_named
+from ludus.tools.mcp import is_mcp
 from ludus.training.config.paths import COMMAND
 from ludus.training.config.recipe import Recipe, TaskSetConfig
 from ludus.training.config.stages import SFTConfig
@@ -39,6 +41,13 @@ class Parts:
     group_rewards: Sequence[Any] = ()
     agent: Agent = field(default_factory=Agent)
     demonstrations: Expert | Sequence[Conversation] | None = None
+    audit: Audit | None = None
+    """Told of every tool call; a run writes them to its folder (run.audit)."""
+
+    @property
+    def uses_mcp(self) -> bool:
+        """Whether tools of MCP servers are among the tools."""
+        return any(is_mcp(one) for one in self.tools)
 
     @property
     def all_envs(self) -> dict[str, Callable[[], Env]]:

@@ -136,7 +136,8 @@ class AgentConfig(Config):
     """What the agent can do, and how it says so."""
 
     tools: tuple[str | dict[str, Any], ...] = ()
-    """Tools by short name, 'module:function', a server's address, or tables with options (docs/toolbox.md)."""
+    """Tools by short name, 'module:function', a server's address, 'mcp:...', or tables with options
+    (docs/toolbox.md, docs/mcp.md)."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where tools that run the model's code run it."""
     record: RecordingConfig | None = None
@@ -227,6 +228,8 @@ class RunConfig(Config):
     """How many of the newest checkpoints stay; the best, and the last of every stage that learns, stay too."""
     trajectories_every: int = Field(default=1, ge=0)
     """Write the episodes of every so many steps; 0 writes none."""
+    audit: bool | None = None
+    """Write every tool call to audit.jsonl; left out, where tools of MCP servers are used (docs/mcp.md)."""
     replay: Place | None = None
     """Train from the groups that the run in this folder recorded, and play nothing (ludus train --replay
     RUN)."""

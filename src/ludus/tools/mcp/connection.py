@@ -1,0 +1,327 @@
+"""One connection to an MCP server, from its start to its end: a process, or a session behind an address.
+
+Who waits for whom. The SDK wants a client entered and left by one task, so a connection has a task of its
+own that does nothing else. Requests are made by whoever needs them, many at once, each within its own
+deadline. When the server's output ends, or the task does, all requests in flight fail with `ServerGone`.
+
+A request past its deadline says nothing of whose fault that is. So the server is asked something easy then:
+one that answers is alive, and the call was slow (the model's choice, which it reads); one that does not is
+hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import mcp_types as types
+from mcp.client import Client
+from mcp.client.session import ClientSession
+from mcp.shared.exceptions import MCPError
+from mcp_types import CONNECTION_CLOSED, METHOD_NOT_FOUND
+from pydantic import ValidationError
+
+from ludus.core.failures import Boundary, ConfigError, InfraError
+from ludus.tools.mcp.catalog import ToolCatalog, make_catalog
+from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp.http import HttpStatus, http_transport
+from ludus.tools.mcp.stdio import ServerProcess, stdio_transport
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PROBE_SECONDS = 3.0
+_CLOSE_SECONDS = 10.0
+_MOST_PAGES = 200
+_HTTP_ENDED = ("Session terminated", "Server returned an error response")
+"""What the SDK's transport says in the server's place, when HTTP itself refused."""
+
+
+NONSENSE = "MCPServerNonsense"
+"""The kind of failure of a server that answers what is no MCP."""
+
+
+class ServerGone(InfraError):
+    """The server died, hangs, or cannot be reached; what was asked may have been done or not."""
+
+    def __init__(self, message: str, kind: Literal["Died", "Hangs", "NotStarted", "Nonsense"]) -> None:
+        super().__init__(Boundary.SERVER, message, retriable=False, replay=True, kind=f"MCPServer{kind}")
+
+
+class SlowCall(Exception):
+    """A request passed its deadline, and the server is alive."""
+
+
+class ServerRefusal(Exception):
+    """The server answered a request with an error."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class MCPConnection:
+    """A running server, as we talk to it."""
+
+    def __init__(self, config: MCPServerConfig) -> None:
+        self.config = config
+        self._process = None if config.is_http else ServerProcess(config)
+        self._http = HttpStatus()
+        self._ready = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+        self._session: ClientSession | None = None
+        self._error: BaseException | None = None
+        self._catalog: ToolCatalog | None = None
+        self._is_stale = False
+        self._listing = asyncio.Lock()
+
+    @property
+    def is_alive(self) -> bool:
+        has_output = self._process is None or not self._process.ended.is_set()
+        is_owned = self._owner is not None and not self._owner.done()
+        return self._session is not None and has_output and is_owned and not self._closing.is_set()
+
+    @property
+    def catalog(self) -> ToolCatalog | None:
+        """What the server offered when it was last asked."""
+        return self._catalog
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the server has said since that its list has changed."""
+        return self._is_stale
+
+    async def start(self) -> None:
+        """Start the server or connect to it, and read its list; `ServerGone` or `ConfigError` if that fails."""
+        limit = self.config.start_timeout
+        try:
+            async with asyncio.timeout(limit):
+                for mode in ("legacy", "auto"):
+                    # with the handshake first: sessions and notices of changed lists are part of that
+                    # protocol; servers of 2026-07-28 alone have no handshake, and are asked by discovery
+                    await self._begin(mode)
+                    if self._session is not None or not _wants_discovery(self._error):
+                        break
+                    await self.close()
+                    self._closing.clear()
+                if self._session is None:
+                    raise self._not_started("")
+                await self.list()
+        except TimeoutError:
+            await self.close()
+            raise self._not_started(
+                f"it was not ready within {limit:g} seconds (start_timeout)"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _begin(self, mode: str) -> None:
+        self._error = None
+        self._ready.clear()
+        if self._process is not None:
+            self._process = ServerProcess(self.config)
+        self._owner = asyncio.create_task(self._own(mode), name=f"mcp {self.config.label}")
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait((ready, self._owner), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+
+    async def _own(self, mode: str) -> None:
+        """Enter the client, and stay until told to leave or until the server ends."""
+        config, process = self.config, self._process
+        transport = http_transport(config, self._http) if process is None else stdio_transport(process)
+        client = Client(
+            transport,
+            mode=mode,
+            cache=None,
+            message_handler=self._heard,
+            client_info=types.Implementation(name="ludus", version="1"),
+        )
+        try:
+            async with client:
+                self._session = client.session
+                self._ready.set()
+                ends: list[Awaitable[object]] = [self._closing.wait()]
+                if process is not None:
+                    ends.append(process.ended.wait())
+                waiting = [asyncio.ensure_future(one) for one in ends]
+                try:
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for one in waiting:
+                        one.cancel()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - groups of the SDK's task groups; told to whoever asks next
+            self._error = error
+        finally:
+            self._session = None
+
+    async def _heard(self, message: Any) -> None:
+        """A notification."""
+        if isinstance(message, types.ToolListChangedNotification | types.PromptListChangedNotification):
+            self._is_stale = True
+
+    async def request(
+        self, what: str, ask: Callable[[ClientSession], Awaitable[T]], timeout: float | None = None
+    ) -> T:
+        """The answer to one request; `ServerRefusal`, `SlowCall`, or `ServerGone`."""
+        seconds = self.config.timeout if timeout is None else timeout
+        session = self._session
+        if session is None or not self.is_alive:
+            raise self._gone(what)
+        try:
+            async with asyncio.timeout(seconds):
+                return await ask(session)
+        except TimeoutError:
+            if await self._answers(session):
+                raise SlowCall(f"it took longer than {seconds:g} seconds") from None
+            await self.close()
+            raise ServerGone(
+                f"the MCP server {self.config.label!r} hangs: it answered neither {what} within "
+                f"{seconds:g} seconds nor a question after it. {self._last_words()}".strip(),
+                "Hangs",
+            ) from None
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED and "exceeded the" not in error.message:
+                raise await self._died(what) from error
+            if self._process is None and error.message in _HTTP_ENDED:
+                await self.close()
+                raise self._gone(what) from error
+            raise ServerRefusal(error.code, error.message) from error
+        except ValidationError as error:
+            raise ServerGone(
+                f"the MCP server {self.config.label!r} answered {what} with what is no MCP: {_first(error)}",
+                "Nonsense",
+            ) from error
+
+    async def _answers(self, session: ClientSession) -> bool:
+        """Whether the server answers at all."""
+        asked = types.PingRequest(params=types.RequestParams())
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await session.send_request(asked, types.EmptyResult)
+        except MCPError as error:
+            return error.code != CONNECTION_CLOSED
+        except (TimeoutError, RuntimeError):
+            return False
+        except (ValueError, ValidationError):
+            return True
+        return True
+
+    async def _died(self, what: str) -> ServerGone:
+        """That the server ended during a request; how, is known a moment later."""
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    await self._process.ended.wait()
+        await self.close()
+        return self._gone(what)
+
+    def _gone(self, what: str) -> ServerGone:
+        words = self._last_words()
+        return ServerGone(
+            f"the MCP server {self.config.label!r} ended before it answered {what}. {words}".strip(),
+            "Died",
+        )
+
+    def _not_started(self, why: str) -> InfraError | ConfigError:
+        words = "; ".join(one for one in (why, self._last_words()) if one)
+        text = f"the MCP server {self.config.label!r} did not start: {words or 'for no known reason'}"
+        if self._process is not None and self._process.could_not_run:
+            return ConfigError(f"{text}. Install it, or name the command in full")
+        return ServerGone(text, "NotStarted")
+
+    def _last_words(self) -> str:
+        told = self._process.last_words() if self._process is not None else self._http.last_words()
+        error = self._error
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        is_told = error is None or (
+            isinstance(error, MCPError) and error.code == CONNECTION_CLOSED and told
+        )
+        named = "" if is_told else f"{type(error).__name__}: {error}"[:500]
+        return "; ".join(one for one in (told, named) if one)
+
+    # Lists
+
+    async def list(self) -> ToolCatalog:
+        """What the server offers now; it is asked again only after it has said that something changed."""
+        async with self._listing:
+            if self._catalog is None or self._is_stale:
+                self._is_stale = False
+                try:
+                    self._catalog = await self._listed()
+                except BaseException:
+                    self._is_stale = True
+                    raise
+            return self._catalog
+
+    async def _listed(self) -> ToolCatalog:
+        tools: list[types.Tool] = []
+        cursor: str | None = None
+        for _ in range(_MOST_PAGES):
+            params = types.PaginatedRequestParams(cursor=cursor)
+            page = await self._page(params)
+            tools += page.tools
+            cursor = page.next_cursor
+            if not cursor or len(tools) > 100_000:
+                break
+        else:
+            raise ServerGone(
+                f"the MCP server {self.config.label!r} lists its tools without end", "Nonsense"
+            )
+        return make_catalog(tools, self.config)
+
+    async def _page(self, params: types.PaginatedRequestParams) -> types.ListToolsResult:
+        try:
+            return await self.request("tools/list", lambda session: session.list_tools(params=params))
+        except SlowCall:
+            await self.close()
+            raise ServerGone(
+                f"the MCP server {self.config.label!r} does not list its tools in time", "Hangs"
+            ) from None
+        except ServerRefusal as refusal:
+            if refusal.code == METHOD_NOT_FOUND:
+                return types.ListToolsResult(tools=[])  # it has resources or prompts alone
+            raise ServerGone(
+                f"the MCP server {self.config.label!r} does not list its tools: {refusal}", "Nonsense"
+            ) from None
+
+    async def close(self) -> None:
+        """End the session and the process. May be called twice, and by several at once."""
+        self._closing.set()
+        owner = self._owner
+        if owner is None or owner.done() or owner is asyncio.current_task():
+            return
+        if self._session is None:
+            owner.cancel()  # it is still starting
+        done, _ = await asyncio.wait((owner,), timeout=_CLOSE_SECONDS)
+        if not done:
+            owner.cancel()
+            await asyncio.wait((owner,), timeout=_CLOSE_SECONDS)
+        if owner.done() and not owner.cancelled() and owner.exception() is not None:
+            _log.debug("closing %s: %r", self.config.label, owner.exception())
+
+
+def _wants_discovery(error: BaseException | None) -> bool:
+    """Whether a handshake failed because the server has none."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return isinstance(error, MCPError) and error.code in (
+        METHOD_NOT_FOUND,
+        types.UNSUPPORTED_PROTOCOL_VERSION,
+    )
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(step) for step in problem["loc"])
+    return f"{place}: {problem['msg']}"

@@ -1,0 +1,81 @@
+"""A server behind an address: the SDK's streamable HTTP transport, with bounds and with what HTTP said."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx2
+from mcp.client.streamable_http import streamable_http_client
+
+from ludus.tools.mcp.config import MCPServerConfig
+
+_CONNECT_SECONDS = 10.0
+LARGER = "larger than max_message_bytes"
+
+
+class HttpStatus:
+    """What the server last said in HTTP's own words, which JSON-RPC errors leave out."""
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        self.problem = ""
+
+    def last_words(self) -> str:
+        return self.refusal or self.problem
+
+
+@asynccontextmanager
+async def http_transport(config: MCPServerConfig, status: HttpStatus) -> AsyncIterator[Any]:
+    """The server's streams, as the SDK's client takes them."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
+    # a call's own deadline ends it; a response may be silent for as long
+    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None)
+    transport = _BoundedTransport(config.max_message_bytes, status, limits)
+    client = httpx2.AsyncClient(headers=config.http_headers(), timeout=timeout, transport=transport)
+    async with (
+        client,
+        streamable_http_client(
+            config.mcp, http_client=client, max_sse_event_size=config.max_message_bytes
+        ) as streams,
+    ):
+        yield streams
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    """Reads at most so many bytes of a JSON answer, and notes refusals."""
+
+    def __init__(self, most: int, status: HttpStatus, limits: httpx2.Limits) -> None:
+        super().__init__(limits=limits)
+        self._most, self._status = most, status
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        try:
+            response = await super().handle_async_request(request)
+        except httpx2.TransportError as error:
+            self._status.problem = f"{type(error).__name__}: {error}"
+            raise
+        self._status.problem = ""
+        is_refused = response.status_code >= 400 and request.method == "POST"
+        self._status.refusal = f"HTTP status {response.status_code}" if is_refused else ""
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _BoundedStream(response.stream, self._most)
+        return response
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, inner: httpx2.AsyncByteStream, most: int) -> None:
+        self._inner, self._most = inner, most
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for data in self._inner:
+            size += len(data)
+            if size > self._most:
+                raise httpx2.StreamError(f"the answer is {LARGER} = {self._most:,}")
+            yield data
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

@@ -1,0 +1,157 @@
+"""Do arguments fit a server's JSON Schema? A check that is safe with schemas that nobody here wrote.
+
+It knows the keywords that tools use and ignores the rest, of which the server is the judge: `pattern` and
+`format` above all, since a regular expression of a stranger can take for ever. References are followed
+inside the schema only. The work is bounded: where a schema makes it explode, the check ends, and again the
+server decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ludus.tools.arguments import show
+
+_MOST_STEPS = 5_000
+_DEEPEST = 40
+_MOST_PROBLEMS = 8
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "number": (int, float),
+    "integer": int,
+}
+
+
+class _Enough(Exception):
+    """The work is over its bound."""
+
+
+def argument_problems(schema: Mapping[str, Any], arguments: Any) -> list[str]:
+    """What is wrong with the arguments, place by place; empty if nothing is, or if it cannot be told."""
+    try:
+        return list(_Check(schema).problems(schema, arguments, "", 0))[:_MOST_PROBLEMS]
+    except (_Enough, RecursionError):
+        return []
+
+
+class _Check:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._steps = 0
+
+    def problems(self, schema: Any, value: Any, place: str, depth: int) -> Iterator[str]:
+        self._steps += 1
+        if self._steps > _MOST_STEPS or depth > _DEEPEST:
+            raise _Enough
+        if schema is False:
+            yield f"{place or '(all)'}: not allowed"
+            return
+        if not isinstance(schema, Mapping):
+            return
+        if isinstance(schema.get("$ref"), str):
+            yield from self.problems(self._target(schema["$ref"]), value, place, depth + 1)
+        for option in _list(schema.get("allOf")):
+            yield from self.problems(option, value, place, depth + 1)
+        for key in ("anyOf", "oneOf"):
+            options = _list(schema.get(key))
+            found = [list(self.problems(option, value, place, depth + 1)) for option in options]
+            if found and all(found):
+                yield min(found, key=len)[0]
+        own = _own_problem(schema, value)
+        if own:
+            yield f"{place or '(all)'}: {own}; got {show(value)}"
+        elif isinstance(value, dict):
+            yield from self._members(schema, value, place, depth)
+        elif isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+            for index, item in enumerate(value):
+                yield from self.problems(schema["items"], item, f"{place}[{index}]", depth + 1)
+
+    def _members(
+        self, schema: Mapping[str, Any], value: dict[str, Any], place: str, depth: int
+    ) -> Iterator[str]:
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, Mapping) else {}
+        for name in _list(schema.get("required")):
+            if isinstance(name, str) and name not in value:
+                yield f"{_inside(place, name)}: missing"
+        for name, item in value.items():
+            if name in known:
+                yield from self.problems(known[name], item, _inside(place, name), depth + 1)
+            elif schema.get("additionalProperties") is False and "patternProperties" not in schema:
+                near = get_close_matches(name[:100], [str(one) for one in known], n=1)
+                hint = (
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"known: {', '.join(list(known)[:20]) or 'none'}"
+                )
+                yield f"{_inside(place, name)}: unknown argument; {hint}"
+
+    def _target(self, reference: str) -> Any:
+        """What a reference inside the schema names; {}, which allows everything, where there is nothing."""
+        if not reference.startswith("#"):
+            return {}
+        found: Any = self._root
+        for step in reference[1:].strip("/").split("/")[:20]:
+            if step:
+                found = (
+                    found.get(step.replace("~1", "/").replace("~0", "~"), {})
+                    if isinstance(found, Mapping)
+                    else {}
+                )
+        return found
+
+
+def _own_problem(schema: Mapping[str, Any], value: Any) -> str:
+    """What is wrong with a value by itself."""
+    if "const" in schema and not _equal(value, schema["const"]):
+        return f"expected {json.dumps(schema['const'])[:100]}"
+    options = schema.get("enum")
+    if isinstance(options, list) and options and not any(_equal(value, one) for one in options):
+        return f"expected one of {', '.join(json.dumps(one) for one in options)[:300]}"
+    kinds = schema.get("type")
+    wanted = [kinds] if isinstance(kinds, str) else [one for one in _list(kinds) if isinstance(one, str)]
+    if wanted and all(one in _TYPES for one in wanted) and not any(_is(value, one) for one in wanted):
+        return f"expected {' or '.join(wanted)}"
+    if _is(value, "number"):
+        return _bounds(schema, value, "minimum", "maximum", "a number")
+    if isinstance(value, str):
+        return _bounds(schema, len(value), "minLength", "maxLength", "a length")
+    if isinstance(value, list):
+        return _bounds(schema, len(value), "minItems", "maxItems", "a length")
+    return ""
+
+
+def _bounds(schema: Mapping[str, Any], number: float, low: str, high: str, what: str) -> str:
+    least, most = schema.get(low), schema.get(high)
+    if least is not None and _is(least, "number") and number < least:
+        return f"expected {what} of at least {least}"
+    if most is not None and _is(most, "number") and number > most:
+        return f"expected {what} of at most {most}"
+    return ""
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _TYPES[kind])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
+
+
+def _inside(place: str, name: str) -> str:
+    return f"{place}.{name[:80]}" if place else name[:80]

@@ -1,0 +1,226 @@
+"""A server that a command starts: its process, and the two pipes that JSON-RPC goes through.
+
+The SDK's own stdio transport reads lines of any length into memory, leaves a server's children behind when
+we are killed, and says nothing of why a server ended. This one bounds a line (`lines`), runs the command
+below a guardian (`guardian`), keeps the end of its standard error for messages, and counts what is not
+JSON-RPC.
+
+Who waits for whom. Three tasks: one reads lines and hands messages to the session, one writes the session's
+messages, one reads standard error. None waits for another; a server that reads nothing blocks the writer
+alone, and calls have deadlines. Leaving the block closes standard input, gives the server a moment, then
+has the guardian kill everything below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import mcp_types as types
+from anyio.abc import ByteReceiveStream, Process
+from anyio.streams.memory import MemoryObjectSendStream
+from mcp.client.stdio import get_default_environment
+from mcp.shared.message import SessionMessage
+
+from ludus.core.concurrency import run_sync
+from ludus.tools.mcp import guardian
+from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp.lines import LineSplitter, LongLine
+
+_log = logging.getLogger(__name__)
+
+TOO_LARGE = -32050
+"""The JSON-RPC code of an answer that was too large to be read: ours, in the range that is free for clients."""
+_CHUNK = 1 << 16
+_MOST_STDERR = 4_000
+_GRACE_SECONDS = 1.0
+_KILL_SECONDS = 5.0
+
+
+class ServerProcess:
+    """What is known of a server's process, while it runs and after."""
+
+    def __init__(self, config: MCPServerConfig) -> None:
+        self.config = config
+        self.ended = anyio.Event()
+        """Set when its output has ended: it is dead, or as good as."""
+        self.stray_lines = 0
+        """Lines on its standard output that are no JSON-RPC."""
+        self.first_stray = ""
+        self.status: int | None = None
+        self._stderr = b""
+
+    @property
+    def could_not_run(self) -> bool:
+        return self.status == guardian.CANNOT_RUN
+
+    def last_words(self) -> str:
+        """How it ended, and what it said last."""
+        told = []
+        if self.status is not None:
+            how = f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"
+            told.append(f"it exited with {how}")
+        if self.stray_lines:
+            told.append(
+                f"it wrote {self.stray_lines} line(s) to its standard output that are no JSON-RPC, first "
+                f"{self.first_stray!r}"
+            )
+        if text := self._stderr.decode("utf-8", "replace").strip():
+            told.append(f"its standard error ends: {text[-1000:]}")
+        return "; ".join(told)
+
+    def heard(self, data: bytes) -> None:
+        """Something on standard error."""
+        self._stderr = (self._stderr + data)[-_MOST_STDERR:]
+
+    def stray(self, line: bytes) -> None:
+        """A line that is no message: many servers print a banner, which is against the protocol."""
+        self.stray_lines += 1
+        if self.stray_lines == 1:
+            self.first_stray = line[:200].decode("utf-8", "replace")
+            _log.warning(
+                "the MCP server %r writes to its standard output what is no JSON-RPC; it is ignored: %r",
+                self.config.label,
+                self.first_stray,
+            )
+
+
+@asynccontextmanager
+async def stdio_transport(known: ServerProcess) -> AsyncIterator[Any]:
+    """The server's streams, as the SDK's client takes them; `known` is told of what happens."""
+    config = known.config
+    async with _working_folder(config) as folder:
+        files = folder or ""
+        process = await anyio.open_process(
+            [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *config.command(files)],
+            env=get_default_environment() | config.variables(files),
+            cwd=folder,
+            start_new_session=True,
+        )
+        to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        to_server, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_read, process, known, to_session)
+            tasks.start_soon(_write, process, from_session)
+            tasks.start_soon(_read_stderr, process, known)
+            try:
+                yield from_server, to_server
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await _stop(process, known)
+                tasks.cancel_scope.cancel()
+                for stream in (to_session, from_server, to_server, from_session):
+                    stream.close()
+
+
+@asynccontextmanager
+async def _working_folder(config: MCPServerConfig) -> AsyncIterator[str | None]:
+    """Where the command runs: a fresh copy of its files, which vanishes afterwards, or the folder it names."""
+    if config.files is None:
+        yield config.cwd
+        return
+    made = await run_sync(tempfile.mkdtemp, None, "ludus-mcp-")
+    copy = Path(made) / "files"
+    try:
+        await run_sync(lambda: shutil.copytree(config.files or "", copy, symlinks=True))
+        yield str(copy)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await run_sync(lambda: shutil.rmtree(made, ignore_errors=True))
+
+
+async def _read(
+    process: Process,
+    known: ServerProcess,
+    session: MemoryObjectSendStream[SessionMessage | Exception],
+) -> None:
+    splitter = LineSplitter(known.config.max_message_bytes)
+    try:
+        async for data in _chunks(process.stdout):
+            for line in splitter.feed(data):
+                if (message := _message(line, known)) is not None:
+                    await session.send(message)
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        _log.debug("%s: the session has ended", known.config.label)
+    finally:
+        known.status = process.returncode
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_GRACE_SECONDS):
+            known.status = await process.wait()  # so that whoever reports its end can say how
+        known.ended.set()
+        session.close()
+
+
+async def _chunks(stream: ByteReceiveStream | None) -> AsyncIterator[bytes]:
+    assert stream is not None
+    with contextlib.suppress(anyio.EndOfStream, ConnectionError, OSError):
+        while True:
+            yield await stream.receive(_CHUNK)
+
+
+def _message(line: bytes | LongLine, known: ServerProcess) -> SessionMessage | None:
+    if isinstance(line, LongLine):
+        return _too_large(line, known.config)
+    if not line.strip():
+        return None
+    try:
+        return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except (ValueError, RecursionError):
+        known.stray(line)
+        return None
+
+
+def _too_large(line: LongLine, config: MCPServerConfig) -> SessionMessage | None:
+    text = f"the answer has {line.size:,} bytes, and may have {config.max_message_bytes:,}"
+    _log.warning("the MCP server %r: %s; it is dropped (max_message_bytes)", config.label, text)
+    if line.request is None:
+        return None
+    error = types.ErrorData(code=TOO_LARGE, message=text)
+    return SessionMessage(types.JSONRPCError(jsonrpc="2.0", id=line.request, error=error))
+
+
+async def _write(process: Process, messages: Any) -> None:
+    assert process.stdin is not None
+    try:
+        async for one in messages:
+            text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+            await process.stdin.send(text.encode("utf-8", "replace") + b"\n")
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+        _log.debug("the server reads no more: %r", error)
+    finally:
+        messages.close()  # whoever writes to it now learns that nobody reads
+
+
+async def _read_stderr(process: Process, known: ServerProcess) -> None:
+    async for data in _chunks(process.stderr):
+        known.heard(data)
+        _log.debug("%s: %s", known.config.label, data.decode("utf-8", "replace").rstrip())
+
+
+async def _stop(process: Process, known: ServerProcess) -> None:
+    """Close its input, give it a moment, then kill it with everything it started."""
+    assert process.stdin is not None
+    with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+        await process.stdin.aclose()
+    with anyio.move_on_after(_GRACE_SECONDS):
+        await known.ended.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()  # the guardian, which kills all below it
+        with anyio.move_on_after(_KILL_SECONDS):
+            await process.wait()
+    if process.returncode is None:
+        _log.warning("the MCP server %r does not end; it is killed", known.config.label)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with anyio.move_on_after(_KILL_SECONDS):
+            await process.wait()
+    await process.aclose()

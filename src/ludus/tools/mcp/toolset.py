@@ -1,0 +1,291 @@
+"""The tools of an MCP server as a tool set: what an episode opens, lists, calls and closes.
+
+Who waits for whom. A shared server is started by the first episode that needs it, under a lock; the others
+wait for that start. With a server per episode, `servers` of them run at once, and further episodes wait in
+`open`. Calls wait for one of `concurrency` slots. A server that has died is started again by the next call
+that needs it, after a pause that doubles with each failure in a row; once `restarts` of them have failed,
+every caller is told why at once, until the pause is over.
+
+Whose fault is what. What the server refuses, and a call that is too slow on a server that lives, the model
+reads. A server that died or hangs is a failure of ours: a call that may be repeated (it declares itself
+read-only or idempotent, and the episode has no state there) is sent once more to the new server; any other
+ends the episode, which is played again. A session whose server is gone has lost its state, and is never
+quietly replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mcp_types as types
+from mcp.client.session import ClientSession
+from mcp_types import INVALID_PARAMS
+
+from ludus.core.failures import ConfigError, Fault, InfraError
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
+from ludus.tools.calling import OutputLimits, clean
+from ludus.tools.mcp.catalog import OfferedTool, ToolCatalog
+from ludus.tools.mcp.config import MCPServerConfig
+from ludus.tools.mcp.connection import NONSENSE, MCPConnection, ServerGone, ServerRefusal, SlowCall
+from ludus.tools.mcp.extras import ExtraTool, extra_tools
+from ludus.tools.mcp.http import LARGER
+from ludus.tools.mcp.results import result_of_call
+from ludus.tools.mcp.schema import argument_problems
+from ludus.tools.mcp.stdio import TOO_LARGE
+from ludus.tools.remote_http import unsendable
+from ludus.tools.tool import Limiter
+from ludus.tools.toolset import malformed, unknown_tool
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.25
+_LONGEST_PAUSE = 30.0
+
+
+@dataclass(slots=True)
+class _EpisodeState:
+    """What an episode has of the server."""
+
+    connection: MCPConnection | None = None
+    """Its own, where each episode has one."""
+    seen: ToolCatalog | None = None
+    """What it was last told that there is."""
+    calls: int = 0
+    lost: str = ""
+    """Why its state is gone."""
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class MCPTools:
+    """The tools of one MCP server."""
+
+    deterministic = False
+
+    def __init__(self, config: MCPServerConfig) -> None:
+        self.config = config
+        self._limits = OutputLimits(config.max_chars)
+        self._episodes: dict[str, _EpisodeState] = {}
+        self._shared: MCPConnection | None = None
+        self._starting = asyncio.Lock()
+        self._failed_starts = 0
+        self._has_started = False
+        self._not_before = 0.0
+        self._last_failure: InfraError | None = None
+        self._calls = Limiter(config.concurrency)
+        self._places = asyncio.Semaphore(config.servers)
+        self._extras = extra_tools(config)
+        self.restarted = 0
+        """How often a server that had died was started again."""
+
+    # Episodes
+
+    async def open(self, context: ToolContext) -> None:
+        if context.episode in self._episodes:
+            await self.close(context)
+        state = self._episodes[context.episode] = _EpisodeState()
+        try:
+            await self._connection(state)
+        except BaseException:
+            await self.close(context)
+            raise
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]:
+        state = self._state(context)
+        connection = await self._connection(state)
+        state.seen = await connection.list()
+        return [*state.seen.specs, *(one.spec for one in self._extras.values())]
+
+    async def changed(self, context: ToolContext) -> bool:
+        """Whether the list may be another one than the episode was last told."""
+        state = self._episodes.get(context.episode)
+        if state is None or state.seen is None:
+            return False
+        connection = state.connection if self.config.has_own_sessions else self._shared
+        return connection is not None and (connection.is_stale or connection.catalog is not state.seen)
+
+    async def close(self, context: ToolContext) -> None:
+        state = self._episodes.pop(context.episode, None)
+        if state is not None and state.connection is not None:
+            connection, state.connection = state.connection, None
+            try:
+                await connection.close()
+            finally:
+                self._places.release()
+
+    async def aclose(self) -> None:
+        """Stop every server."""
+        mine = [state.connection for state in self._episodes.values() if state.connection is not None]
+        self._episodes.clear()
+        shared, self._shared = self._shared, None
+        running = [*mine, *([shared] if shared is not None else [])]
+        await asyncio.gather(*(one.close() for one in running))
+        for _ in mine:
+            self._places.release()
+
+    def _state(self, context: ToolContext) -> _EpisodeState:
+        return self._episodes.setdefault(context.episode, _EpisodeState())
+
+    # Servers
+
+    async def _connection(self, state: _EpisodeState) -> MCPConnection:
+        """The episode's server, running."""
+        if state.lost:
+            raise ServerGone(state.lost, "Died")
+        if not self.config.has_own_sessions:
+            return await self._shared_connection()
+        async with state.opening:
+            if state.connection is None:
+                await self._places.acquire()
+                try:
+                    state.connection = await self._started()
+                except BaseException:
+                    self._places.release()
+                    raise
+            elif not state.connection.is_alive:
+                if state.calls:
+                    label = self.config.label
+                    state.lost = f"what the episode had in the MCP server {label!r} is gone: it died"
+                    raise ServerGone(state.lost, "Died")
+                state.connection = await self._started()
+                self.restarted += 1
+            return state.connection
+
+    async def _shared_connection(self) -> MCPConnection:
+        async with self._starting:
+            if self._shared is None or not self._shared.is_alive:
+                self.restarted += self._shared is not None
+                self._shared = None
+                self._shared = await self._started()
+            return self._shared
+
+    async def _started(self) -> MCPConnection:
+        """A server that has just been started, after as many attempts as it takes and is allowed."""
+        while True:
+            pause = self._not_before - time.monotonic()
+            if pause > 0 and self._last_failure is not None:
+                if self._failed_starts > self.config.restarts:
+                    raise self._given_up(self._last_failure)
+                await asyncio.sleep(pause)
+            connection = MCPConnection(self.config)
+            try:
+                await connection.start()
+            except ServerGone as failure:
+                self._note_failure(failure)
+                is_final = failure.kind == NONSENSE  # it would say the same again
+                if is_final or self._failed_starts > self.config.restarts:
+                    raise self._given_up(failure) from failure
+                _log.warning("%s; it is tried again", failure)
+                continue
+            self._failed_starts, self._last_failure, self._has_started = 0, None, True
+            return connection
+
+    def _note_failure(self, failure: InfraError) -> None:
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failed_starts)
+        self._failed_starts += 1
+        self._last_failure = failure
+        self._not_before = time.monotonic() + pause
+
+    def _given_up(self, failure: InfraError) -> InfraError | ConfigError:
+        """A server that has never run is a mistake in the recipe; one that has is a failure."""
+        many = f" ({self._failed_starts} attempts)" if self._failed_starts > 1 else ""
+        text = f"{failure}{many}"
+        if self._has_started or self.config.is_http:
+            return ServerGone(text, "NotStarted")
+        hint = "" if failure.kind == NONSENSE else ". Does the command run in a terminal?"
+        return ConfigError(text + hint)
+
+    # Calls
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
+        if call.fault is not None:
+            return malformed(call)
+        state = self._state(context)
+        if call.name in self._extras:
+            return await self._bounded(call, state, self._extras[call.name])
+        connection = await self._connection(state)
+        catalog = await connection.list()
+        found = catalog.tools.get(call.name)
+        if found is None:
+            return _not_offered(call.name, catalog)
+        problem = unsendable(call.arguments)
+        problems = [problem] if problem else argument_problems(found.spec.parameters, call.arguments)
+        if problems:
+            shown = "\n".join(f"- {one}" for one in problems)
+            text = f"The arguments of {call.name} do not fit:\n{shown}"
+            return ToolResult(self._limits.apply(text), fault=Fault.BAD_ARGUMENTS)
+        return await self._bounded(call, state, found)
+
+    async def _bounded(
+        self, call: ToolCall, state: _EpisodeState, found: OfferedTool | ExtraTool
+    ) -> ToolResult:
+        async with self._calls.slot():
+            started = time.monotonic()
+            result = await self._performed(call, state, found)
+        return ToolResult(
+            result.content, fault=result.fault, media=result.media, seconds=time.monotonic() - started
+        )
+
+    async def _performed(
+        self, call: ToolCall, state: _EpisodeState, found: OfferedTool | ExtraTool
+    ) -> ToolResult:
+        """One call, sent once more where that is safe and the first server has died of it."""
+        may_repeat = found.repeatable and not (self.config.has_own_sessions and state.calls)
+        while True:
+            connection = await self._connection(state)
+            try:
+                result = await self._sent(call, connection, found)
+            except ServerGone as gone:
+                if not may_repeat or isinstance(gone.__cause__, ValueError):
+                    raise
+                _log.warning("%s; %r changes nothing, so it is sent again", gone, call.name)
+                may_repeat = False
+                continue
+            state.calls += 1
+            return result
+
+    async def _sent(
+        self, call: ToolCall, connection: MCPConnection, found: OfferedTool | ExtraTool
+    ) -> ToolResult:
+        what = f"a call of {call.name!r}"
+        try:
+            if isinstance(found, ExtraTool):
+                return await connection.request(
+                    what, lambda session: found.run(session, call.arguments, self._limits)
+                )
+            answer = await connection.request(
+                what, lambda session: _call_tool(session, found.name, call.arguments)
+            )
+            return result_of_call(answer, call.name, self._limits, found.spec.returns)
+        except SlowCall as slow:
+            return ToolResult(f"{call.name} was stopped: {slow}.", fault=Fault.TOOL_TIMEOUT)
+        except ServerRefusal as refusal:
+            return self._refused(call.name, refusal)
+
+    def _refused(self, name: str, refusal: ServerRefusal) -> ToolResult:
+        """The server's own error, which the model reads."""
+        text = f"{name}: {str(refusal) or 'refused'}"
+        if refusal.code == TOO_LARGE or LARGER in text or "byte limit" in text:
+            return ToolResult(self._limits.apply(f"{text}. Ask for less"), fault=Fault.LIMIT)
+        is_bad = refusal.code == INVALID_PARAMS
+        fault = Fault.BAD_ARGUMENTS if is_bad else Fault.TOOL_RAISED
+        return ToolResult(self._limits.apply(text), fault=fault)
+
+
+async def _call_tool(session: ClientSession, name: str, arguments: Json) -> types.CallToolResult:
+    """By the plain request: the session's own method also runs the output schema, whatever it costs."""
+    sendable = json.loads(clean(json.dumps(arguments, ensure_ascii=False)))  # without lone surrogates
+    params = types.CallToolRequestParams(name=name, arguments=sendable)
+    return await session.send_request(types.CallToolRequest(params=params), types.CallToolResult)
+
+
+def _not_offered(name: str, catalog: ToolCatalog) -> ToolResult:
+    if name in catalog.denied:
+        known = ", ".join(sorted(catalog.tools)) or "none"
+        text = f"The tool {name!r} is not permitted here. Available tools: {known}."
+        return ToolResult(text[:2_000], fault=Fault.UNKNOWN_TOOL)
+    return unknown_tool(name, catalog.tools)
