@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ludus.core.tokenizer import ByteTokenizer, Tokenizer
     from ludus.core.trajectory import (
         Branch,
+        EnvRender,
         Group,
         GroupReward,
         MediaSpan,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         Segment,
         SegmentKind,
         StopReason,
+        TimeSpan,
         TokenSequence,
         Trajectory,
         is_success,
@@ -59,6 +61,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineError",
+    "EnvRender",
     "Failure",
     "Fault",
     "FinishReason",
@@ -77,6 +80,7 @@ __all__ = [
     "SegmentKind",
     "StopReason",
     "Task",
+    "TimeSpan",
     "TokenSequence",
     "Tokenizer",
     "ToolCall",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -79,6 +79,8 @@ class Completion:
     """The stop string that was met; it may have ended inside the last token."""
     cached_tokens: int = 0
     """How many tokens of the context did not have to be computed."""
+    queued_seconds: float = field(default=0.0, compare=False)
+    """How long the request waited before anything was computed for it."""
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 
 from ludus.core.failures import Failure, Fault
 from ludus.core.generation import FinishReason, VersionSpan
-from ludus.core.messages import Message, ToolCall
+from ludus.core.messages import Media, Message, ToolCall
 from ludus.core.task import Task
 
 
@@ -80,6 +80,10 @@ class Segment:
     """The turn's own reward; None when it was not scored, which is not zero."""
     seconds: float = 0.0
     media: tuple[MediaSpan, ...] = ()
+    advantages: list[float] | None = field(default=None, compare=False)
+    """One for each token, as a step of RL has used them; None where it was not trained on, or not yet."""
+    entropies: list[float] | None = field(default=None, compare=False)
+    """The policy's entropy at each token, as the trainer found it when it first learned from the token."""
 
     def __post_init__(self) -> None:
         if self.kind is SegmentKind.ACTION:
@@ -87,6 +91,29 @@ class Segment:
                 raise ValueError("an action needs one log-probability for each of its tokens")
         elif self.logprobs is not None:
             raise ValueError(f"a segment of kind {self.kind} has no log-probabilities")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """What an episode did for a while. `start` counts from the beginning of the episode, in seconds."""
+
+    kind: Literal["environment", "queue", "generate", "tool", "reward", "failure"]
+    """`queue` is a request that waits for the engine, or a call for its tool; `failure` a try that was lost."""
+    start: float
+    seconds: float
+    name: str = ""
+    """Of a tool; of a failure, the boundary and what happened."""
+    turn: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvRender:
+    """What an environment looked like before turn `turn`, for people: a text or a picture."""
+
+    turn: int
+    env: str
+    text: str = ""
+    picture: Media | None = None
 
 
 @dataclass(slots=True)
@@ -162,6 +189,10 @@ class Trajectory:
     """What the agent counted, by the name of the metric: an agent behind the model server counts restarts."""
     branch: Branch | None = None
     """Where it branched off another attempt; None for an attempt that began at the prompt."""
+    spans: list[TimeSpan] = field(default_factory=list, compare=False)
+    """What it did when: a waterfall. A branch's own, without its prefix."""
+    renders: list[EnvRender] = field(default_factory=list, compare=False)
+    """What its environments looked like, where that is recorded (`run.renders`)."""
 
     @property
     def tokens(self) -> list[int]:

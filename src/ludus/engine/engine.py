@@ -12,6 +12,7 @@ before it runs (see `engine_core`); a pause, new weights and a closing engine wa
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -86,6 +87,7 @@ class EmbeddedEngine:
     ) -> Completion:
         if media:
             raise EngineError("this engine reads text only, not media", retriable=False)
+        arrived = time.perf_counter()
         context = self._checked(tokens)
         limit, stop_checker = self._limit(len(context), sampling), self._stop_checker(sampling)
         if not await self._admission.enter(session):
@@ -100,6 +102,7 @@ class EmbeddedEngine:
             session=session,
             reply=lambda outcome: self._thread.reply(reply_future, outcome),
             leave_queue=self._admission.leave,
+            arrived=arrived,
             stop_tokens=frozenset(sampling.stop_tokens),
             stop_checker=stop_checker,
             seen=self._seen(context, sampling),

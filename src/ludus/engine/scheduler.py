@@ -12,6 +12,7 @@ token after it was computed for nothing.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ class Request:
     """Delivers the outcome to the caller; called on the engine's thread."""
     leave_queue: Callable[[], None] | None = None
     """Called once, when the request leaves the waiting queue."""
+    arrived: float | None = None
+    """When it arrived, by `time.perf_counter`."""
+    queued_seconds: float = 0.0
+    """How long it waited in the queue."""
     session: str | None = None
     is_score: bool = False
     """Generate nothing: collect the log-probability of each given token."""
@@ -127,6 +132,8 @@ class Request:
 
     def started(self) -> None:
         """The request has left the queue."""
+        if self.arrived is not None:
+            self.queued_seconds, self.arrived = time.perf_counter() - self.arrived, None
         if self.leave_queue is not None:
             self.leave_queue()
             self.leave_queue = None
@@ -147,6 +154,7 @@ class Request:
             versions=tuple(self.versions),
             stop=stop,
             cached_tokens=self.cached_tokens or 0,
+            queued_seconds=self.queued_seconds,
         )
 
 

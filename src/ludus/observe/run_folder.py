@@ -6,6 +6,7 @@
     metrics.jsonl                    one line of numbers per step
     trajectories/step-000012.parquet the episodes of a step (step-000012-eval.parquet: evaluated)
     checkpoints/step-000012/         see `checkpoints`
+    media/<sha256>                   pictures of episodes, each once
     logs/ludus.log                   everything that was logged
     audit.jsonl                      every tool call, when asked for or where MCP servers are used
     tensorboard/                     when asked for
@@ -36,6 +37,7 @@ from ludus.observe.checkpoints import (
     remove_checkpoints_after,
 )
 from ludus.observe.files import FolderLock, atomic_write, clean_leftovers, is_hidden_write, remove
+from ludus.observe.media import MediaStore
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks, read_metrics
 from ludus.observe.trajectory_store import read_trajectories, write_groups
 
@@ -63,6 +65,7 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.trajectories_path = self.path / "trajectories"
         self.checkpoints_path = self.path / "checkpoints"
+        self.media_path = self.path / "media"
         self.log_path = self.path / "logs" / "ludus.log"
         self.tensorboard_path = self.path / "tensorboard"
         self.curve_path = self.path / "curve.png"
@@ -166,6 +169,7 @@ class RunWriter(RunFolder):
         self._lock = FolderLock(self.path / _LOCK)
         self._sinks: Sinks | None = None
         self._background: BackgroundWriter | None = None
+        self._media = MediaStore(self.media_path)
         self._is_new = False
         """Whether it was begun by this writer."""
         self._made_folder = False
@@ -383,7 +387,12 @@ class RunWriter(RunFolder):
         """
         self._check_open()
         path = self.trajectory_path(step, split)
-        self._write(lambda: write_groups(path, groups, step=step, split=split, notes=notes))
+
+        def write() -> None:
+            write_groups(path, groups, step=step, split=split, notes=notes)
+            self._media.keep(groups)
+
+        self._write(write)
         return path
 
     @contextmanager

@@ -28,7 +28,16 @@ from ludus.core.codec import decode
 from ludus.core.failures import Boundary, Failure, LudusError, not_there
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.task import Task
-from ludus.core.trajectory import Branch, Group, Segment, SegmentKind, TokenSequence, Trajectory
+from ludus.core.trajectory import (
+    Branch,
+    EnvRender,
+    Group,
+    Segment,
+    SegmentKind,
+    TimeSpan,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.observe.encoding import dump_value, escape, load_value, unescape
 from ludus.observe.files import atomic_file
 
@@ -40,6 +49,8 @@ _NOTES_KEY = b"ludus.groups"
 _ROWS_AT_ONCE = 256
 _FAILURE = tuple(field.name for field in fields(Failure))
 _BRANCH = tuple(field.name for field in fields(Branch))
+_OF_TRAINING = ("advantages", "entropies")
+"""What a step of RL notes for each token of an action."""
 _JSON = frozenset({"target", "envs", "metadata", "tool_calls", "calls", "media"})
 """Columns of JSON text, which `dump_value` has escaped."""
 _TRAJECTORY = TypeAdapter(Trajectory)
@@ -256,7 +267,10 @@ def _schema() -> Any:
         ("tokens", pa.list_(pa.int32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(number)),
+        ("advantages", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),
     ]
+    picture = pa.struct([("kind", text), ("sha256", text)])
     columns = [
         ("step", pa.int64()), ("split", text), ("group_id", count), ("attempt", count),
         ("seed", pa.int64()), ("task_id", text), ("prompt", messages), ("target", text),
@@ -272,6 +286,10 @@ def _schema() -> Any:
         ("seconds", entries), ("counts", entries),
         ("branch_attempt", count), ("branch_segments", count), ("branch_state", text),
         ("shared_segments", count), ("shared_messages", count),
+        ("spans", pa.list_(pa.struct([
+            ("kind", text), ("start", number), ("seconds", number), ("name", text), ("turn", count)]))),
+        ("renders", pa.list_(pa.struct([
+            ("turn", count), ("env", text), ("text", text), ("picture", picture)]))),
     ]  # fmt: skip
     return pa.schema(columns, metadata={_FORMAT_KEY: FORMAT})
 
@@ -334,6 +352,8 @@ def row_of(
         **{f"branch_{name}": getattr(branch, name, None) for name in _BRANCH},
         "shared_segments": shared_segments if branch is not None else None,
         "shared_messages": shared_messages if branch is not None else None,
+        "spans": [_fields(span) for span in trajectory.spans],
+        "renders": [_render_row(render) for render in trajectory.renders],
     }
     escaped: Json = _with_texts(row, escape)
     return escaped
@@ -360,6 +380,8 @@ def trajectory_of(stored: Mapping[str, Any], parent: Trajectory | None = None) -
         "seconds": {entry["name"]: entry["value"] for entry in row["seconds"]},
         # files from before it was counted have none
         "counts": {entry["name"]: entry["value"] for entry in row.get("counts") or ()},
+        "spans": row.get("spans") or [],
+        "renders": row.get("renders") or [],
     }
     branch = {name: row.get(f"branch_{name}") for name in _BRANCH}
     fields["branch"] = None if branch["attempt"] is None else branch
@@ -389,15 +411,35 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _flat(sequence: TokenSequence) -> Json:
+    """Its tokens, and what there is one of for each; where training has left nothing, one list is missing."""
     return {
         "tokens": sequence.tokens,
         "action_mask": sequence.action_mask,
         "logprobs": sequence.logprobs,
+        **{name: _of_training(sequence, name) for name in _OF_TRAINING},
     }
 
 
+def _of_training(sequence: TokenSequence, name: str) -> list[float | None] | None:
+    """Advantages or entropies: nothing at tokens that were not trained on."""
+    if all(getattr(segment, name) is None for segment in sequence.segments):
+        return None
+    return [
+        value
+        for segment in sequence.segments
+        for value in (getattr(segment, name) or [None] * len(segment.tokens))
+    ]
+
+
+def _render_row(render: EnvRender) -> Json:
+    picture = render.picture
+    kept = None if picture is None else {"kind": picture.kind, "sha256": picture.sha256}
+    return {**_fields(render), "picture": kept}
+
+
 def _segment_row(segment: Segment, sequence: int) -> Json:
-    plain = _SEGMENT.dump_python(segment, exclude={"tokens", "logprobs", "calls"}, warnings=False)
+    apart = {"tokens", "logprobs", "calls", *_OF_TRAINING}
+    plain = _SEGMENT.dump_python(segment, exclude=apart, warnings=False)
     calls = _dumped([_fields(call) for call in segment.calls])
     return {**plain, "sequence": sequence, "length": len(segment.tokens), "calls": calls}
 
@@ -414,6 +456,9 @@ def _sequences(row: Mapping[str, Any]) -> list[Json]:
             raise ValueError("the segments do not match the action mask")
         logprobs = flats[index]["logprobs"][part] if is_action else None
         flat = {"tokens": flats[index]["tokens"][part], "logprobs": logprobs}
+        for name in _OF_TRAINING:  # files from before it was recorded have none
+            values = (flats[index].get(name) or ())[part]
+            flat[name] = values if values and None not in values else None
         sequences[index].append({**raw, **flat, "calls": _loaded(raw["calls"])})
     if any(end != len(flat["tokens"]) for end, flat in zip(positions, flats, strict=False)):
         raise ValueError("the segments do not match the tokens")
@@ -434,7 +479,7 @@ def _message(raw: Json) -> Json:
     return {**raw, "tool_calls": _loaded(raw["tool_calls"]), "media": _loaded(raw["media"])}
 
 
-def _fields(value: Message | ToolCall) -> Json:
+def _fields(value: Message | ToolCall | TimeSpan | EnvRender) -> Json:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -26,7 +26,15 @@ from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core.trajectory import (
+    EnvRender,
+    Segment,
+    SegmentKind,
+    StopReason,
+    TimeSpan,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
@@ -37,6 +45,9 @@ log = logging.getLogger(__name__)
 
 _LONG_RESULT = 4_000
 """Characters from which a result is cut in a thread."""
+
+_SHORTEST_WAIT = 1e-3
+"""Seconds from which a wait is told apart from what was waited for."""
 
 StepRewards = Literal["sum", "max", "last"]
 """An episode's reward from its calls: the sum of their rewards, the highest, or the last one."""
@@ -64,6 +75,10 @@ class Budgets(Config):
         """The text that tells the model how many turns are left."""
         left = self.max_turns - turns_taken
         return f"[{left} turn{'' if left == 1 else 's'} left]"
+
+
+RenderEnvs = Callable[[int], Awaitable[list[EnvRender]]]
+"""What the episode's environments look like before this turn."""
 
 
 class EpisodeOver(Exception):
@@ -99,8 +114,11 @@ class Episode:
         step_rewards: StepRewards = "sum",
         record: EpisodeRecord | None = None,
         audit: Audit | None = None,
+        render: RenderEnvs | None = None,
     ) -> None:
         self.trajectory = trajectory
+        self._render = render
+        """Shows the environments to people; None where that is not recorded."""
         self.budgets = budgets
         self.context = context
         self._engine = engine
@@ -133,6 +151,11 @@ class Episode:
         return [*self.trajectory.messages, *self._pending]
 
     @property
+    def specs(self) -> list[ToolSpec]:
+        """The tools that the model was told of."""
+        return list(self._specs)
+
+    @property
     def over(self) -> bool:
         return self._stop is not None
 
@@ -151,6 +174,7 @@ class Episode:
         cut at a budget, with no complete call in it, ends the episode.
         """
         self._check_turns()
+        await self.note_renders()
         if self.expert is not None:
             return await self._expert_turn(self.expert)
         if self._history is not None:
@@ -172,11 +196,17 @@ class Episode:
         started = time.perf_counter()
         completion = await self._engine.generate(context, sampling, session=self.context.episode)
         seconds = time.perf_counter() - started
+        self._add_span("generate", started, seconds, completion.queued_seconds)
         self.trajectory.seconds["generate"] += seconds
         turn = self._act(completion, seconds, may_be_cut=limit < budget)
         if self._history is not None:
             self._history.turns.append(turn)
         return turn
+
+    async def note_renders(self) -> None:
+        """Record what the environments look like now, where that is asked for."""
+        if self._render is not None:
+            self.trajectory.renders += await self._render(self.trajectory.turns)
 
     def _act_again(self, turn: Turn, history: EpisodeRecord) -> Turn:
         """An action that a branch shares with the attempt that it branched off."""
@@ -292,8 +322,6 @@ class Episode:
 
     async def _one_call(self, call: ToolCall) -> ToolResult:
         """One call, and its line in the audit log."""
-        if self._audit is None:
-            return await self._tools.call(call, self.context)
         started = time.perf_counter()
         try:
             result = await self._tools.call(call, self.context)
@@ -303,7 +331,10 @@ class Episode:
         except asyncio.CancelledError:
             self._note(call, None, time.perf_counter() - started, failure="cancelled")
             raise
-        self._note(call, result, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        ran = result.seconds or seconds  # tools that do not say are taken to have run all the time
+        self._add_span("tool", started, seconds, max(0.0, seconds - ran), call.name)
+        self._note(call, result, seconds)
         return result
 
     def _note(
@@ -346,6 +377,21 @@ class Episode:
             self._renderer = self._unbound.bound(self._specs)
         limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
         return OutputLimits(len(notice), limit, encode).apply(notice)
+
+    def _add_span(
+        self,
+        kind: Literal["generate", "tool"],
+        started: float,
+        seconds: float,
+        queued: float,
+        name: str = "",
+    ) -> None:
+        """Add to the waterfall: what was waited for, and what was done."""
+        spans, turn = self.trajectory.spans, self.trajectory.turns - (kind == "tool")
+        queued = queued if queued >= _SHORTEST_WAIT else 0.0
+        if queued:
+            spans.append(TimeSpan("queue", started, queued, name, turn))
+        spans.append(TimeSpan(kind, started + queued, seconds - queued, name, turn))
 
     def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
         """Show the model this before its next action: results of `call`, a message, or a text."""

@@ -9,6 +9,7 @@ releases its resources.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import Counter
@@ -31,12 +32,28 @@ from ludus.core.failures import (
     MissingExtraError,
 )
 from ludus.core.generation import Engine, Sampling
-from ludus.core.messages import Message, ToolContext, ToolSet
+from ludus.core.messages import Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.trajectory import Group, StopReason, TokenSequence, Trajectory
+from ludus.core.trajectory import (
+    EnvRender,
+    Group,
+    StopReason,
+    TimeSpan,
+    TokenSequence,
+    Trajectory,
+)
 from ludus.core.user_code import log_once
-from ludus.envs import EnvAccess, EnvPool, EnvTools, Lease, RemoteEnv, rename_clashes, tools_of
+from ludus.envs import (
+    EnvAccess,
+    EnvPool,
+    EnvTools,
+    Lease,
+    RemoteEnv,
+    rename_clashes,
+    tools_of,
+)
+from ludus.envs.env import call_env
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
@@ -46,6 +63,11 @@ from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.tools import CombinedTools
 
 log = logging.getLogger(__name__)
+
+_MOST_SPAN_CHARS = 300
+_MOST_RENDER_CHARS = 20_000
+_MOST_RENDER_BYTES = 2_000_000
+"""A render that is larger is left out."""
 
 
 @dataclass(slots=True)
@@ -70,6 +92,8 @@ class Rollout:
     max_in_flight: int = 256
     retries: int = 1
     """How often an episode is played again after an infrastructure failure."""
+    renders: bool = False
+    """Whether to record what environments look like before each turn."""
 
     async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
         """One group of `attempts` episodes for each task, in the order they finish."""
@@ -145,6 +169,7 @@ class Rollout:
         kept. Raises only what is wrong with the recipe rather than with the episode (`ConfigError`).
         """
         trajectory = Trajectory(task)
+        began, lost = time.perf_counter(), list[TimeSpan]()
         for trial in range(self.retries + 1):
             trajectory = Trajectory(task, attempt=attempt, seed=key(seed, task.id, attempt))
             name = f"{seed:x}/{task.id}/{attempt}/{trial}"
@@ -167,6 +192,12 @@ class Rollout:
                 if trajectory.failure is not None:
                     log.info("task %s, attempt %d: %s", task.id, attempt, trajectory.failure)
                 trajectory.seconds["total"] = time.perf_counter() - started
+                if trajectory.failure is not None:
+                    lost.append(_lost_span(trajectory.failure, started, began))
+                trajectory.spans = [
+                    *lost,
+                    *(replace(span, start=span.start - began) for span in trajectory.spans),
+                ]
                 if record is None or trajectory.failure is not None:
                     await self.engine.release(name)
             if trajectory.failure is None:
@@ -207,7 +238,12 @@ class Rollout:
         async with AsyncExitStack() as resources:
             if record is not None:
                 await record.begin(trajectory, name)
+            waited = time.perf_counter()
             leases = await self._leases(trajectory, name, resources)
+            if leases:
+                taken = time.perf_counter() - waited
+                names = ", ".join(leases)
+                trajectory.spans.append(TimeSpan("environment", waited, taken, names))
             envs = {env_name: lease.env for env_name, lease in leases.items()}
             access = EnvAccess()
             context = ToolContext(name, task, envs, exclusive=access)
@@ -234,12 +270,14 @@ class Rollout:
                 step_rewards=self._step_rewards_of(task, envs),
                 record=record,
                 audit=self.audit,
+                render=partial(_rendered, envs, access) if self.renders and envs else None,
             )
             try:
                 await self.agent.run(episode)
             except EpisodeOver:
                 log.debug("task %s ended by its budget or its environment", task.id)
             episode.finish()
+            await episode.note_renders()
             started = time.perf_counter()
             for env in envs.values():
                 if isinstance(env, RemoteEnv):
@@ -247,6 +285,9 @@ class Rollout:
                         await env.fetch_state()
             await self.scorer.score(trajectory, envs)
             trajectory.seconds["rewards"] = time.perf_counter() - started
+            if self.scorer.rewards or self.scorer.turn_rewards:
+                scored = TimeSpan("reward", started, trajectory.seconds["rewards"])
+                trajectory.spans.append(scored)
 
     async def _branch(self, record: EpisodeRecord, context: ToolContext) -> None:
         """Get ready to be branched off, and as a branch go on with the other attempt's KV and state."""
@@ -311,6 +352,24 @@ class Rollout:
         return self.pools[name]
 
 
+async def _rendered(envs: Mapping[str, Any], access: EnvAccess, turn: int) -> list[EnvRender]:
+    """What the environments look like; one that cannot be shown is left out, and the episode goes on."""
+    found: list[EnvRender] = []
+    for name, env in envs.items():
+        try:
+            async with access(env):
+                shown = await call_env(env.render)
+        except Exception as error:  # noqa: BLE001 - looking on must not disturb an episode
+            log_once(log, f"render of {name}", error)
+            continue
+        if isinstance(shown, bytes) and len(shown) <= _MOST_RENDER_BYTES:
+            picture = Media("image", hashlib.sha256(shown).hexdigest(), shown)
+            found.append(EnvRender(turn, name, picture=picture))
+        elif not isinstance(shown, bytes) and shown is not None:
+            found.append(EnvRender(turn, name, str(shown)[:_MOST_RENDER_CHARS]))
+    return found
+
+
 def opening_messages(messages: Sequence[Message], observations: Sequence[str]) -> list[Message]:
     """The task's messages, with what the environments show first at the end of the last user message.
 
@@ -351,10 +410,17 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _lost_span(failure: Failure, started: float, began: float) -> TimeSpan:
+    """A try that failed, for the waterfall."""
+    what = f"{failure.boundary.value}: {failure.message}"[:_MOST_SPAN_CHARS]
+    return TimeSpan("failure", started - began, time.perf_counter() - started, what)
+
+
 def _clear(trajectory: Trajectory) -> None:
     """Forget what was played."""
     trajectory.sequences, trajectory.messages, trajectory.branch = [TokenSequence()], [], None
     trajectory.seconds, trajectory.counts = {}, {}
+    trajectory.spans, trajectory.renders = [], []
 
 
 def _fail(trajectory: Trajectory, failure: Failure) -> None:

@@ -311,6 +311,7 @@ def build_rollout(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Token
         budgets=recipe.budgets,
         sampling=Sampling(temperature=recipe.sampling.temperature),
         max_in_flight=recipe.max_in_flight,
+        renders=recipe.run.renders,
     )
 
 

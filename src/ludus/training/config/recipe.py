@@ -230,6 +230,8 @@ class RunConfig(Config):
     """Write the episodes of every so many steps; 0 writes none."""
     audit: bool | None = None
     """Write every tool call to audit.jsonl; left out, where tools of MCP servers are used (docs/mcp.md)."""
+    renders: bool = False
+    """Also record what environments look like before each turn (pictures, maps): ludus view shows it."""
     replay: Place | None = None
     """Train from the groups that the run in this folder recorded, and play nothing (ludus train --replay
     RUN)."""

@@ -351,6 +351,8 @@ class Pack:
     weights_A: Tensor
     row_A: Tensor
     """The row in which each trained token lies."""
+    source_index_A: Tensor
+    """Where each of them is among the tokens of all rows of the step."""
 
     def to(self, device: torch.device) -> Pack:
         names, tensors = zip(*self._tensors(), strict=True)
@@ -424,6 +426,7 @@ def packs_of(
             advantages_A=take_rows(columns.advantages_T, source_index_A),
             weights_A=take_rows(columns.weights_T, source_index_A),
             row_A=take_rows(row_T, trained_index_A),
+            source_index_A=source_index_A,
         )
 
 

@@ -19,7 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -229,25 +232,69 @@ def policy_update(
             experience, inputs=replace(experience.inputs, values_T=critic.values(experience.rows))
         )
     advantages = algorithm.estimate(experience.inputs)
+    note_on_actions(experience, "advantages", advantages.advantages_T)
     if critic is not None and advantages.returns_T is not None:
         metrics |= _update_critic(critic, experience, advantages.returns_T, config)
     if critic_only:
         return metrics
     metrics["no_signal"] = float(not advantages.advantages_T[experience.trained_T].any())
     objective = PolicyObjective(algorithm, config, reference, learner.temperature)
+    entropies = TokenNotes(len(experience.trained_T))
     measured: list[dict[str, float]] = []
     for part in (part for _ in range(config.epochs) for part in experience.parts):
         # the first update is always taken: it starts where the samples come from
         limit = config.target_kl if any(map(_is_taken, measured)) else None
-        measured.append(_update(learner, experience, advantages, part, objective, limit))
+        noting = replace(
+            objective, entropies=entropies if len(measured) < len(experience.parts) else None
+        )
+        measured.append(_update(learner, experience, advantages, part, noting, limit))
         if limit is not None and measured[-1].get(OLD_KL, 0.0) > limit:
             measured[-1] = {name: measured[-1][name] for name in _OF_REFUSED}
             break
+    note_on_actions(experience, "entropies", entropies.on_host())
     found = _merged([one for one in measured if one])
     found["updates"] = float(sum(map(_is_taken, measured)))
     if any(measured):
         found[TOKENS] = float(experience.trained_T.sum())  # of the batch, whatever the epochs
     return metrics | found if any(measured) or critic is not None else {}
+
+
+class TokenNotes:
+    """Numbers of trained tokens, as micro-batches compute them, by their places among all tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, place_A: Tensor, value_A: Tensor) -> None:
+        """Keep them on their device; a micro-batch that is computed again replaces what it said before."""
+        self._found.append((place_A, value_A.detach()))
+
+    def on_host(self) -> Tensor:
+        """All of them on the host; not a number where there is none."""
+        values_T = torch.full((self._tokens,), torch.nan)
+        if self._found:
+            place_A, value_A = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+            values_T[place_A.cpu()] = value_A.float().cpu()
+        return values_T
+
+
+def note_on_actions(
+    experience: Experience, name: Literal["advantages", "entropies"], values_T: Tensor
+) -> None:
+    """Write numbers of tokens onto the actions that were trained on, for whoever looks at the episodes."""
+    known_T = (experience.trained_T & ~values_T.isnan()).numpy()
+    values = values_T.detach().float().numpy()
+    start = 0
+    for row in experience.rows:
+        own = slice(start, start + len(row.tokens))
+        start = own.stop
+        places = np.flatnonzero(np.array(row.action_mask)) + own.start
+        if not known_T[places].all():
+            continue
+        ends = list(accumulate(len(turn.tokens) for turn in row.turns))
+        for turn, part in zip(row.turns, np.split(values[places], ends[:-1]), strict=True):
+            setattr(turn, name, part.tolist())
 
 
 OLD_KL = "kl_old_k3"
@@ -288,6 +335,8 @@ class PolicyObjective:
     reference: nn.Module | None
     """The reference model, where the KL penalty is part of the loss."""
     temperature: float
+    entropies: TokenNotes | None = None
+    """Where to note the entropies of the trained tokens."""
 
     @property
     def has_other_terms(self) -> bool:
@@ -298,6 +347,8 @@ class PolicyObjective:
         self, logprobs_A: Tensor, entropy_A: Tensor, pack: Pack
     ) -> tuple[Tensor, dict[str, Tensor]]:
         config = self.config
+        if self.entropies is not None:
+            self.entropies.add(pack.source_index_A, entropy_A)
         if config.starts_at_training_pass:
             pack = replace(pack, old_logprobs_A=logprobs_A.detach())
         loss_A, metrics = self.algorithm.loss(
