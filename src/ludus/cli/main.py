@@ -1,4 +1,4 @@
-"""The command line: `ludus train | eval | rollout | synth | init | settings | show | envs | check | serve`, ...
+"""The command line: `ludus train | eval | rollout | synth | init | settings | show | view | envs | check | serve`, ...
 
 Only the commands and their options are here. What a command does is imported when it runs, so that
 `ludus --help` and the lighter commands do not wait for torch.
@@ -386,6 +386,40 @@ def show(
         show_trees(run, wanted, limit=limit)
         return
     show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
+
+
+@app.command()
+def view(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder of runs, or one run's folder.", show_default=True)
+    ] = Path("runs"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="With --play: settings that replace the recipe's.", show_default=False),
+    ] = None,
+    play: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also play by hand, by this recipe or run: its tools, environments and model."
+        ),
+    ] = None,
+    model: Model = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; others than 127.0.0.1 ask for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 6060,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LUDUS_TOKEN", help="Ask everybody for this token; made up where one is needed."
+        ),
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = False,
+) -> None:
+    """Look inside runs in a browser: curves, episodes, tokens, comparisons: `ludus view runs/`."""
+    from ludus.cli.view import run_viewer
+
+    run_viewer(folder, overrides or [], play, model, host, port, token, browser)
 
 
 @app.command()

@@ -158,14 +158,15 @@ def check_exposure(host: str, token: str | None) -> None:
         if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError("a token is at least 16 printable ASCII characters without spaces")
         return
-    if not _is_on_loopback(host):
+    if not is_on_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines: set a token (LUDUS_TOKEN, or --token-file), "
             "or listen on 127.0.0.1"
         )
 
 
-def _is_on_loopback(host: str) -> bool:
+def is_on_loopback(host: str) -> bool:
+    """Whether no other machine can reach what listens on `host`."""
     if is_loopback(host):
         return True
     try:

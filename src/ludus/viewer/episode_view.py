@@ -1,0 +1,342 @@
+"""One episode as JSON for a page: messages, turns, tokens, timings; long texts are cut and can be asked for.
+
+What a model or a tool wrote goes out as it is, in JSON: the page shows it as text and never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ludus.core.failures import LudusError
+from ludus.core.messages import Json, Message, ToolCall
+from ludus.core.tokenizer import Tokenizer
+from ludus.core.trajectory import Segment, SegmentKind, Trajectory
+from ludus.observe import dump_value, episode_text
+from ludus.observe.media import MediaStore
+from ludus.observe.trajectory_store import trajectory_of
+from ludus.viewer.episode_index import EpisodeIndex
+from ludus.viewer.workspace import NotFound, Workspace, plain
+
+_log = logging.getLogger(__name__)
+
+MOST_CHARS = 12_000
+"""Characters of one message that are sent at first."""
+TEXT_PIECE = 200_000
+"""Characters of a message that one further request gets."""
+MOST_TOKENS = 4_000
+"""Tokens that one request gets."""
+_MOST_MESSAGES = 600
+_MOST_ARGUMENTS = 8_000
+_TOKENIZERS_KEPT = 4
+
+
+class EpisodeReader:
+    """Reads episodes by (run, file, row)."""
+
+    def __init__(self, workspace: Workspace, index: EpisodeIndex) -> None:
+        self._workspace, self._index = workspace, index
+        self._tokenizers: dict[str, Tokenizer | None] = {}
+        self._loading = threading.Lock()
+
+    def trajectory(self, run: str, file: str, row: int) -> tuple[Json, Trajectory]:
+        """The stored row and the trajectory in it."""
+        stored, before = self._index.stored_row(run, file, row)
+        known: dict[int, Trajectory] = {}
+        try:
+            for one in before:
+                known[one["attempt"]] = trajectory_of(one, known.get(one["branch_attempt"]))
+            return stored, trajectory_of(stored, known.get(stored.get("branch_attempt") or 0))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise NotFound(f"episode {row} of {file} cannot be read: {str(error)[:300]}") from None
+
+    def view(self, run: str, file: str, row: int) -> Json:
+        """The episode as the replay page needs it."""
+        stored, trajectory = self.trajectory(run, file, row)
+        media = MediaStore(self._workspace.run(run).media_path)
+        group = self._index.group(run, file, stored["group_id"])
+        return {
+            "run": run,
+            "file": file,
+            "row": row,
+            "step": stored["step"],
+            "split": stored["split"],
+            "group": stored["group_id"],
+            **episode_json(trajectory, media),
+            "attempts": group,
+        }
+
+    def message_text(self, run: str, file: str, row: int, message: int, offset: int) -> Json:
+        """A piece of a message that was too long to be sent at once."""
+        _, trajectory = self.trajectory(run, file, row)
+        messages = shown_messages(trajectory)
+        if not 0 <= message < len(messages):
+            raise NotFound(f"the episode has no message {message}")
+        content = messages[message].content
+        piece = content[offset : offset + TEXT_PIECE]
+        return {"text": _safe(piece), "offset": offset, "chars": len(content)}
+
+    def transcript(self, run: str, file: str, row: int) -> str:
+        """The episode as `ludus show` prints it."""
+        return episode_text(
+            self.trajectory(run, file, row)[1], max_chars=200_000, max_message_chars=20_000
+        )
+
+    def tokens(self, run: str, file: str, row: int, sequence: int, offset: int) -> Json:
+        """The tokens of one sequence, from `offset` on, with all that is known of each."""
+        _, trajectory = self.trajectory(run, file, row)
+        if not 0 <= sequence < len(trajectory.sequences):
+            raise NotFound(f"the episode has no sequence {sequence}")
+        chosen = trajectory.sequences[sequence]
+        tokenizer = self.tokenizer(run)
+        parts: list[Json] = []
+        place = turn = 0
+        left = MOST_TOKENS
+        for number, segment in enumerate(chosen.segments):
+            start, stop = max(0, offset - place), min(len(segment.tokens), offset - place + MOST_TOKENS)
+            if start < stop and left > 0:
+                stop = min(stop, start + left)
+                left -= stop - start
+                parts.append(
+                    _segment_json(segment, number, start, stop, tokenizer)
+                    | {"turn": turn if segment.kind is SegmentKind.ACTION else None}
+                )
+            place += len(segment.tokens)
+            turn += segment.kind is SegmentKind.ACTION
+        return {
+            "sequence": sequence,
+            "sequences": [_thread(trajectory, n) for n in range(len(trajectory.sequences))],
+            "offset": offset,
+            "tokens": place,
+            "decoded": tokenizer is not None,
+            "shared": trajectory.branch.segments if trajectory.branch and sequence == 0 else 0,
+            "segments": parts,
+        }
+
+    def tokenizer(self, run: str) -> Tokenizer | None:
+        """The tokenizer of the run's newest checkpoint; None where there is none, or none that can be read."""
+        with self._loading:
+            if self._tokenizers.get(run) is None:
+                while len(self._tokenizers) >= _TOKENIZERS_KEPT:
+                    self._tokenizers.pop(next(iter(self._tokenizers)))
+                self._tokenizers[run] = self._load(run)
+            return self._tokenizers[run]
+
+    def _load(self, run: str) -> Tokenizer | None:
+        from ludus.rollouts.tokenizers import load_tokenizer
+
+        try:
+            checkpoint = self._workspace.run(run).latest_checkpoint()
+            return load_tokenizer(checkpoint.path) if checkpoint is not None else None
+        except (LudusError, OSError, ValueError, KeyError) as error:
+            _log.warning("no tokenizer of %s: %s", run, error)
+            return None
+
+
+def episode_json(trajectory: Trajectory, media: MediaStore | None) -> Json:
+    """What a page shows of an episode, apart from its tokens."""
+    task, failure, branch = trajectory.task, trajectory.failure, trajectory.branch
+    messages = shown_messages(trajectory)
+    return {
+        "task": {
+            "id": _safe(task.id[:2000]),
+            "target": _cut(dump_value(task.target)[0]),
+            "metadata": _cut(dump_value(task.metadata)[0]),
+            "envs": _cut(dump_value(task.envs)[0]),
+        },
+        "attempt": trajectory.attempt,
+        "seed": str(trajectory.seed),
+        "stop": trajectory.stop.value,
+        "failure": None
+        if failure is None
+        else {
+            "boundary": failure.boundary.value,
+            "kind": _safe(failure.kind),
+            "message": _safe(failure.message[:MOST_CHARS]),
+            "attempts": failure.attempts,
+        },
+        "reward": plain(trajectory.reward),
+        "rewards": [[_safe(name), plain(value)] for name, value in trajectory.rewards.items()],
+        "answer": None if trajectory.answer is None else _safe(trajectory.answer[:MOST_CHARS]),
+        "seconds": plain(trajectory.seconds),
+        "counts": plain(trajectory.counts),
+        "messages": [_message_json(one, n, media) for n, one in enumerate(messages[:_MOST_MESSAGES])],
+        "more_messages": max(0, len(messages) - _MOST_MESSAGES),
+        "turns": list(_turns(trajectory)),
+        "prompt_tokens": _count(trajectory, SegmentKind.PROMPT),
+        "observation_tokens": _count(trajectory, SegmentKind.OBSERVATION),
+        "action_tokens": _count(trajectory, SegmentKind.ACTION),
+        "sequences": [_thread(trajectory, n) for n in range(len(trajectory.sequences))],
+        "branch": None
+        if branch is None
+        else {"attempt": branch.attempt, "segments": branch.segments, "state": branch.state},
+        "spans": [
+            {
+                "kind": span.kind,
+                "start": plain(span.start),
+                "seconds": plain(span.seconds),
+                "name": _safe(span.name[:300]),
+                "turn": span.turn,
+            }
+            for span in trajectory.spans[:2000]
+        ],
+        "renders": [
+            {
+                "turn": render.turn,
+                "env": _safe(render.env),
+                "text": _safe(render.text),
+                "picture": _media_json(render.picture.kind, render.picture.sha256, media)
+                if render.picture is not None
+                else None,
+            }
+            for render in trajectory.renders[:1000]
+        ],
+    }
+
+
+def shown_messages(trajectory: Trajectory) -> list[Message]:
+    """The conversation; of an episode that ended before it began, the task's."""
+    return trajectory.messages or list(trajectory.task.messages)
+
+
+def _turns(trajectory: Trajectory) -> Iterator[Json]:
+    """What is known of each action, in order."""
+    for number, sequence in enumerate(trajectory.sequences):
+        for place, segment in enumerate(sequence.segments):
+            if segment.kind is not SegmentKind.ACTION:
+                continue
+            yield {
+                "sequence": number,
+                "segment": place,
+                "tokens": len(segment.tokens),
+                "finish": None if segment.finish is None else segment.finish.value,
+                "reward": plain(segment.reward),
+                "seconds": plain(segment.seconds),
+                "faults": [
+                    {"fault": fault.value, "tool": _safe(tool)}
+                    for fault, tool in zip(
+                        segment.faults, [*segment.faulted, *[""] * len(segment.faults)], strict=False
+                    )
+                ],
+                "versions": [[span.start, span.version] for span in segment.versions],
+                "logprob": _mean(segment.logprobs),
+                "advantage": _mean(segment.advantages),
+                "entropy": _mean(segment.entropies),
+            }
+
+
+def _thread(trajectory: Trajectory, number: int) -> Json:
+    sequence = trajectory.sequences[number]
+    turns = sum(segment.kind is SegmentKind.ACTION for segment in sequence.segments)
+    return {"tokens": len(sequence), "turns": turns, "parent": sequence.parent}
+
+
+def _count(trajectory: Trajectory, kind: SegmentKind) -> int:
+    return sum(len(s.tokens) for one in trajectory.sequences for s in one.segments if s.kind is kind)
+
+
+def _mean(values: Sequence[float] | None) -> float | None:
+    found = [value for value in values or () if value == value]
+    return plain(sum(found) / len(found)) if found else None
+
+
+def _message_json(message: Message, number: int, media: MediaStore | None) -> Json:
+    return {
+        "number": number,
+        "role": message.role,
+        "name": None if message.name is None else _safe(message.name[:300]),
+        "content": _cut(message.content, MOST_CHARS),
+        "chars": len(message.content),
+        "calls": [_call_json(call) for call in message.tool_calls[:100]],
+        "call_id": message.tool_call_id,
+        "media": [_media_json(one.kind, one.sha256, media) for one in message.media[:50]],
+    }
+
+
+def _call_json(call: ToolCall) -> Json:
+    return {
+        "id": _safe(call.id[:200]),
+        "name": _safe(call.name[:300]),
+        "arguments": [
+            [_safe(str(name)[:300]), _cut(value if isinstance(value, str) else dump_value(value)[0])]
+            for name, value in list(call.arguments.items())[:100]
+        ],
+        "fault": None if call.fault is None else call.fault.value,
+        "problem": _safe(call.problem[:2000]),
+    }
+
+
+def _media_json(kind: str, sha256: str, media: MediaStore | None) -> Json:
+    kept = media is not None and media.path(sha256) is not None
+    return {"kind": _safe(kind), "sha256": _safe(sha256[:64]), "kept": kept}
+
+
+def _segment_json(
+    segment: Segment, number: int, start: int, stop: int, tokenizer: Tokenizer | None
+) -> Json:
+    part = slice(start, stop)
+    ids = segment.tokens[part]
+    return {
+        "segment": number,
+        "kind": segment.kind.value,
+        "start": start,
+        "ids": ids,
+        "texts": token_texts(ids, tokenizer),
+        "logprobs": plain(segment.logprobs[part]) if segment.logprobs is not None else None,
+        "advantages": plain(segment.advantages[part]) if segment.advantages is not None else None,
+        "entropies": plain(segment.entropies[part]) if segment.entropies is not None else None,
+        "versions": [[span.start, span.version] for span in segment.versions],
+    }
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str] | None:
+    """What each token stands for; of a character of several tokens, the last one, and the others are empty."""
+    if tokenizer is None:
+        return None
+    texts: list[str] = []
+    waiting: list[int] = []
+    for number in ids:
+        waiting.append(number)
+        try:
+            text = tokenizer.decode(waiting)
+        except (ValueError, OverflowError, IndexError, TypeError):
+            text = f"<{number}>"
+        if text.endswith("\ufffd") and len(waiting) < 4:
+            texts.append("")
+            continue
+        texts.append(_safe(text))
+        waiting = []
+    if waiting:
+        texts[-1] = _safe(tokenizer.decode(waiting))
+    return texts
+
+
+def _cut(text: str, most: int = _MOST_ARGUMENTS) -> str:
+    return _safe(text[:most])
+
+
+def _safe(text: str) -> str:
+    """Text that JSON in UTF-8 can carry: lone surrogates are shown as what they are."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON without NaN, for browsers."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    except ValueError:
+        text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

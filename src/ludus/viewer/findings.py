@@ -1,0 +1,408 @@
+"""What needs a person, found in a run's metrics and episodes, the worst first; each with a way to look at it.
+
+A finding is a suspicion with its evidence, in numbers, and a link to the episodes that show it. The functions
+on metrics are pure; those on episodes are queries of the index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ludus.core.failures import NOTABLE_SHARE
+from ludus.core.messages import Json
+from ludus.viewer.episode_index import EpisodeIndex
+
+Severity = Literal["error", "warning", "note"]
+Rows = Sequence[Mapping[str, Any]]
+
+_RECENT = 10
+"""Steps that count as now."""
+_FEWEST_STEPS = 6
+"""A trend needs so many steps."""
+_FEWEST_EPISODES = 16
+_FEWEST_CALLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a person should look at. `query` are filters of the episodes page."""
+
+    kind: str
+    severity: Severity
+    title: str
+    detail: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    metric: str = ""
+    """The metric that shows it, if one does."""
+
+    def as_json(self, run: str) -> Json:
+        found = asdict(self)
+        found["query"] = {"run": run, **self.query} if self.query else None
+        return found
+
+
+def run_findings(
+    run: str, rows: Rows, index: EpisodeIndex, *, is_live: bool, planned: int
+) -> list[Json]:
+    """All that was found, the worst first."""
+    found = [*metric_findings(rows), *episode_findings(run, index)]
+    if not is_live and (text := _stopped_early(rows, planned)):
+        found.append(Finding("stopped", "note", "The run stopped before its end", text))
+    order = {"error": 0, "warning": 1, "note": 2}
+    return [one.as_json(run) for one in sorted(found, key=lambda one: order[one.severity])]
+
+
+def _stopped_early(rows: Rows, planned: int) -> str:
+    done = max((int(row["step"]) for row in rows), default=0)
+    if not planned or done >= planned:
+        return ""
+    return (
+        f"{done} of {planned} steps are done and no process writes it. Go on with: ludus train --resume"
+    )
+
+
+# From metrics.
+
+
+def metric_findings(rows: Rows) -> Iterator[Finding]:
+    """What the numbers say."""
+    for check in (_no_signal, _diverged, _engine_apart, _hacking, _lengths, _collapse, _truncated):
+        yield from check(rows)
+
+
+def _column(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows if name in row and math.isfinite(row[name])]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _thirds(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and the last third."""
+    size = max(1, len(values) // 3)
+    return _mean(values[:size]), _mean(values[-size:])
+
+
+def _no_signal(rows: Rows) -> Iterator[Finding]:
+    recent = _column(rows, "no_signal")[-_RECENT:]
+    if len(recent) >= 3 and _mean(recent) >= 0.5:
+        rewards = _column(rows, "reward")[-_RECENT:]
+        yield Finding(
+            "no_signal",
+            "error",
+            f"Nothing to learn from in {sum(recent):.0f} of the last {len(recent)} steps",
+            "The attempts of each group had the same reward, so every advantage was 0 "
+            f"(mean reward {_mean(rewards):.3g}). The tasks are too hard, too easy, or the reward is constant.",
+            {"sort": "step"},
+            "groups_without_signal",
+        )
+        return
+    share = _column(rows, "groups_without_signal")[-_RECENT:]
+    if len(share) >= 3 and _mean(share) >= 0.9:
+        yield Finding(
+            "no_signal",
+            "warning",
+            f"{_mean(share):.0%} of the groups have nothing to teach",
+            "In these groups all attempts have the same reward. More attempts, other tasks or rl.refill help.",
+            {"sort": "step"},
+            "groups_without_signal",
+        )
+
+
+def _diverged(rows: Rows) -> Iterator[Finding]:
+    for name in ("loss", "gradient_norm", "kl", "entropy"):
+        broken = [row["step"] for row in rows if name in row and not math.isfinite(row[name])]
+        if broken:
+            yield Finding(
+                "diverged",
+                "error",
+                f"{name} is not a number from step {broken[0]} on",
+                "Training has diverged: lower the learning rate, or look for rewards that are not finite.",
+                metric=name,
+            )
+            return
+
+
+def _engine_apart(rows: Rows) -> Iterator[Finding]:
+    recent = _column(rows, "logprob_difference_mean")[-_RECENT:]
+    if recent and _mean(recent) > 0.02:
+        yield Finding(
+            "engine_apart",
+            "error",
+            f"Engine and trainer disagree by {_mean(recent):.2g} nats per token",
+            "The log-probabilities of sampling and training differ: the gradient is that of another policy. "
+            "Look at dtype, at the attention kernels, and at what was sampled with (docs/engine.md).",
+            metric="logprob_difference_mean",
+        )
+
+
+def _hacking(rows: Rows) -> Iterator[Finding]:
+    both = [row for row in rows if "reward" in row and "success" in row]
+    if len(both) < _FEWEST_STEPS:
+        return
+    (reward_first, reward_last), (success_first, success_last) = (
+        _thirds(_column(both, name)) for name in ("reward", "success")
+    )
+    spread = max(_column(both, "reward")) - min(_column(both, "reward"))
+    rise, gain = reward_last - reward_first, success_last - success_first
+    if spread > 0 and rise > 0.3 * spread and rise > 0.05 and gain < 0.25 * rise and gain < 0.05:
+        yield Finding(
+            "reward_hacking",
+            "error",
+            f"Reward rises ({reward_first:.2f} → {reward_last:.2f}) while success does not "
+            f"({success_first:.0%} → {success_last:.0%})",
+            f"{_risen_part(both)}The policy may have found a way to be paid without doing the task: look at "
+            "what episodes with a high reward that did not succeed have in common.",
+            {"success": "no", "sort": "reward"},
+            "reward",
+        )
+
+
+def _risen_part(rows: Rows) -> str:
+    """Which part of the reward has risen most, success aside."""
+    names = {name for row in rows for name in row if name.startswith("reward/")} - {"reward/success"}
+    rises = {name: _thirds(_column(rows, name)) for name in names}
+    if not rises:
+        return ""
+    name, (first, last) = max(rises.items(), key=lambda one: one[1][1] - one[1][0])
+    return f"The part “{name.removeprefix('reward/')}” rose most ({first:.2f} → {last:.2f}). "
+
+
+def _lengths(rows: Rows) -> Iterator[Finding]:
+    lengths = _column(rows, "tokens/action")
+    if len(lengths) < _FEWEST_STEPS:
+        return
+    first, last = _thirds(lengths)
+    if first > 0 and last < 0.3 * first:
+        yield Finding(
+            "short",
+            "warning",
+            f"Answers have shrunk from {first:.0f} to {last:.0f} tokens",
+            "A policy that says less and less may have given up, or found a short way to be paid.",
+            {"sort": "tokens", "order": "asc"},
+            "tokens/action",
+        )
+    if last > 3 * first and last > 64:
+        yield Finding(
+            "long",
+            "warning",
+            f"Answers have grown from {first:.0f} to {last:.0f} tokens",
+            "Length may be what is rewarded; look at rl.overlong and at the longest episodes.",
+            {"sort": "tokens"},
+            "tokens/action",
+        )
+
+
+def _collapse(rows: Rows) -> Iterator[Finding]:
+    entropy = _column(rows, "entropy")
+    if len(entropy) >= _FEWEST_STEPS:
+        first, last = _thirds(entropy)
+        if last < 0.02 and last < 0.1 * first:
+            yield Finding(
+                "collapse",
+                "warning",
+                f"Entropy has collapsed from {first:.2g} to {last:.2g} nats",
+                "The policy is almost deterministic: attempts of a group are alike and teach nothing.",
+                metric="entropy",
+            )
+
+
+def _truncated(rows: Rows) -> Iterator[Finding]:
+    recent = _column(rows, "truncated")[-_RECENT:]
+    if len(recent) >= 3 and _mean(recent) > 0.5:
+        yield Finding(
+            "truncated",
+            "warning",
+            f"{_mean(recent):.0%} of the episodes run out of turns or tokens",
+            "Raise budgets.max_turns or budgets.max_tokens, or let budgets.remind tell the model.",
+            {"stop": "max_turns"},
+            "truncated",
+        )
+
+
+# From episodes.
+
+
+def episode_findings(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    """What the recorded episodes say, training and evaluation alike."""
+    checks: Sequence[Callable[[str, EpisodeIndex], Iterator[Finding]]] = (
+        _lost,
+        _tools,
+        _malformed,
+        _paid_for_nothing,
+        _one_answer,
+    )
+    for check in checks:
+        yield from check(run, index)
+
+
+def _lost(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    [total] = index.rows(
+        "SELECT count(*) AS n, count(failure) AS lost FROM episodes WHERE run = ?", [run]
+    )
+    if not total["lost"] or total["lost"] < NOTABLE_SHARE * total["n"]:
+        return
+    rows = index.rows(
+        "SELECT failure, failure_message AS message, count(*) AS n, min(step) AS first FROM episodes "
+        "WHERE run = ? AND failure IS NOT NULL GROUP BY ALL ORDER BY n DESC LIMIT 1",
+        [run],
+    )
+    worst = rows[0]
+    yield Finding(
+        "lost",
+        "error",
+        f"{total['lost']} of {total['n']} episodes were lost",
+        f"Most often ({worst['n']} times, from step {worst['first']} on), at the boundary "
+        f"“{worst['failure']}”: {worst['message']}. They are in no loss and no baseline.",
+        {"failure": worst["failure"]},
+        "failure_share",
+    )
+
+
+def _tools(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    """A tool whose calls fail, nearly always."""
+    rows = index.rows(
+        "WITH named AS (SELECT unnest(list_filter(tools, lambda t: t <> '')) AS tool, faults, faulted, step "
+        "FROM episodes WHERE run = ?) "
+        "SELECT tool, count(*) AS episodes, sum(list_contains(faulted, tool)::INTEGER) AS hit, "
+        "min(step) FILTER (list_contains(faulted, tool)) AS first, "
+        "sum(len(list_filter(list_zip(faulted, faults), lambda p: p[1] = tool AND p[2] = 'tool_timeout'))) "
+        "AS slow, "
+        "sum(len(list_filter(faulted, lambda f: f = tool))) AS errors, "
+        "sum(len(list_filter(list_zip(faulted, faults), lambda p: p[1] = tool AND p[2] = 'unknown_tool'))) "
+        "AS unknown "
+        "FROM named GROUP BY tool ORDER BY hit DESC LIMIT 50",
+        [run],
+    )
+    for row in rows:
+        hit, episodes = row["hit"] or 0, row["episodes"]
+        if episodes < _FEWEST_CALLS or hit < 0.6 * episodes:
+            continue
+        name = row["tool"]
+        if (row["unknown"] or 0) > 0.5 * (row["errors"] or 1):
+            yield Finding(
+                "unknown_tool",
+                "warning",
+                f"The model calls “{name}”, which does not exist, in {hit} episodes",
+                "Tell it which tools there are, or give it this one.",
+                {"tool": name, "fault": "unknown_tool"},
+            )
+            continue
+        slow = (row["slow"] or 0) > 0.5 * (row["errors"] or 1)
+        what = "times out" if slow else "fails"
+        yield Finding(
+            "tool",
+            "error",
+            f"The tool “{name}” {what} in {hit} of the {episodes} episodes that call it",
+            f"{row['errors']} of its calls were answered by an error, first at step {row['first']}. "
+            + (
+                "It takes longer than its timeout: look at what it waits for."
+                if slow
+                else "Look at what it is given and what it answers."
+            ),
+            {"faulted": name, **({"fault": "tool_timeout"} if slow else {})},
+            f"tool/{name}/errors",
+        )
+
+
+def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    rows = index.rows(
+        "SELECT count(*) AS n, sum(list_contains(faults, 'malformed_call')::INTEGER) AS hit, "
+        "min(step) FILTER (list_contains(faults, 'malformed_call')) AS first, "
+        "avg(list_contains(faults, 'malformed_call')::INTEGER) FILTER (step >= (SELECT max(step) - 5 "
+        "FROM episodes WHERE run = $1 AND split = 'train')) AS late "
+        "FROM episodes WHERE run = $1 AND split = 'train'",
+        [run],
+    )
+    hit, count = rows[0]["hit"] or 0, rows[0]["n"]
+    if hit < _FEWEST_CALLS or (hit < 0.1 * count and (rows[0]["late"] or 0) < 0.2):
+        return
+    where = index.rows(
+        "SELECT regexp_replace(task, '[-_/ ]?[0-9]+.*$', '') AS kind, count(*) AS n, "
+        "avg(list_contains(faults, 'malformed_call')::INTEGER) AS share FROM episodes WHERE run = ? "
+        "GROUP BY kind HAVING n >= 4 ORDER BY share DESC",
+        [run],
+    )
+    worst = where[0] if len(where) > 1 and where[0]["share"] > 0.5 > where[-1]["share"] else None
+    places = (
+        f" Nearly all are of the tasks “{worst['kind']}…” ({worst['share']:.0%} of them)."
+        if worst
+        else ""
+    )
+    yield Finding(
+        "malformed",
+        "error",
+        f"{hit} of {count} episodes write tool calls that cannot be read",
+        f"From step {rows[0]['first']} on.{places} The model writes calls in another form than agent.format "
+        "reads: compare what the prompt shows it (Prompt, in the replay) with what it writes.",
+        {
+            "fault": "malformed_call",
+            **({"task": f"{worst['kind']}*"} if worst and worst["kind"] else {}),
+        },
+        "fault_share/malformed_call",
+    )
+
+
+def _paid_for_nothing(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    """Episodes that did not succeed and are paid as much as those that did."""
+    rows = index.rows(
+        "WITH own AS (SELECT * FROM episodes WHERE run = $1 AND reward IS NOT NULL AND success IS NOT NULL), "
+        "good AS (SELECT median(reward) AS usual FROM own WHERE success) "
+        "SELECT (SELECT usual FROM good) AS usual, count(*) AS n, count(*) FILTER (NOT success) AS failed, "
+        "count(*) FILTER (NOT success AND reward >= (SELECT usual FROM good)) AS paid, "
+        "min(step) FILTER (NOT success AND reward >= (SELECT usual FROM good)) AS first FROM own",
+        [run],
+    )
+    row = rows[0]
+    if row["usual"] is None or row["paid"] < max(5, 0.05 * row["n"]):
+        return
+    part = _paying_part(run, index, row["usual"])
+    yield Finding(
+        "paid_for_nothing",
+        "error",
+        f"{row['paid']} episodes were paid like a success and did not succeed",
+        f"A success usually has a reward of {row['usual']:.3g}; {row['paid']} of {row['failed']} failures have "
+        f"that or more, from step {row['first']} on.{part} This is what reward hacking looks like.",
+        {"success": "no", "least_reward": f"{row['usual']:.6g}", "sort": "reward"},
+        "reward",
+    )
+
+
+def _paying_part(run: str, index: EpisodeIndex, usual: float) -> str:
+    rows = index.rows(
+        'WITH own AS (SELECT unnest(from_json(parts, \'[{"n":"VARCHAR","v":"DOUBLE"}]\')) AS part '
+        "FROM episodes WHERE run = ? AND NOT success AND reward >= ?) "
+        "SELECT part.n AS name, avg(part.v) AS mean FROM own GROUP BY 1 ORDER BY 2 DESC LIMIT 1",
+        [run, usual],
+    )
+    if not rows or rows[0]["mean"] is None:
+        return ""
+    return f" Most of it comes from the part “{rows[0]['name']}” ({rows[0]['mean']:.2g} on average)."
+
+
+def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
+    """The same answer to many different questions."""
+    rows = index.rows(
+        "WITH own AS (SELECT * FROM episodes WHERE run = $1 AND answer IS NOT NULL AND trim(answer) <> '' AND "
+        "target IS NOT NULL AND target <> 'null' AND step >= (SELECT max(step) - 10 FROM episodes "
+        "WHERE run = $1)) SELECT answer, count(*) AS n, count(DISTINCT target) AS targets, "
+        "(SELECT count(*) FROM own) AS total, "
+        "avg(success::INTEGER) AS success FROM own GROUP BY answer ORDER BY n DESC LIMIT 1",
+        [run],
+    )
+    if not rows:
+        return
+    row = rows[0]
+    if row["total"] >= _FEWEST_EPISODES and row["n"] > 0.7 * row["total"] and row["targets"] >= 4:
+        yield Finding(
+            "one_answer",
+            "warning",
+            f"One answer to everything: {row['n']} of {row['total']} recent episodes say "
+            f"“{row['answer'][:60]}”",
+            f"{row['targets']} different targets get the same answer; {row['success'] or 0:.0%} succeed.",
+            {"answer": row["answer"]},
+        )

@@ -1,0 +1,154 @@
+"""Runs as JSON: the list, one run, the series of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludus.core.messages import Json
+from ludus.observe import definition_of
+from ludus.viewer.episode_index import EpisodeIndex
+from ludus.viewer.findings import run_findings
+from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
+
+HEADLINES = ("eval/success", "success", "reward", "eval/reward", "sft/loss", "dpo/loss", "loss")
+"""What a run is judged by at first sight: the first of these that it has."""
+_SPARK_POINTS = 60
+SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Outcome", ("success", "reward", "reward/", "pass@", "average@", "held_out_loss", "sets/")),
+    ("Failures", ("failure_share", "failures", "failure/", "aborted", "unscored", "stop/", "truncated")),
+    ("Tools", ("tool_calls", "invalid_call_share", "tool/", "fault_share/", "fault/", "invalid_calls")),
+    ("Policy", ("entropy", "kl", "clip_fraction", "ratio_", "gradient_norm", "loss", "learning_rate", "ess")),
+    ("Lengths", ("tokens/", "turns", "proxy/", "tree/")),
+    ("Signal", ("no_signal", "groups_without_signal", "reward_std", "refilled", "masked", "broken/")),
+    ("Engine and trainer", ("logprob_difference_", "lag_", "versions_per_episode", "policy_version",
+                            "importance_")),
+    ("Speed", ("tokens_per_second", "episodes_per_second", "step_seconds", "time_share/", "seconds/", "gpu",
+               "wait_")),
+)  # fmt: skip
+"""The charts of a run, in order; a name that ends in / _ or @ stands for all that begin so."""
+
+
+class RunReader:
+    """What the pages of runs ask for."""
+
+    def __init__(self, workspace: Workspace, index: EpisodeIndex) -> None:
+        self._workspace, self._index = workspace, index
+
+    def overview(self) -> Json:
+        """All runs, the newest first, and what needs a person in each."""
+        runs = []
+        for name in reversed(list(self._workspace.runs())):
+            try:
+                runs.append(self._row(name))
+            except NotFound:
+                continue  # deleted meanwhile
+        return {"root": str(self._workspace.root), "is_single": self._workspace.is_single, "runs": runs}
+
+    def _row(self, name: str) -> Json:
+        rows, recipe = self._workspace.metrics(name), self._workspace.recipe(name)
+        status = self._workspace.status(name)
+        headline = next((one for one in HEADLINES if any(one in row for row in rows)), None)
+        found = series_of(rows, headline) if headline else {"steps": [], "values": []}
+        points = thinned(list(zip(found["steps"], found["values"], strict=True)), _SPARK_POINTS)
+        findings = self._findings(name, rows, recipe)
+        values = found["values"]
+        return {
+            "name": name,
+            "live": status.is_live,
+            "updated": status.updated,
+            "steps": max((row["step"] for row in rows), default=0),
+            "planned": planned_steps(recipe),
+            "headline": headline,
+            "first": values[0] if values else None,
+            "last": values[-1] if values else None,
+            "best": max(values, default=None),
+            "spark": points,
+            "model": plain(_model_name(recipe), 200),
+            "algorithm": plain(_algorithm(recipe), 80),
+            "findings": findings,
+            "torn": self._workspace.torn_lines(name),
+        }
+
+    def detail(self, name: str) -> Json:
+        """One run: its recipe, its metrics by section, and what needs a person."""
+        rows, recipe = self._workspace.metrics(name), self._workspace.recipe(name)
+        names = sorted({key for row in rows for key in row} - {"step"})
+        return {
+            **self._row(name),
+            "recipe": plain(recipe),
+            "sections": sections_of(names),
+            "metrics": {one: _definition(one) for one in names},
+            "episodes": self._index.rows("SELECT count(*) AS n FROM episodes WHERE run = ?", [name])[0][
+                "n"
+            ],
+        }
+
+    def series(
+        self, runs: Sequence[str], names: Sequence[str], first: int | None, last: int | None
+    ) -> Json:
+        """Metrics of several runs; a run that is gone has none."""
+        found: Json = {}
+        for run in runs:
+            try:
+                rows = self._workspace.metrics(run)
+            except NotFound:
+                continue
+            found[run] = {name: series_of(rows, name, first=first, last=last) for name in names}
+        return {"series": found, "definitions": {name: _definition(name) for name in names}}
+
+    def _findings(self, name: str, rows: Sequence[Json], recipe: Json) -> list[Json]:
+        live = self._workspace.status(name).is_live
+        return run_findings(name, rows, self._index, is_live=live, planned=planned_steps(recipe))
+
+
+def sections_of(names: Sequence[str]) -> list[Json]:
+    """The names by section, each once; what no section knows is at the end."""
+    left = list(names)
+    found: list[Json] = []
+    for title, wanted in SECTIONS:
+        own = []
+        for pattern in wanted:
+            for name in list(left):
+                bare = name.removeprefix("eval/").removeprefix("train/")
+                if bare == pattern or (pattern[-1] in "/_@" and bare.startswith(pattern)) or (
+                    pattern in ("kl", "clip_fraction", "gpu", "loss", "ess") and bare.startswith(pattern)
+                ):  # fmt: skip
+                    own.append(name)
+                    left.remove(name)
+        if own:
+            found.append({"title": title, "names": own})
+    if left:
+        found.append({"title": "Others", "names": left})
+    return found
+
+
+def _definition(name: str) -> Json | None:
+    metric = definition_of(name)
+    return None if metric is None else {"definition": metric.definition, "unit": metric.unit}
+
+
+def planned_steps(recipe: Mapping[str, Any]) -> int:
+    """How many steps the recipe's stages have in all; 0 where it does not say."""
+    stages = recipe.get("stage") or [recipe.get("warm_start"), recipe.get("rl")]
+    total = 0
+    for stage in stages if isinstance(stages, list) else ():
+        steps = stage.get("steps") if isinstance(stage, Mapping) else None
+        total += steps if isinstance(steps, int) else 0
+    return total
+
+
+def _model_name(recipe: Mapping[str, Any]) -> str:
+    model = recipe.get("model")
+    if not isinstance(model, Mapping):
+        return ""
+    return str(model.get("name") or "from scratch")
+
+
+def _algorithm(recipe: Mapping[str, Any]) -> str:
+    rl = recipe.get("rl")
+    if isinstance(rl, Mapping) and rl.get("steps", 1):
+        return str(rl.get("algorithm", "grpo"))
+    stages = recipe.get("stage")
+    kinds = [str(one.get("kind", "")) for one in stages or () if isinstance(one, Mapping)]
+    return " + ".join(dict.fromkeys(kinds)) or ("sft" if recipe.get("warm_start") else "")

@@ -1,0 +1,263 @@
+"""The folder that is looked at: which runs it holds, what they logged, and whether they go on.
+
+Nothing is looked up by a path that a client sends: names are compared with those that a listing has found, and
+what a link leads to outside the folder is not listed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.messages import Json
+from ludus.observe import RunFolder, TrajectoryFile
+
+_RECENT_SECONDS = 900.0
+"""A run on another machine counts as going on for so long after its last write."""
+_MOST_POINTS = 1000
+_READ_AT_ONCE = 8_000_000
+_MOST_LINE_BYTES = 4_000_000
+
+
+class NotFound(LudusError):
+    """There is no such run, file or episode, or it is gone."""
+
+
+@dataclass
+class MetricsTail:
+    """The rows of a `metrics.jsonl` that grows: each look reads what has been added since the last one."""
+
+    path: Path
+    rows: list[Json] = field(default_factory=list)
+    torn: int = 0
+    _offset: int = 0
+    _inode: tuple[int, int] = (0, 0)
+
+    def refresh(self) -> list[Json]:
+        """All rows so far. A file that was replaced or cut, as by a resumed run, is read again."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._inode or status.st_size < self._offset:
+                    self.rows, self.torn, self._offset = [], 0, 0
+                    self._inode = (status.st_dev, status.st_ino)
+                file.seek(self._offset)
+                while data := file.read(_READ_AT_ONCE):
+                    whole, newline, _ = data.rpartition(b"\n")
+                    if not newline:
+                        if len(data) > _MOST_LINE_BYTES:  # a line of that length is no row
+                            self._offset += len(data)
+                            self.torn += 1
+                            continue
+                        break
+                    self._take(whole)
+                    self._offset += len(whole) + 1
+                    file.seek(self._offset)
+        except OSError:
+            self.rows, self._offset, self._inode = [], 0, (0, 0)
+        return self.rows
+
+    def _take(self, lines: bytes) -> None:
+        for line in lines.split(b"\n"):
+            if not line:
+                continue
+            try:
+                row = json.loads(line)
+                step = int(row["step"])
+                numbers = {
+                    str(name): float(value)
+                    for name, value in row.items()
+                    if isinstance(value, int | float) and not isinstance(value, bool)
+                }
+                for name, text in (row.get("nonfinite") or {}).items():
+                    numbers[str(name)] = float(text)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                self.torn += 1
+                continue
+            self.rows.append({**numbers, "step": step})
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Whether a run is being written, and by whom."""
+
+    is_live: bool
+    updated: float
+    """When something was last written, in seconds since 1970."""
+
+
+class Workspace:
+    """The runs below a folder, or the one run that the folder is."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.exists():
+            raise ConfigError(f"there is no folder {root}; `ludus train` makes runs/")
+        if not root.is_dir():
+            raise ConfigError(f"{root} is a file; give a run's folder, or a folder of runs")
+        self.root = root.resolve()
+        self.is_single = RunFolder(self.root).is_run
+        self._tails: dict[str, MetricsTail] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def labels_path(self) -> Path:
+        """Where labels are kept."""
+        return self.root / "labels"
+
+    def runs(self) -> dict[str, RunFolder]:
+        """The runs by name, the one written to last at the end."""
+        if self.is_single:
+            run = RunFolder(self.root)
+            return {run.name: run} if run.is_run else {}
+        found: list[tuple[float, str, RunFolder]] = []
+        with suppress(OSError):
+            for entry in self.root.iterdir():
+                with suppress(OSError):
+                    run = RunFolder(entry)
+                    if not run.is_run or not self._is_inside(entry):
+                        continue
+                    found.append((_last_write(run), entry.name, run))
+        return {name: run for _, name, run in sorted(found, key=lambda one: one[:2])}
+
+    def run(self, name: str) -> RunFolder:
+        """The run of that name; `NotFound` where there is none."""
+        found = self.runs().get(name)
+        if found is None:
+            raise NotFound(f"there is no run {name!r} here; it may have been deleted or renamed")
+        return found
+
+    def files(self, run: RunFolder) -> list[TrajectoryFile]:
+        """The files of episodes of a run."""
+        try:
+            return [file for file in run.trajectory_files() if self._is_inside(file.path)]
+        except OSError:
+            return []
+
+    def file(self, name: str, file: str) -> Path:
+        """A file of episodes, by the names of its run and its own."""
+        for one in self.files(self.run(name)):
+            if one.path.name == file:
+                return one.path
+        raise NotFound(
+            f"the run {name!r} has no episodes in {file!r}; it may have been resumed or deleted"
+        )
+
+    def _is_inside(self, path: Path) -> bool:
+        try:
+            return path.resolve().is_relative_to(self.root)
+        except (OSError, RuntimeError):
+            return False
+
+    def recipe(self, name: str) -> Json:
+        """The recipe of a run; what is wrong with it where it cannot be read."""
+        try:
+            found = self.run(name).recipe()
+        except NotFound:
+            raise
+        except (LudusError, OSError, ValueError, RecursionError) as error:
+            return {"(damaged)": str(error)}
+        return found if isinstance(found, dict) else {"(damaged)": "recipe.json is no table"}
+
+    def metrics(self, name: str) -> list[Json]:
+        """The rows of numbers that a run has logged so far."""
+        run = self.run(name)
+        with self._lock:
+            tail = self._tails.setdefault(name, MetricsTail(run.metrics_path))
+            return list(tail.refresh())
+
+    def torn_lines(self, name: str) -> int:
+        """Lines of the metrics that could not be read."""
+        tail = self._tails.get(name)
+        return tail.torn if tail is not None else 0
+
+    def status(self, name: str) -> RunStatus:
+        """Whether a process writes the run. Its lock is read and not tried: that would disturb a writer."""
+        run = self.run(name)
+        updated = _last_write(run)
+        try:
+            holder = json.loads((run.path / ".lock").read_bytes()[:1000])
+            pid, host = int(holder["pid"]), str(holder["host"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return RunStatus(False, updated)
+        if host != socket.gethostname():
+            return RunStatus(time.time() - updated < _RECENT_SECONDS, updated)
+        return RunStatus(_holds_lock(run.path / ".lock", pid), updated)
+
+
+def _holds_lock(lock: Path, pid: int) -> bool:
+    """Whether a process has this lock file open: the lock ends with it, the file stays."""
+    try:
+        target = lock.resolve()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if link.readlink() == target:
+                    return True
+    except OSError:
+        return False
+    return False
+
+
+def _last_write(run: RunFolder) -> float:
+    found = 0.0
+    for path in (run.metrics_path, run.trajectories_path, run.path / "recipe.json"):
+        with suppress(OSError):
+            found = max(found, path.stat().st_mtime)
+    return found
+
+
+def series_of(
+    rows: Sequence[Json], name: str, *, first: int | None = None, last: int | None = None
+) -> Json:
+    """A metric as steps and values, thinned to what a screen can show; what is not finite is told apart."""
+    points = [
+        (row["step"], row[name])
+        for row in rows
+        if name in row
+        and (first is None or row["step"] >= first)
+        and (last is None or row["step"] <= last)
+    ]
+    broken = [step for step, value in points if not math.isfinite(value)]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
+    shown = thinned(points)
+    return {
+        "steps": [step for step, _ in shown],
+        "values": [value for _, value in shown],
+        "points": len(points),
+        "broken": broken[:100],
+    }
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
+    """At most about `most` points: of each stretch its lowest and highest, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) / (most // 2))
+    shown: list[tuple[int, float]] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+        shown += sorted(ends)
+    return shown
+
+
+def plain(value: Any, most: int = 2000) -> Any:
+    """A value as JSON can carry it, long texts cut."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return value if len(value) <= most else f"{value[:most]}…"
+    if isinstance(value, dict):
+        return {str(key)[:200]: plain(item, most) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, most) for item in value]
+    return value

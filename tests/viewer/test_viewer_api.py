@@ -1,0 +1,539 @@
+"""The viewer by HTTP: runs, filters, pages, one episode, labels, hostile contents, and who may look."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from viewer_runs import RunningViewer, episode, ordinary_groups, running_viewer, write_run
+
+from ludus.core import ConfigError, Group, Message, Task, Trajectory
+from ludus.observe import RunFolder
+from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
+from ludus.viewer.findings import metric_findings
+from ludus.viewer.workspace import MetricsTail, thinned
+
+STEPS = (1, 2, 3)
+EACH = 7
+"""Episodes of a step."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first", {step: ordinary_groups(step) for step in STEPS})
+    write_run(
+        folder / "second",
+        {1: ordinary_groups(1)},
+        {"name": "second", "rl": {"steps": 4, "algorithm": "dapo", "kl": 0.1}},
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def viewer(root: Path) -> Iterator[RunningViewer]:
+    with running_viewer(root) as made:
+        made.settled()
+        yield made
+
+
+def count(viewer: RunningViewer, **query: object) -> int:
+    found = viewer.get("/api/episodes", **query)
+    assert found.status == 200, found.body
+    return int(found.json["summary"]["episodes"])
+
+
+def test_runs_are_listed_with_what_needs_a_person(viewer: RunningViewer) -> None:
+    runs = {run["name"]: run for run in viewer.get("/api/runs").json["runs"]}
+    assert set(runs) == {"first", "second"}
+    assert runs["first"]["steps"] == 3 and runs["first"]["planned"] == 4 and not runs["first"]["live"]
+    [lost] = [one for one in runs["first"]["findings"] if one["kind"] == "lost"]
+    assert (
+        "3 of 21 episodes were lost" in lost["title"] and "tool server does not answer" in lost["detail"]
+    )
+    assert lost["query"] == {"run": "first", "failure": "server"}, "it leads to the episodes"
+    assert count(viewer, **lost["query"]) == 3
+
+
+FILTERS = [
+    ({}, 28), ({"run": "first"}, 21), ({"run": ["first", "second"]}, 28), ({"first_step": 2}, 14),
+    ({"first_step": 2, "last_step": 2}, 7), ({"task": "sum-1"}, 16), ({"task": "prod*"}, 12),
+    ({"task": "duct"}, 12), ({"least_reward": 1.5}, 4), ({"most_reward": 0, "run": "second"}, 3),
+    ({"success": "yes"}, 12),
+    ({"success": "no"}, 12), ({"stop": "answered"}, 24), ({"failure": "any"}, 4), ({"failure": "pool"}, 0),
+    ({"tool": "multiply"}, 12), ({"fault": "tool_timeout"}, 1), ({"fault": "any"}, 1),
+    ({"faulted": "multiply"}, 1), ({"text": "SEEN at Step 3"}, 1), ({"text": "nowhere"}, 0),
+    ({"text": "<b>3</b>"}, 28),
+    ({"split": "train"}, 28), ({"answer": "answer 2"}, 4),
+    ({"tool": "multiply", "success": "yes", "run": "first"}, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query", "expected"), FILTERS, ids=lambda value: str(value))
+def test_filters(viewer: RunningViewer, query: dict[str, object], expected: int) -> None:
+    assert count(viewer, **query) == expected
+
+
+@pytest.mark.parametrize("sort", ["step", "reward", "turns", "tokens", "seconds", "task", "advantage"])
+def test_pages_follow_each_other_in_every_order(viewer: RunningViewer, sort: str) -> None:
+    seen: list[tuple[str, str, int]] = []
+    for offset in range(0, 28, 5):
+        page = viewer.get("/api/episodes", sort=sort, limit=5, offset=offset).json["episodes"]
+        seen += [(row["run"], row["file"], row["row"]) for row in page]
+    assert len(seen) == len(set(seen)) == 28
+    rewards = [
+        row["reward"] for row in viewer.get("/api/episodes", sort="reward", order="asc").json["episodes"]
+    ]
+    scored = [value for value in rewards if value is not None]
+    assert scored == sorted(scored) and rewards[len(scored) :] == [None] * 4, "what was lost comes last"
+    assert viewer.get("/api/episodes", offset=1000).json["summary"]["episodes"] == 28
+
+
+def test_wrong_filters_are_refused(viewer: RunningViewer) -> None:
+    for query in (
+        {"sort": "reward; DROP TABLE episodes"},
+        {"first_step": "x"},
+        {"least_reward": "many"},
+    ):
+        found = viewer.get("/api/episodes", **query)
+        assert found.status == 400 and found.json["error"]
+    assert count(viewer, task="'; DROP TABLE episodes; --") == 0 and count(viewer) == 28
+
+
+def test_an_episode_has_all_that_was_recorded(viewer: RunningViewer) -> None:
+    [row] = viewer.get("/api/episodes", run="first", fault="tool_timeout").json["episodes"]
+    found = viewer.get(f"/api/episode/first/{row['file']}/{row['row']}").json
+    assert found["task"]["id"] == "product-2" and found["rewards"] == [["success", 0.0], ["style", 0.0]]
+    assert [message["role"] for message in found["messages"]][:3] == ["system", "user", "assistant"]
+    assert found["messages"][2]["calls"][0]["arguments"] == [["a", "2"], ["b", "<b>3</b>"]]
+    first = found["turns"][0]
+    assert first["faults"] == [{"fault": "tool_timeout", "tool": "multiply"}]
+    assert first["advantage"] == 0.5 and first["entropy"] == 0.5 and first["versions"] == [[0, 3]]
+    assert [span["kind"] for span in found["spans"]] == ["generate", "tool"]
+    assert len(found["attempts"]) == 3, "its group"
+    tokens = viewer.get(f"/api/tokens/first/{row['file']}/{row['row']}").json
+    assert [part["kind"] for part in tokens["segments"]] == ["prompt", "action", "observation", "action"]
+    assert tokens["segments"][1]["ids"] == [5, 6] and tokens["segments"][1]["advantages"] == [0.5, 0.5]
+    assert (
+        tokens["segments"][1]["logprobs"] == [-0.5, -0.25]
+        and tokens["segments"][3]["advantages"] is None
+    )
+    assert not tokens["decoded"], "there is no checkpoint with a tokenizer"
+    text = viewer.get(f"/api/transcript/first/{row['file']}/{row['row']}").body.decode()
+    assert "=== task product-2, attempt 0 ===" in text, "as ludus show prints it"
+
+
+def test_curves_have_definitions_and_runs_can_be_laid_over_each_other(viewer: RunningViewer) -> None:
+    found = viewer.get(
+        "/api/series", run=["first", "second"], name=["success", "entropy", "tool/add/calls"]
+    ).json
+    assert found["series"]["first"]["entropy"] == {
+        "steps": [1, 2, 3], "values": [1 / 2, 1 / 3, 1 / 4], "points": 3, "broken": []
+    }  # fmt: skip
+    assert found["series"]["second"]["success"]["steps"] == [1]
+    assert found["definitions"]["entropy"]["unit"] == "nats"
+    cut = viewer.get("/api/series", run="first", name="entropy", first=2, last=2).json["series"][
+        "first"
+    ]["entropy"]
+    assert cut["steps"] == [2]
+    detail = viewer.get("/api/run/first").json
+    named = [name for section in detail["sections"] for name in section["names"]]
+    assert len(named) == len(set(named)) and set(named) == set(detail["metrics"])
+    assert detail["metrics"]["tool/add/errors"]["unit"] == "per episode"
+
+
+def test_recipes_are_compared_setting_by_setting(viewer: RunningViewer) -> None:
+    settings = viewer.get("/api/diff", run=["first", "second"]).json["settings"]
+    assert {one["name"]: one["values"] for one in settings} == {
+        "name": {"first": "first", "second": "second"},
+        "rl.algorithm": {"first": "grpo", "second": "dapo"},
+        "rl.kl": {"first": "(not set)", "second": 0.1},
+    }
+
+
+def test_two_sides_are_compared_by_task(viewer: RunningViewer) -> None:
+    found = viewer.get("/api/paired", a_run="first", b_run="second").json
+    assert found["tasks"] == 2 and found["statistics"]["success"]["difference"] == 0
+    assert found["statistics"]["success"]["ties"] == 2 and found["statistics"]["success"]["p_flip"] == 1
+    one = viewer.get("/api/paired", a_run="first", a_step=1, b_run="first", b_step=3).json
+    assert one["tasks"] == 2 and {row["task"] for row in one["by_task"]} == {"sum-1", "product-2"}
+    history = viewer.get("/api/history/first", task="sum-1").json["episodes"]
+    assert [row["step"] for row in history] == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_exports_are_whole_and_safe(viewer: RunningViewer) -> None:
+    page = viewer.get(
+        "/export/episode.html", episode=["first/step-000001.parquet/0", "first/step-000001.parquet/1"]
+    )
+    text = page.body.decode()
+    assert page.headers["content-disposition"].startswith("attachment")
+    assert text.count("<article>") == 2 and "&lt;b&gt;3&lt;/b&gt;" in text and "<b>3</b>" not in text
+    assert "<script" not in text and "http://" not in text and "https://" not in text
+    data = viewer.get("/export/episode.json", episode="first/step-000001.parquet/0").json
+    assert data["episodes"][0]["tokens"][0]["ids"] == [1, 2, 3]
+    assert viewer.get("/export/episode.html", episode="first").status == 400
+
+
+def test_labels_are_data_that_training_reads(root: Path, viewer: RunningViewer) -> None:
+    before = {path: path.read_bytes() for path in (root / "first").rglob("*") if path.is_file()}
+    places = [{"run": "first", "file": "step-000001.parquet", "row": row} for row in (0, 1, 2)]
+    assert (
+        viewer.post("/api/label", {"episode": places[0], "label": False, "note": "wrong"}).status == 200
+    )
+    assert viewer.post("/api/label", {"episode": places[1], "label": False}).status == 200
+    assert viewer.post("/api/label", {"episode": places[1], "label": True}).json == {
+        "labels": 2,
+        "good": 1,
+    }
+    assert viewer.post("/api/prefer", {"chosen": places[1], "rejected": places[0]}).json == {
+        "preferences": 1
+    }
+    assert viewer.post("/api/prefer", {"chosen": places[0], "rejected": places[1]}).json == {
+        "preferences": 1
+    }
+    [(chosen, rejected)] = read_pairs(root / "labels" / "preferences.jsonl")
+    assert chosen[-1].content == "answer 0" and rejected[-1].content == "answer 1", (
+        "what was said last counts"
+    )
+    [conversation] = read_conversations(root / "labels" / "good.jsonl")
+    assert [message.role for message in conversation] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert conversation[2].tool_calls[0].name == "add"
+    labelled = read_labelled(root / "labels" / "labels.jsonl")
+    assert [(one[-1].content, good) for one, good in labelled] == [
+        ("answer 0", False),
+        ("answer 1", True),
+    ]
+    assert len(viewer.get("/api/labels").json["labels"]) == 2
+    assert viewer.post("/api/label", {"episode": places[1], "label": None}).json == {
+        "labels": 1,
+        "good": 0,
+    }
+    assert viewer.post("/api/label", {"episode": places[0], "label": "very"}).status == 400
+    other = {"run": "first", "file": "step-000001.parquet", "row": 4}
+    assert (
+        "different prompts"
+        not in viewer.post("/api/prefer", {"chosen": places[0], "rejected": other}).json
+    )
+    assert (
+        viewer.post(
+            "/api/label", {"episode": {"run": "../x", "file": "y", "row": 0}, "label": True}
+        ).status
+        == 404
+    )
+    after = {path: path.read_bytes() for path in (root / "first").rglob("*") if path.is_file()}
+    assert before == after, "a run is never changed"
+
+
+# Who may look.
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere(viewer: RunningViewer) -> None:
+    for path in (
+        "/",
+        "/episodes?text=x",
+        "/episode/first/step-000001.parquet/0",
+        "/static/app.js",
+        "/api/runs",
+    ):
+        answer = viewer.get(path)
+        assert answer.status == 200
+        assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    static = Path(__import__("ludus.viewer").viewer.__file__).parent / "static"
+    for file in static.iterdir():
+        text = file.read_text()
+        assert "innerHTML" not in text and "eval(" not in text, file.name
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", ""), (
+            file.name
+        )
+
+
+def test_names_that_point_here_from_elsewhere_are_refused(viewer: RunningViewer) -> None:
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+        assert viewer.get("/api/runs", headers={"Host": host}).status in (400, 403), host
+    assert viewer.get("/api/runs", headers={"Host": "localhost"}).status == 200
+
+
+def test_pages_of_other_origins_cannot_write(viewer: RunningViewer) -> None:
+    body = {"episode": {"run": "first", "file": "step-000001.parquet", "row": 0}, "label": True}
+    own = {"Content-Type": "application/json", "X-Ludus": "1"}
+    for headers in (
+        {},
+        {"Content-Type": "text/plain", "X-Ludus": "1"},
+        {"Content-Type": "application/json"},
+        own | {"Origin": "http://evil.example"},
+        own | {"Origin": "null"},
+    ):
+        assert viewer.post("/api/label", body, headers).status == 403, headers
+    assert viewer.post("/api/label", body, own | {"Origin": f"http://{viewer.netloc}"}).status == 200
+    viewer.post("/api/label", body | {"label": None})
+
+
+def test_a_token_is_asked_for_where_there_is_one(root: Path) -> None:
+    with running_viewer(root, token="a-token-of-some-length") as viewer:
+        assert (
+            viewer.get("/").status
+            == viewer.get("/api/runs").status
+            == viewer.get("/static/app.js").status
+            == 401
+        )
+        assert viewer.get("/", token="another-token-of-that-length").status == 401
+        answer = viewer.get("/episodes", token="a-token-of-some-length", text="x")
+        assert answer.status == 303 and answer.headers["location"] == "/episodes?text=x"
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert viewer.get("/api/runs", headers={"Cookie": cookie.partition(";")[0]}).status == 200
+        assert (
+            viewer.get("/api/runs", headers={"Authorization": "Bearer a-token-of-some-length"}).status
+            == 200
+        )
+    from ludus.viewer import ViewerConfig, ViewerServer
+
+    assert ViewerServer(ViewerConfig(root, "0.0.0.0")).token, "one is made up where others can reach it"
+    with pytest.raises(ConfigError, match="at least 16"):
+        ViewerServer(ViewerConfig(root, "0.0.0.0", token="short"))
+
+
+def test_no_path_outside_can_be_read(root: Path, viewer: RunningViewer, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    write_run(secret, {1: ordinary_groups(1)})
+    (root / "linked").symlink_to(secret)
+    (root / "second" / "trajectories" / "step-000009.parquet").symlink_to("/etc/passwd")
+    try:
+        for path in (
+            "/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py",
+            "/api/run/..%2fsecret",
+            "/api/run/linked", "/api/episode/first/..%2f..%2fsecret%2fstep-000001.parquet/0",
+            "/api/episode/second/step-000009.parquet/0", "/api/episode/linked/step-000001.parquet/0",
+            f"/api/media/first/{'0' * 64}", "/api/media/first/..%2frecipe.json", "/api/tokens/first/%00/0",
+            "/export/episode.html?episode=../../etc/passwd/0",
+        ):  # fmt: skip
+            answer = viewer.get(path)
+            assert answer.status in (400, 404), (path, answer.status)
+            assert b"root:" not in answer.body and b"def " not in answer.body
+        assert "linked" not in viewer.get("/api/runs").body.decode()
+    finally:
+        (root / "linked").unlink()
+        (root / "second" / "trajectories" / "step-000009.parquet").unlink()
+
+
+# What nobody would write on purpose.
+
+NASTY = "<script>alert(1)</script>\x00\x1b[31m\u202eabc\ud800\ufeff" + "é漢"
+
+
+def test_hostile_contents_are_carried_and_shown(tmp_path: Path) -> None:
+    huge = episode("huge", result="x" * 10_000_000, answer="ok")
+    line = episode("line", answer="y" * 300_000)
+    odd = episode(NASTY, answer=NASTY, tool=NASTY, result=NASTY, prompt=NASTY)
+    write_run(tmp_path / "odd", {1: [Group(one.task, [one]) for one in (huge, line, odd)]})
+    with running_viewer(tmp_path) as viewer:
+        rows = {row["tokens"]: row for row in viewer.settled()["episodes"]}
+        assert rows and viewer.get("/api/facets").status == 200 and viewer.get("/api/runs").status == 200
+        answer = viewer.get("/api/episode/odd/step-000001.parquet/0")
+        assert len(answer.body) < 100_000, "a long text is not sent at once"
+        message = answer.json["messages"][3]
+        assert message["chars"] == 10_000_000 and len(message["content"]) == 12_000
+        piece = viewer.get("/api/text/odd/step-000001.parquet/0", message=3, offset=9_900_000).json
+        assert len(piece["text"]) == 100_000
+        found = viewer.get("/api/episode/odd/step-000001.parquet/2").json
+        assert "\x00\x1b[31m\u202eabc\\ud800" in found["messages"][1]["content"], (
+            "as it is; the page shows it as text"
+        )
+        page = viewer.get("/export/episode.html", episode="odd/step-000001.parquet/2").body.decode()
+        assert (
+            "<script" not in page and "\x1b" not in page and "\u202e" not in page and "\x00" not in page
+        )
+        label = {"episode": {"run": "odd", "file": "step-000001.parquet", "row": 2}, "label": True}
+        assert viewer.post("/api/label", label).status == 200
+        assert count(viewer, text="<SCRIPT>alert") == 1
+
+
+def test_broken_files_are_told_of_and_the_rest_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", {step: ordinary_groups(step) for step in (1, 2, 3)})
+    episodes = tmp_path / "run" / "trajectories"
+    whole = (episodes / "step-000002.parquet").read_bytes()
+    (episodes / "step-000002.parquet").write_bytes(whole[: len(whole) // 2])
+    (episodes / "step-000004.parquet").write_bytes(b"")
+    (episodes / "step-000005.parquet").write_bytes(b"PAR1" + os.urandom(2000) + b"PAR1")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"other": [1, 2]}), episodes / "step-000006.parquet")
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "reward": 0.5}\nnot json\n{"step": "x"}\n\xff\xfe\n{"step": 5, "rew')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "recipe.json").write_text("{")
+    with running_viewer(tmp_path) as viewer:
+        found = viewer.settled()
+        assert found["summary"]["episodes"] == 2 * EACH
+        assert {one["file"] for one in found["index"]["problems"]} == {
+            f"step-00000{step}.parquet" for step in (2, 4, 5, 6)
+        }
+        runs = {run["name"]: run for run in viewer.get("/api/runs").json["runs"]}
+        assert set(runs) == {"run", "torn"} and runs["run"]["steps"] == 4 and runs["run"]["torn"] == 3
+        assert viewer.get("/api/run/torn").json["recipe"]["(damaged)"]
+        assert viewer.get("/api/episode/run/step-000002.parquet/0").status == 404
+        assert viewer.get("/api/episode/run/step-000001.parquet/99").status == 404
+        (episodes / "step-000002.parquet").write_bytes(whole)  # its writer has got to the end
+        while count(viewer) != 3 * EACH:
+            pass
+        shutil.rmtree(tmp_path / "run")  # deleted while it is looked at
+        while count(viewer):
+            pass
+        for path in ("/api/run/run", "/api/episode/run/step-000001.parquet/0", "/api/diff?run=run"):
+            assert viewer.get(path).status == 404
+        assert viewer.get("/api/series?run=run&name=reward").json["series"] == {}
+        assert [run["name"] for run in viewer.get("/api/runs").json["runs"]] == ["torn"]
+
+
+def test_new_steps_appear_while_a_run_is_written(tmp_path: Path) -> None:
+    from ludus.observe import RunWriter, rollout_metrics
+
+    with (
+        running_viewer(tmp_path) as viewer,
+        RunWriter.create(tmp_path / "live", {"name": "live"}) as run,
+    ):
+        assert viewer.get("/api/runs").json["runs"][0]["live"], "its lock is held"
+        for step in (1, 2):
+            groups = ordinary_groups(step)
+            run.write_groups(groups, step)
+            run.log(step, rollout_metrics(groups))
+            while count(viewer) != step * EACH:
+                pass
+            assert viewer.get("/api/runs").json["runs"][0]["steps"] == step
+        run.close()
+        assert not viewer.get("/api/runs").json["runs"][0]["live"]
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    from ludus.viewer import ViewerConfig, ViewerServer
+
+    with pytest.raises(ConfigError, match="there is no folder"):
+        ViewerServer(ViewerConfig(tmp_path / "none"))
+
+
+# Pure parts.
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(10, 200))
+def test_thinning_keeps_the_extremes(values: list[float], most: int) -> None:
+    points = list(enumerate(values))
+    shown = thinned(points, most)
+    assert len(shown) <= max(most, 2) + 2 and set(shown) <= set(points) and shown == sorted(shown)
+    assert max(v for _, v in shown) == max(values) and min(v for _, v in shown) == min(values)
+
+
+@given(st.lists(st.integers(1, 40), max_size=20), st.data())
+def test_a_growing_file_of_metrics_is_read_line_by_line(cuts: list[int], data: st.DataObject) -> None:
+    import tempfile
+
+    rows = [{"step": n, "reward": n / 2} for n in range(20)]
+    text = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        tail, place = MetricsTail(path), 0
+        for cut in cuts:
+            with path.open("ab") as file:
+                file.write(text[place : place + cut])
+            place += cut
+            whole = text[:place].count(b"\n")
+            assert tail.refresh() == [
+                {"step": float(r["step"]), "reward": r["reward"]} for r in rows[:whole]
+            ]
+        path.write_bytes(text[: len(json.dumps(rows[0])) + 1])  # cut, as by a resumed run
+        assert [row["step"] for row in tail.refresh()] == [0]
+
+
+def kinds(rows: list[dict[str, float]]) -> set[str]:
+    return {finding.kind for finding in metric_findings(rows)}
+
+
+def test_findings_are_made_where_there_is_cause_and_nowhere_else() -> None:
+    def run(**columns: object) -> list[dict[str, float]]:
+        return [
+            {"step": n} | {name.replace("__", "/"): f(n) for name, f in columns.items()}  # type: ignore[operator]
+            for n in range(30)
+        ]
+
+    good = {"reward": lambda n: n / 30, "success": lambda n: n / 30, "no_signal": lambda n: 0.0}
+    assert kinds(run(**good)) == set()
+    assert kinds(run(reward=lambda n: n / 30, success=lambda n: 0.25)) == {"reward_hacking"}
+    assert kinds(run(reward=lambda n: n / 30, success=lambda n: 0.25 + n / 60)) == set(), "both rise"
+    assert kinds(run(**good | {"no_signal": lambda n: float(n > 20)})) == {"no_signal"}
+    assert kinds(run(**good, logprob_difference_mean=lambda n: 0.3)) == {"engine_apart"}
+    assert kinds(run(**good, logprob_difference_mean=lambda n: 1e-4)) == set()
+    assert kinds(run(**good, tokens__action=lambda n: 100 / (n + 1))) == {"short"}
+    assert kinds(run(**good, entropy=lambda n: 0.001 if n > 15 else 2.0)) == {"collapse"}
+    assert kinds(run(**good, loss=lambda n: float("nan") if n == 7 else 1.0)) == {"diverged"}
+    assert kinds(run(**good, truncated=lambda n: 0.9)) == {"truncated"}
+    assert kinds([]) == set()
+
+
+def test_recorded_annotations_come_back_from_files(tmp_path: Path) -> None:
+    import hashlib
+
+    from ludus.core import EnvRender, Media
+
+    png = b"\x89PNG\r\n\x1a\n" + b"0" * 20
+    one = episode()
+    picture = Media("image", hashlib.sha256(png).hexdigest(), png)
+    one.renders = [EnvRender(0, "grid", picture=picture), EnvRender(1, "grid", "#.@")]
+    lying = Media("image", "0" * 64, png)
+    one.messages[3] = Message("tool", "5", name="add", media=(lying,))
+    write_run(tmp_path / "run", {1: [Group(one.task, [one])]})
+    [back] = RunFolder(tmp_path / "run").trajectories(1)
+    assert [s.advantages for s in back.actions] == [[0.5, 0.5], None]
+    assert [s.entropies for s in back.actions] == [[0.25, 0.75], None]
+    assert back.spans == one.spans and back.renders == one.renders
+    assert [file.name for file in (tmp_path / "run" / "media").iterdir()] == [picture.sha256], (
+        "by its true hash"
+    )
+    with running_viewer(tmp_path) as viewer:
+        answer = viewer.get(f"/api/media/run/{picture.sha256}")
+        assert answer.body == png and answer.headers["content-type"] == "image/png"
+        assert "sandbox" in answer.headers["content-security-policy"]
+
+
+def test_files_from_before_still_open(tmp_path: Path) -> None:
+    """Files whose writer did not know advantages, timings and branches."""
+    import pyarrow.parquet as pq
+
+    write_run(tmp_path / "old", {1: ordinary_groups(1)})
+    path = tmp_path / "old" / "trajectories" / "step-000001.parquet"
+    table = pq.read_table(path)
+    newer = ["advantages", "entropies", "spans", "renders", "branch_attempt", "branch_segments", "branch_state",
+             "shared_segments", "shared_messages", "counts"]  # fmt: skip
+    pq.write_table(table.drop_columns(newer), path)
+    [first, *_] = RunFolder(tmp_path / "old").trajectories(1)
+    assert isinstance(first, Trajectory) and first.spans == [] and first.actions[0].advantages is None
+    with running_viewer(tmp_path) as viewer:
+        found = viewer.settled()
+        assert found["summary"]["episodes"] == EACH and not found["index"]["problems"]
+        assert viewer.get("/api/episode/old/step-000001.parquet/0").json["turns"][0]["advantage"] is None
+
+
+def test_the_task_of_an_empty_episode_is_shown(tmp_path: Path) -> None:
+    nothing = Trajectory(Task.of("never asked", id="t"))
+    write_run(tmp_path / "run", {1: [Group(nothing.task, [nothing])]})
+    with running_viewer(tmp_path) as viewer:
+        viewer.settled()
+        assert (
+            viewer.get("/api/episode/run/step-000001.parquet/0").json["messages"][0]["content"]
+            == "never asked"
+        )
+        label = {"episode": {"run": "run", "file": "step-000001.parquet", "row": 0}, "label": True}
+        assert "said nothing" in viewer.post("/api/label", label).json["error"]
