@@ -45,6 +45,7 @@ from ludus.envs.env import (
     reset_env,
 )
 from ludus.envs.isolated import IsolatedEnv
+from ludus.tools.versions import code_version
 
 _log = logging.getLogger(__name__)
 
@@ -313,6 +314,8 @@ class EnvPool:
         own_word = bool(getattr(made, "deterministic", False))
         self.is_deterministic = own_word if deterministic is None else deterministic
         self.has_snapshots = isinstance(made, type) and has_snapshots(made)
+        self.version = code_version(made)
+        """Another one where the code of the environment has changed."""
         self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
         self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses

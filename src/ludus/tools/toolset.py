@@ -71,6 +71,11 @@ class CombinedTools:
         self._sets = list(sets)
         self._routes: dict[str, dict[str, ToolSet]] = {}
 
+    @property
+    def sets(self) -> Sequence[ToolSet]:
+        """The sets themselves."""
+        return self._sets
+
     async def open(self, context: ToolContext) -> None:
         opened: list[ToolSet] = []
         try:

@@ -195,11 +195,12 @@ def source_version(one: Tool) -> str:
         and name not in _NOT_IN_THE_RESULT
         and (value is None or isinstance(value, (str, int, float)))
     }
-    text = canonical([_source(code), settings])
+    text = canonical([source_of(code), settings])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _source(code: Callable[..., Any] | type) -> str:
+def source_of(code: Callable[..., Any] | type) -> str:
+    """The text of a function or class; nothing where it is not to be had."""
     try:
         return textwrap.dedent(inspect.getsource(code))
     except (OSError, TypeError):  # typed at a prompt, or written in C

@@ -111,6 +111,21 @@ class ReferenceSyncConfig(Config):
     """reference = alpha * policy + (1 - alpha) * reference (TRL's `ref_model_mixup_alpha`)."""
 
 
+class ReplayBufferConfig(Config):
+    """Experience replay: groups of earlier steps join later ones, importance-corrected, until they expire."""
+
+    groups: int = Field(default=4, ge=1)
+    """Stored groups that join each step, beside those that are played for it."""
+    capacity: int = Field(default=256, ge=1)
+    """Groups that are stored at most; the oldest make room."""
+    max_lag: int = Field(default=8, ge=1)
+    """Policy versions (steps) after which a group is dropped."""
+    max_age: float | None = Field(default=None, gt=0)
+    """Seconds after which a group is dropped; no limit when left out."""
+    uses: int = Field(default=4, ge=1)
+    """How often a group is trained on again at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """What a step of any stage plays, and what becomes of the episodes."""
@@ -157,6 +172,8 @@ class RLConfig(BaseStageConfig):
     """Episodes for each task: the group (TRL's `num_generations`, verl's `rollout.n`)."""
     tree: TreeConfig | None = None
     """Play each group as a tree: attempts that branch off others share their first turns (docs/trees.md)."""
+    replay_buffer: ReplayBufferConfig | None = None
+    """Train on groups of earlier steps again, until they are too old or a tool has changed."""
     staleness: int = Field(default=0, ge=0)
     """Steps by which the policy that plays may be behind the one that is trained: 0 waits for every episode
     of a step, above 0 episodes are played while others are trained on (asynchronous training)."""
@@ -236,7 +253,7 @@ class RLConfig(BaseStageConfig):
     def importance_correction(self) -> str | None:
         """The correction in effect: what is said, or the usual one of stale samples."""
         if self.correction is None:
-            return "truncated" if self.staleness else None
+            return "truncated" if self.has_stale_samples else None
         return None if self.correction == "none" else self.correction
 
     @property
@@ -247,7 +264,12 @@ class RLConfig(BaseStageConfig):
         It saves the pass that would compute it. What else needs the old policy before that has it computed.
         """
         is_single = self.updates * self.epochs == 1 and self.loss_mask and self.kl_in == "loss"
-        return self.staleness > 0 and self.importance_correction is not None and is_single
+        return self.has_stale_samples and self.importance_correction is not None and is_single
+
+    @property
+    def has_stale_samples(self) -> bool:
+        """Whether steps train on samples of older weights."""
+        return self.staleness > 0 or self.replay_buffer is not None
 
 
 def check_rl(config: RLConfig) -> None:
@@ -272,6 +294,7 @@ def check_rl(config: RLConfig) -> None:
     _check_attempts(config)
     _check_tree(config)
     _check_staleness(config)
+    _check_replay_buffer(config)
     _check_divergence(config)
     _check_bootstrap(config)
     if config.updates > config.tasks:
@@ -390,6 +413,22 @@ def _check_staleness(config: RLConfig) -> None:
             f"with staleness = {config.staleness}, {config.updates * config.epochs} updates a step make "
             f"samples up to {config.staleness * config.updates * config.epochs} optimizer updates old before "
             "the step begins: set updates and epochs to 1, or stale_updates = true to have it so"
+        )
+
+
+def _check_replay_buffer(config: RLConfig) -> None:
+    """Stored samples need a bounded loss, and a baseline that does not depend on who played them."""
+    if config.replay_buffer is None:
+        return
+    if config.algorithm == "ppo" or config.critic is not None:
+        raise ValueError(
+            "replay_buffer: a critic's advantages are of the policy that is trained, and stored episodes were "
+            "played by older ones: use an algorithm whose baseline is the group, such as grpo"
+        )
+    if config.loss == "policy_gradient" and config.importance_correction is None:
+        raise ValueError(
+            "replay_buffer trains on samples of older weights, and the loss policy_gradient neither clips nor "
+            'corrects their ratios: leave out correction = "none", or use a clipped loss'
         )
 
 

@@ -43,6 +43,7 @@ from ludus.training.optim.critic import Critic, ValueModel
 from ludus.training.optim.learner import Learner
 from ludus.training.optim.policy_update import algorithm_of, policy_update
 from ludus.training.player import Deal, LocalPlayer
+from ludus.training.replay_buffer import ReplayBuffer, code_versions
 from ludus.training.rollout_worker import RolloutBatch, RolloutWorker
 from ludus.training.run_context import RunContext
 from ludus.training.stages.base import Stage, StepResult, check_failures, timing_metrics
@@ -70,6 +71,8 @@ class RLStage(Stage[RLConfig]):
         """The KL coefficient, which may adapt."""
         self._reference: nn.Module | None = None
         self._critic: Critic | None = None
+        self._replay: ReplayBuffer | None = None
+        """Groups of earlier steps that are trained on again."""
 
     @classmethod
     def check_parts(cls, config: RLConfig, where: str, recipe: Recipe, parts: Parts) -> None:
@@ -84,6 +87,10 @@ class RLStage(Stage[RLConfig]):
 
     async def begin(self) -> None:
         config = self.config
+        if config.replay_buffer is not None:
+            sets = self.context.task_sets
+            code = [await code_versions(one.rollout) for one in sets]
+            self._replay = ReplayBuffer(config.replay_buffer, config.rollouts, sets, code, self.seed)
         if config.kl > 0:
             self._reference = load_reference_model(self.context, self.folder, self.is_resumed)
         if Need.CRITIC in algorithm_of(config).needs:
@@ -167,10 +174,14 @@ class RLStage(Stage[RLConfig]):
     def _update(self, number: int, played: RolloutBatch) -> dict[str, float]:
         """Step `number` of the optimizer; where nothing could be learned, the update has no metrics."""
         warming_up = self._critic is not None and self._critic.is_warming_up(number)
+        version, batch = self.context.engine.policy_version, played
+        if self._replay is not None:
+            batch = self._replay.mixed(played, number, version)
+            self._replay.add(played, version)
         metrics = {"no_signal": float(not warming_up)} | self.update(
             policy_update,
             self._learner,
-            played,
+            batch,
             self.config,
             reference=self._reference,
             critic=self._critic,
@@ -178,7 +189,7 @@ class RLStage(Stage[RLConfig]):
             kl=self._kl,
         )
         self._sync(number)
-        return metrics
+        return metrics | (batch.metrics if self._replay is not None else {})
 
     def _measured(
         self, metrics: dict[str, float], played: RolloutBatch, seconds: tuple[float, float]
@@ -241,6 +252,8 @@ class RLStage(Stage[RLConfig]):
             ranks.run(save_synced, folder, self._reference)
         if self._critic is not None:
             ranks.run(self._critic.save, folder)
+        if self._replay is not None:
+            self._replay.save(folder)
 
     def load(self, folder: Path) -> None:
         ranks = self.context.ranks
@@ -255,6 +268,8 @@ class RLStage(Stage[RLConfig]):
             ranks.run(load_synced, folder, self._reference)
         if self._critic is not None:
             ranks.run(self._critic.load, folder)
+        if self._replay is not None:
+            self._replay.load(folder)
 
 
 def lag_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
