@@ -21,8 +21,16 @@ import pytest
 pytest.importorskip("ray")
 sys.path.append(str(Path(__file__).parent.parent / "training"))
 
-from raylets import two_raylets  # noqa: E402
+from raylets import STORE, two_raylets  # noqa: E402
+from stage_runs import Talker  # noqa: E402
+from test_async_training import Slow, trained_ordinals, weights  # noqa: E402
 from test_ranks_runs import CODE, RECIPE, assert_gone, started, wait_for  # noqa: E402
+from test_replica_runs import assert_close, assert_same_episodes  # noqa: E402
+from training_helpers import TINY, add, even, expert, tasks  # noqa: E402
+
+import ludus  # noqa: E402
+from ludus.dist.status import ActorStatus, look  # noqa: E402
+from ludus.observe import RunFolder  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -123,3 +131,86 @@ def test_what_has_no_place_is_refused_before_the_run(folder: Path, cluster: Any)
     assert process.returncode == 2 and not (folder / "run").exists()
     assert "no room for a trainer rank. Asked for: 20 x trainer rank (1 CPU each)" in words
     assert "8 CPUs (8 free)" in words
+
+
+# Engines. These runs live in this process, which joins the cluster and leaves it again.
+
+
+RL = {**TINY["rl"], "steps": 3, "tasks": 2, "attempts": 2}
+
+
+def run_here(folder: Path, cluster: dict[str, Any], **more: Any) -> RunFolder:
+    """A small run of this process."""
+    run = {"folder": str(folder), "checkpoint_every": 1, "keep_checkpoints": 50}
+    parts = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Talker()}
+    ludus.train(**{**TINY, "rl": RL, "run": run, "cluster": cluster, **parts, **more}, progress=False)
+    return RunFolder(folder)
+
+
+def here(cluster: Any, **more: Any) -> dict[str, Any]:
+    return {"address": cluster.address, "nodes": 2, "timeout": 60, **more}
+
+
+def test_a_run_on_the_cluster_is_the_same_run(tmp_path: Path, cluster: Any) -> None:
+    """With staleness 0 and the same seeds: the tokens and weights of one process."""
+    tables = {"max_in_flight": 1, "warm_start": {"steps": 2, "batch": 2}, "demonstrations": expert}
+    alone = run_here(tmp_path / "alone", {}, **tables)
+    spread = run_here(tmp_path / "spread", here(cluster, engines=1, trainer_ranks=2), **tables)
+    assert_same_episodes(alone, spread)
+    assert_close(weights(alone), weights(spread))
+    rows = [row for row in spread.metrics() if "engine/replicas" in row]
+    assert len(rows) == 3 and all(0 < row["engine/canary_difference"] < 1e-5 for row in rows)
+
+
+def test_a_killed_engine_comes_back_with_the_newest_weights(tmp_path: Path, cluster: Any) -> None:
+    """Its episodes are played again, every group is trained once, the lag stays in its bound."""
+    seen: list[ActorStatus] = []
+
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        engines = [one for one in look(cluster.address).actors if one.role == "engine"]
+        if step == 2:
+            seen.extend(engines)
+            assert {one.node for one in engines}.isdisjoint({own_node()}), "the head has no room"
+            os.kill(engines[0].pid or 0, signal.SIGKILL)
+        if step == total:
+            seen.extend(engines)
+
+    rl = {**RL, "steps": 6, "staleness": 2}
+    run = run_here(
+        tmp_path / "run", here(cluster, engines=1), rl=rl, agent=Slow(), on_step=on_step
+    )
+    assert trained_ordinals(run) == list(range(12))
+    rows = [row for row in run.metrics() if "lag_max" in row]
+    assert max(row["lag_max"] for row in rows) <= 2
+    assert sum(row["failures"] for row in rows) == 0
+    assert rows[-1]["engine/restarts"] == 1
+    assert seen[0].pid not in [one.pid for one in seen[1:]]
+    assert {one.facts["version"] for one in seen[1:] if one.facts} <= {5, 6}
+    assert_gone([one.pid for one in seen if one.pid is not None])
+
+
+def own_node() -> str:
+    import ray
+
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
+
+
+def test_an_engine_outlives_its_node(tmp_path: Path, cluster: Any) -> None:
+    """The node dies with everything on it; Ray finds another place, and the run goes on."""
+    doomed = cluster.add_node(num_cpus=4, object_store_memory=STORE)
+    killed: list[str] = []
+
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            engines = [one for one in look(cluster.address).actors if one.role == "engine"]
+            killed.extend(one.node or "" for one in engines if one.node == doomed.node_id)
+            cluster.remove_node(doomed, allow_graceful=False)
+
+    rl = {**RL, "steps": 6, "staleness": 1}
+    run = run_here(
+        tmp_path / "run", here(cluster, engines=2), rl=rl, agent=Slow(), on_step=on_step
+    )
+    assert len(killed) == 1, "one engine was to be placed on each node"
+    assert trained_ordinals(run) == list(range(12))
+    assert run.metrics()[-1]["failures"] == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "ludus"
 """Where the actors of all runs are named, which is how `ludus cluster` finds them."""
-OBJECT_STORE_BYTES = 200 * 1024 * 1024
-"""Of a cluster of our own, on this machine."""
+_SMALL_STORE = 100 * 1024 * 1024
+"""The object store of a cluster of our own that has no weights to carry."""
 _NODE_SECONDS = 30.0
 _PLACE_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
@@ -47,10 +48,12 @@ def load_ray(purpose: str = "a cluster") -> Any:
         raise MissingExtraError("ray", "ray", purpose) from error
 
 
-def join_ray(address: str | None, cpus: int | None = None) -> bool:
+def join_ray(
+    address: str | None, cpus: int | None = None, store_bytes: int | None = None
+) -> bool:
     """Join the cluster at `address` ("auto", "host:port"; RAY_ADDRESS when None), or start one here ("local").
 
-    `cpus` are those of a cluster that is started. False where this process had joined one before: then it is
+    `cpus` and the memory of the object store are those of a cluster that is started. False where this process had joined one before: then it is
     not ours to leave.
     """
     ray = load_ray()
@@ -59,8 +62,9 @@ def join_ray(address: str | None, cpus: int | None = None) -> bool:
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address == "local":
-        options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        options["include_dashboard"] = False
         options |= {"num_cpus": cpus} if cpus is not None else {}
+        options |= {"object_store_memory": store_bytes} if store_bytes is not None else {}
     elif address != "auto":
         _check_reachable(address)
     try:
@@ -158,14 +162,27 @@ def asked_and_there(claims: Sequence[Claim], nodes: Sequence[Node]) -> str:
 class RayCluster:
     """One run in a cluster. Closing it ends every actor that it has started."""
 
-    def __init__(self, run: str, address: str | None, nodes: int | None, claims: Sequence[Claim]) -> None:
-        """Join, wait for so many nodes, and refuse what they cannot hold."""
+    def __init__(
+        self,
+        run: str,
+        address: str | None,
+        nodes: int | None,
+        claims: Sequence[Claim],
+        *,
+        has_weights: bool = False,
+    ) -> None:
+        """Join, wait for so many nodes, and refuse what they cannot hold. With weights to carry, the object
+        store of a cluster of our own is as large as Ray likes."""
         self.run, self._claims = run, [claim for claim in claims if claim.count]
         self._token = secrets.token_hex(3)
         self._names = 0
         self._actors: list[Any] = []
         self._groups: list[Any] = []
-        self._is_ours = join_ray(address, round(sum(one.count * one.cpus for one in claims)))
+        self._is_ours = join_ray(
+            address,
+            math.ceil(sum(one.count * one.cpus for one in claims)),
+            None if has_weights else _SMALL_STORE,
+        )
         self._ray = load_ray()
         try:
             check_room(self._claims, self._wait_for_nodes(nodes or 1))
@@ -272,6 +289,14 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None
+
+
+def cause_of(error: Exception) -> str:
+    """Why Ray says that an actor is dead: the sentence of its report that is about this one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    about = [line for line in lines if line.startswith("The actor is dead") or "node" in line.lower()]
+    text = (about or lines or [type(error).__name__])[0]
+    return text.split(" Some common causes", 1)[0][:300]
 
 
 def _check_reachable(address: str) -> None:

@@ -14,7 +14,10 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
+from ludus.dist.engines import RayReplica, WeightObjects
 from ludus.dist.ranks import RankActor, RayRank
+from ludus.engine import EngineConfig
+from ludus.engine.replicas import Replica, ReplicaSettings
 
 _SEAT_SECONDS = 60.0
 
@@ -29,6 +32,7 @@ class RayPlacement:
         address: str | None,
         nodes: int | None,
         ranks: int,
+        engines: int,
         gpus: bool,
     ) -> None:
         """Join the cluster and reserve everything.
@@ -38,17 +42,21 @@ class RayPlacement:
             address: "auto", "host:port", or "local" for a cluster of our own.
             nodes: How many nodes there must be.
             ranks: Processes that train, rank 0 among them.
+            engines: Engines that sample; with none, rank 0 samples.
             gpus: Whether ranks and engines have a GPU each.
         """
         each = 1.0 if gpus else 0.0
         self._rank = Claim("trainer rank", ranks, each)
-        self.cluster = RayCluster(run, address, nodes, [self._rank])
+        self._engine = Claim("engine", engines, each)
+        claims = [self._rank, self._engine]
+        self.cluster = RayCluster(run, address, nodes, claims, has_weights=engines > 0)
         self.address = self.cluster.own_address
         self.interface = interface_of(self.address)
         try:
             self._seat = self._take_seat()
             others = Claim(self._rank.role, ranks - 1, each)
             self._ranks = self.cluster.reserve(others, "PACK") if others.count else None
+            self._engines = self.cluster.reserve(self._engine, "SPREAD") if engines else None
         except BaseException:
             self.close()
             raise
@@ -78,6 +86,26 @@ class RayPlacement:
         where = in_group(self._ranks, rank - 1)
         actor = self.cluster.start(RankActor, "trainer", rank, self._rank, where)
         return RayRank(self.cluster, actor, variables)
+
+    def replicas(
+        self, dtype: str, engine: EngineConfig, threads: int | None, hang_seconds: float
+    ) -> list[Replica]:
+        """The engines, not started yet: on a GPU each, or on the host."""
+        device = "cuda:0" if self._engine.gpus else "cpu"  # Ray shows an actor its own GPU only
+        settings = ReplicaSettings(device, dtype, engine, threads)
+        weights = WeightObjects()
+        return [
+            RayReplica(
+                number,
+                settings,
+                self.cluster,
+                self._engine,
+                self._engines,
+                weights,
+                hang_seconds=hang_seconds,
+            )
+            for number in range(self._engine.count)
+        ]
 
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """What the run does, for `ludus cluster`; called after every step."""

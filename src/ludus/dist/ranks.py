@@ -17,7 +17,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.core.registry import load_reference
 from ludus.dist.actors import RunActor
-from ludus.dist.cluster import RayCluster, interface_of, load_ray
+from ludus.dist.cluster import RayCluster, cause_of, interface_of, load_ray
 
 SPAWN = "ludus.training.ranks:spawn_rank"
 """By name: training stands beside this room."""
@@ -80,11 +80,3 @@ class RayRank:
     def how(self) -> str:
         """How it was lost, where that is more than an exit code."""
         return self._how
-
-
-def cause_of(error: Exception) -> str:
-    """Why Ray says that an actor is dead: the sentence of its report that is about this one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    about = [line for line in lines if line.startswith("The actor is dead") or "node" in line.lower()]
-    text = (about or lines or [type(error).__name__])[0]
-    return text.split(" Some common causes", 1)[0][:300]

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from ludus.core.failures import ConfigError
 from ludus.core.registry import load_reference
+from ludus.engine import EngineConfig
+from ludus.engine.replicas import Replica
 from ludus.training.config.recipe import Recipe, launched_rank
 from ludus.training.models.loading import device_of
 from ludus.training.ranks import RankLauncher
@@ -20,6 +22,11 @@ RAY = "ludus.dist.placement:RayPlacement"
 
 class Placement(RankLauncher, Protocol):
     """The places of one run. Closing it ends everything that lives there."""
+
+    def replicas(
+        self, dtype: str, engine: EngineConfig, threads: int | None, hang_seconds: float
+    ) -> list[Replica]:
+        """The engines that were reserved (cluster.engines), not started yet."""
 
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """What the run does, for whoever looks at the cluster; called after every step."""
@@ -42,6 +49,7 @@ def place(recipe: Recipe, run: str) -> Placement | None:
         address=cluster.address,
         nodes=cluster.nodes,
         ranks=cluster.trainer_ranks or 1,
+        engines=cluster.engines,
         gpus=device_of(recipe.model).type == "cuda",
     )
     return made

@@ -43,20 +43,30 @@ from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.config.recipe import Recipe
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.lora import is_adapted
+from ludus.training.placement import Placement
 
 RolloutEngine = EmbeddedEngine | ReplicatedEngine
 """The engines that a run can have."""
 
 
 async def start_engine(
-    recipe: Recipe, model: nn.Module, tokenizer: HFTokenizer, version: int, trainer_ranks: int
+    recipe: Recipe,
+    model: nn.Module,
+    tokenizer: HFTokenizer,
+    version: int,
+    trainer_ranks: int,
+    placement: Placement | None = None,
 ) -> RolloutEngine:
-    """The engine that a recipe asks for; `trainer_ranks` processes have the first devices."""
+    """The engine that a recipe asks for; on this machine, `trainer_ranks` processes have the first devices."""
     if not recipe.cluster.engines:
         return EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     weight = unwrapped(model).get_input_embeddings().weight
     dtype = str(weight.dtype).removeprefix("torch.")
-    replicas = process_replicas(recipe, weight.device, dtype, trainer_ranks)
+    if placement is None:
+        replicas = process_replicas(recipe, weight.device, dtype, trainer_ranks)
+    else:
+        threads = recipe.threads or (1 if weight.device.type == "cpu" else None)
+        replicas = placement.replicas(dtype, recipe.engine, threads, recipe.cluster.timeout)
     engine = ReplicatedEngine(
         replicas,
         PolicyWeights(model, tokenizer),

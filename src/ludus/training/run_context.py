@@ -241,7 +241,7 @@ async def _build_on(
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     sharded = ranks.shard(model) if ranks.size > 1 else None
     if recording is None:
-        engine = await start_engine(recipe, model, tokenizer, version, ranks.size)
+        engine = await start_engine(recipe, model, tokenizer, version, ranks.size, placement)
     else:  # which plays nothing
         engine = EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     try:

@@ -13,23 +13,16 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ludus.core.concurrency import WorkerError
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, Sampling
-from ludus.core.messages import Json, Media
+from ludus.core.messages import Json
 from ludus.core.processes import WorkerProcess
 from ludus.engine.config import EngineConfig
-from ludus.engine.replicas.frames import (
-    pack_frame,
-    pack_tokens,
-    read_frame,
-    unpack_completion,
-    unpack_logprobs,
-)
+from ludus.engine.replicas.frames import pack_frame, read_frame
+from ludus.engine.replicas.requested import RequestedReplica
 
 _PING_SECONDS = 5.0
 
@@ -45,7 +38,7 @@ class ReplicaSettings:
     """Of the process on the host; as many as torch likes when left out."""
 
 
-class ProcessReplica:
+class ProcessReplica(RequestedReplica):
     """A `Replica` that is an `EmbeddedEngine` in a child process."""
 
     def __init__(
@@ -117,41 +110,6 @@ class ProcessReplica:
         if self._ended is None:
             return "it was never started"
         return await asyncio.shield(self._ended)
-
-    async def generate(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        session: str | None = None,
-        media: Sequence[Media] = (),
-    ) -> Completion:
-        if media:
-            raise EngineError("this engine reads text only, not media", retriable=False)
-        head = {"sampling": asdict(sampling), "session": session}
-        return unpack_completion(*await self._request("generate", head, pack_tokens(tokens)))
-
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        _, body = await self._request("score", {"temperature": temperature}, pack_tokens(tokens))
-        return unpack_logprobs(body)
-
-    async def fork(self, session: str, into: str) -> None:
-        await self._request("fork", {"session": session, "into": into})
-
-    async def release(self, session: str) -> None:
-        await self._request("release", {"session": session})
-
-    async def abort(self, session: str) -> None:
-        await self._request("abort", {"session": session})
-
-    async def pause(self) -> None:
-        await self._request("pause")
-
-    async def resume(self) -> None:
-        await self._request("resume")
-
-    async def forget(self) -> None:
-        await self._request("forget")
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, []

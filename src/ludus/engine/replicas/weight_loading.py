@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from torch import nn
 from ludus.core.failures import EngineError
 
 WEIGHTS = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 def load_model(folder: Path, dtype: str, device: str) -> nn.Module:
@@ -49,6 +55,43 @@ def load_into(model: nn.Module, folder: Path) -> None:
         _check_shape(name, list(tensor.shape), own[name])
     for name, tensor in other.items():
         own[name].copy_(tensor)
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, data: Any) -> bool:
+    """The same from the bytes of a safetensors file (anything with a buffer), which are read where they lie.
+
+    False, and nothing is changed, where their names are not the module's own.
+    """
+    own, found = model.state_dict(), tensors_in(data)
+    if not _covers(set(found), own):
+        return False
+    for name, tensor in found.items():
+        _check_shape(name, list(tensor.shape), own[name])
+    for name, tensor in found.items():
+        own[name].copy_(tensor)
+    return True
+
+
+def tensors_in(data: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, without a copy: they last as long as `data` does, and are read only.
+
+    The format: the length of a header in 8 bytes, the header in JSON (dtype, shape and place of each tensor),
+    then the tensors' bytes.
+    """
+    view = memoryview(data).cast("B")
+    begin = 8 + int.from_bytes(view[:8], "little")
+    places: dict[str, Any] = json.loads(bytes(view[8:begin]))
+    places.pop("__metadata__", None)
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they cannot be written to, which nobody does
+        for name, place in places.items():
+            (start, stop), dtype = place["data_offsets"], _DTYPES[place["dtype"]]
+            count = (stop - start) // dtype.itemsize
+            flat = torch.frombuffer(view, dtype=dtype, count=count, offset=begin + start)
+            found[name] = flat.reshape(place["shape"])
+    return found
 
 
 def _covers(names: set[str], own: dict[str, Any]) -> bool:

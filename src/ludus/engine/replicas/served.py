@@ -1,0 +1,121 @@
+"""An `EmbeddedEngine` that is asked by operations and bytes: what a replica's process and a Ray actor hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import InfraError, LudusError
+from ludus.core.generation import Sampling
+from ludus.core.messages import Json
+from ludus.engine.config import EngineConfig
+from ludus.engine.engine import EmbeddedEngine
+from ludus.engine.replicas.frames import pack_completion, pack_logprobs, unpack_tokens
+from ludus.engine.replicas.weight_loading import load_into, load_model
+
+
+class _Decoder:
+    """The folder's tokenizer, loaded when a request has the first stop string."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: Any = None
+
+    def prepare(self) -> None:
+        """While the folder is there: it goes when there are newer weights."""
+        from transformers import AutoTokenizer
+
+        if any(self._folder.glob("tokenizer*")):
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self._folder))
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            raise LudusError("stop strings need a tokenizer, and the model's folder has none")
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(tokens), **options))
+
+
+class ServedEngine:
+    """Answers requests; what fails is told as an error, with whether to try again."""
+
+    def __init__(self) -> None:
+        self._engine: EmbeddedEngine | None = None
+
+    async def answer(self, head: Json, body: bytes) -> tuple[Json, bytes]:
+        """The reply to `head["operation"]`, or `{"error": ...}`."""
+        return await self.told(lambda: self._perform(head["operation"], head, body))
+
+    async def told(
+        self, work: Callable[[], Coroutine[Any, Any, tuple[Json, bytes]]]
+    ) -> tuple[Json, bytes]:
+        """What `work` gives, or the error that it raises, for whoever asked."""
+        try:
+            return await work()
+        except Exception as error:  # noqa: BLE001 - raised again where the request came from
+            retriable = not isinstance(error, LudusError) or (
+                isinstance(error, InfraError) and error.retriable
+            )
+            message = str(error) if isinstance(error, LudusError) else f"{type(error).__name__}: {error}"
+            return {"error": {"message": message, "retriable": retriable}}, b""
+
+    @property
+    def engine(self) -> EmbeddedEngine:
+        if self._engine is None:
+            raise LudusError("a replica is started before it is asked")
+        return self._engine
+
+    async def _perform(self, operation: str, head: Json, body: bytes) -> tuple[Json, bytes]:
+        if operation == "start":
+            await asyncio.to_thread(self._start, head)
+            return {}, b""
+        engine = self.engine
+        match operation:
+            case "generate":
+                sampling = head["sampling"]
+                sampling |= {
+                    "stop": tuple(sampling["stop"]),
+                    "stop_tokens": tuple(sampling["stop_tokens"]),
+                }
+                return pack_completion(
+                    await engine.generate(
+                        unpack_tokens(body), Sampling(**sampling), session=head["session"]
+                    )
+                )
+            case "score":
+                scored = await engine.score(unpack_tokens(body), temperature=head["temperature"])
+                return {}, pack_logprobs(scored)
+            case "ping":
+                await engine.score([0])  # which the engine's thread answers between two steps
+            case "load_weights":
+                model, folder = engine.model, Path(head["folder"])
+                await engine.replace_weights(lambda: load_into(model, folder), head["version"])
+            case "fork":
+                await engine.fork(head["session"], head["into"])
+            case "release":
+                await engine.release(head["session"])
+            case "abort":
+                await engine.abort(head["session"])
+            case "pause":
+                await engine.pause()
+            case "resume":
+                await engine.resume()
+            case "forget":
+                await engine.forget()
+            case _:
+                raise LudusError(f"a replica knows no operation {operation!r}")
+        return {}, b""
+
+    def _start(self, setup: Json) -> None:
+        import torch
+
+        if setup["threads"] is not None:
+            torch.set_num_threads(setup["threads"])
+        folder = Path(setup["folder"])
+        model = load_model(folder, setup["dtype"], setup["device"])
+        decoder = _Decoder(folder)
+        decoder.prepare()
+        # nobody else uses this device: a pause need not hand the KV cache's memory to a trainer
+        config = EngineConfig.model_validate({**setup["engine"], "release_memory": "never"})
+        self._engine = EmbeddedEngine(model, decoder, config, version=setup["version"])
