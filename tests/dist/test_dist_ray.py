@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from ludus.core import ConfigError, Fault
-from ludus.core import ToolCall, ToolContext
-from ludus.core import Task
+from ludus.core import ConfigError, Fault, Task, ToolCall, ToolContext
 from ludus.dist import RayHost
 from ludus.serve import ToolServer
 from ludus.tools.hosting import EpisodeLost, OutcomeUnknown

@@ -21,16 +21,16 @@ import pytest
 pytest.importorskip("ray")
 sys.path.append(str(Path(__file__).parent.parent / "training"))
 
-from raylets import STORE, two_raylets  # noqa: E402
-from stage_runs import Talker  # noqa: E402
-from test_async_training import Slow, trained_ordinals, weights  # noqa: E402
-from test_ranks_runs import CODE, RECIPE, assert_gone, started, wait_for  # noqa: E402
-from test_replica_runs import assert_close, assert_same_episodes  # noqa: E402
-from training_helpers import TINY, add, even, expert, tasks  # noqa: E402
+from raylets import STORE, two_raylets
+from stage_runs import Talker
+from test_async_training import Slow, trained_ordinals, weights
+from test_ranks_runs import CODE, RECIPE, assert_gone, started, wait_for
+from test_replica_runs import assert_close, assert_same_episodes
+from training_helpers import TINY, add, even, expert, tasks
 
-import ludus  # noqa: E402
-from ludus.dist.status import ActorStatus, look  # noqa: E402
-from ludus.observe import RunFolder  # noqa: E402
+import ludus
+from ludus.dist.status import ActorStatus, look
+from ludus.observe import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -176,9 +176,7 @@ def test_a_killed_engine_comes_back_with_the_newest_weights(tmp_path: Path, clus
             seen.extend(engines)
 
     rl = {**RL, "steps": 6, "staleness": 2}
-    run = run_here(
-        tmp_path / "run", here(cluster, engines=1), rl=rl, agent=Slow(), on_step=on_step
-    )
+    run = run_here(tmp_path / "run", here(cluster, engines=1), rl=rl, agent=Slow(), on_step=on_step)
     assert trained_ordinals(run) == list(range(12))
     rows = [row for row in run.metrics() if "lag_max" in row]
     assert max(row["lag_max"] for row in rows) <= 2
@@ -208,9 +206,7 @@ def test_an_engine_outlives_its_node(tmp_path: Path, cluster: Any) -> None:
             cluster.remove_node(doomed, allow_graceful=False)
 
     rl = {**RL, "steps": 6, "staleness": 1}
-    run = run_here(
-        tmp_path / "run", here(cluster, engines=2), rl=rl, agent=Slow(), on_step=on_step
-    )
+    run = run_here(tmp_path / "run", here(cluster, engines=2), rl=rl, agent=Slow(), on_step=on_step)
     assert len(killed) == 1, "one engine was to be placed on each node"
     assert trained_ordinals(run) == list(range(12))
     assert run.metrics()[-1]["failures"] == 0

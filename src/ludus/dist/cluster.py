@@ -48,9 +48,7 @@ def load_ray(purpose: str = "a cluster") -> Any:
         raise MissingExtraError("ray", "ray", purpose) from error
 
 
-def join_ray(
-    address: str | None, cpus: int | None = None, store_bytes: int | None = None
-) -> bool:
+def join_ray(address: str | None, cpus: int | None = None, store_bytes: int | None = None) -> bool:
     """Join the cluster at `address` ("auto", "host:port"; RAY_ADDRESS when None), or start one here ("local").
 
     `cpus` and the memory of the object store are those of a cluster that is started. False where this process had joined one before: then it is
@@ -149,7 +147,9 @@ def check_room(claims: Sequence[Claim], nodes: Sequence[Node]) -> None:
                 room[1] -= claim.gpus
                 break
         else:
-            raise ConfigError(f"the cluster has no room for a {claim.role}. {asked_and_there(claims, nodes)}")
+            raise ConfigError(
+                f"the cluster has no room for a {claim.role}. {asked_and_there(claims, nodes)}"
+            )
 
 
 def asked_and_there(claims: Sequence[Claim], nodes: Sequence[Node]) -> str:
@@ -219,7 +219,9 @@ class RayCluster:
             )
         return group
 
-    def start(self, kind: type[Any], role: str, number: int, claim: Claim, where: Any = "DEFAULT") -> Any:
+    def start(
+        self, kind: type[Any], role: str, number: int, claim: Claim, where: Any = "DEFAULT"
+    ) -> Any:
         """Start an actor; `where` is one of Ray's scheduling strategies. It may still be on its way."""
         self._names += 1
         name = f"{self.run}/{self._token}/{role}-{number}/{self._names}"
