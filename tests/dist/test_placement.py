@@ -56,7 +56,7 @@ def test_nothing_at_the_address_is_an_error_and_no_hang() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(ConfigError, match="nothing answers there.*ray start --head"):
+    with pytest.raises(ConfigError, match=r"nothing answers there.*ray start --head"):
         join_ray(address)
     with pytest.raises(ConfigError, match="host:port"):
         join_ray("somewhere")
