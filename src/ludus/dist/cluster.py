@@ -1,8 +1,9 @@
 """A run's place in a Ray cluster: joining it, what is claimed of its nodes, and the actors that live there.
 
 Ray decides on which node an actor lives, within a placement group that is reserved before anything is started.
-What a run asks for is compared with what the cluster has first: what can never be placed is an error at once, and
-what could be is waited for, with a deadline. Actors belong to the process that started them and end with it.
+What a run asks for is compared with what the cluster has first: what can never be placed is an error at once,
+and what could be is waited for, with a deadline. Actors belong to the process that started them and end with
+it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def load_ray(purpose: str = "a cluster") -> Any:
 def join_ray(address: str | None, cpus: int | None = None, store_bytes: int | None = None) -> bool:
     """Join the cluster at `address` ("auto", "host:port"; RAY_ADDRESS when None), or start one here ("local").
 
-    `cpus` and the memory of the object store are those of a cluster that is started. False where this process had joined one before: then it is
-    not ours to leave.
+    `cpus` and the size of the object store are those of a cluster that is started. False where this process had
+    joined one before: then it is not ours to leave.
     """
     ray = load_ray()
     if ray.is_initialized():
@@ -136,8 +137,10 @@ def _node(raw: Mapping[str, Any], free: Mapping[str, float]) -> Node:
 
 
 def check_room(claims: Sequence[Claim], nodes: Sequence[Node]) -> None:
-    """Refuse what these nodes could not hold even if they did nothing else. The first node holds the first claim
-    of all, which is rank 0's: it is the process that asks."""
+    """Refuse what these nodes could not hold even if they did nothing else.
+
+    The first node holds the first claim of all, which is rank 0's: it is the process that asks.
+    """
     rest = [[node.cpus, node.gpus] for node in nodes]
     for place, claim in enumerate(one for one in claims for _ in range(one.count)):
         rooms = rest[:1] if place == 0 else sorted(rest, key=lambda room: room[1])  # spare the GPUs

@@ -1,19 +1,18 @@
 """Rollout engines on the nodes of a cluster: each an `EmbeddedEngine` in an actor, with weights of its own.
 
 New weights are put into Ray's object store once, by the trainer. Every node fetches them once, however many
-engines it has: they share its memory, and copy from it into their modules in place. The store holds two versions
-at most, the newest and the one before.
+engines it has: they share its memory, and copy from it into their modules in place. The store holds two
+versions at most, the newest and the one before.
 
-Who waits for whom: requests are calls of the actor, many at once. A call that never ends tells of its death, and
-one every few seconds, which the engine's thread answers between two steps, of a hang. Whoever asks has deadlines
-of his own (`ReplicatedEngine`).
+Who waits for whom: requests are calls of the actor, many at once. A call that never ends tells of its death,
+and one every few seconds, which the engine's thread answers between two steps, of a hang. Whoever asks has
+deadlines of his own (`ReplicatedEngine`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,11 +59,8 @@ class EngineActor(RunActor):
         """Load a model from its files; they are kept, without the weights, for architectures whose weights go
         by other names in files."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from folders
-        parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._scratch = ScratchFolder("ludus-engine-", parent)
-        for name, data in files.items():
-            (self._scratch.path / name).write_bytes(data)
         self._served = ServedEngine()
+        self._scratch = _scratch_with(files)
         self._write(weights)
         try:
             reply, _ = await self._served.answer(
@@ -142,8 +138,7 @@ class RayReplica(RequestedReplica):
             "threads": settings.threads,
             "engine": settings.engine.model_dump(mode="json"),
         }
-        others = [file for file in folder.iterdir() if file.is_file() and file.name != WEIGHTS]
-        files = {file.name: file.read_bytes() for file in others}
+        files = _other_files(folder)
         weights = await asyncio.to_thread(self._weights.put, folder, version)
         _checked(await self._call("start", head, files, weights))
         self._version = version
@@ -209,6 +204,20 @@ class RayReplica(RequestedReplica):
             return f"{self.name} died: {cause_of(error)}"
         finally:
             end.cancel()
+
+
+def _other_files(folder: Path) -> dict[str, bytes]:
+    """What a model's folder has beside its weights: its configuration, its tokenizer."""
+    others = [file for file in folder.iterdir() if file.is_file() and file.name != WEIGHTS]
+    return {file.name: file.read_bytes() for file in others}
+
+
+def _scratch_with(files: Mapping[str, bytes]) -> ScratchFolder:
+    """A folder with these files, in memory where that can be."""
+    scratch = ScratchFolder("ludus-engine-", _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+    for name, data in files.items():
+        (scratch.path / name).write_bytes(data)
+    return scratch
 
 
 async def _awaited(answer: Any) -> Any:

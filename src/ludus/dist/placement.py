@@ -1,7 +1,7 @@
 """Where the processes of one run live in a Ray cluster: what `ludus train` asks this room for.
 
 Trainer ranks are packed, for their links; engines are spread; tools live on nodes without GPUs where there are
-some. Rank 0 is the process of `ludus train`: an actor holds its place on its node, and tells `ludus cluster` of it.
+some. Rank 0 is the process of `ludus train`: an actor holds its place on its node, and speaks for it.
 """
 
 from __future__ import annotations

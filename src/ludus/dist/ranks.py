@@ -1,8 +1,8 @@
 """Trainer ranks on the nodes of a cluster: each is a process of its own, held by an actor.
 
 The actor starts the process as `ludus train` starts one on its own machine and waits for its end. The process
-ends with the actor (its pipe closes), and the actor with the process that asked for it (Ray ends it), so no rank
-outlives its run, whoever of the three is killed.
+ends with the actor (its pipe closes), and the actor with the process that asked for it (Ray ends it), so no
+rank outlives its run, whoever of the three is killed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Who waits for whom. An actor has an event loop and a tool set of its own and runs its requests side by side; the
 server's admission, or the run's `max_in_flight`, bounds them. Each actor holds one request that never ends: it
-fails when the actor dies, which is how the host learns of it. The host, not Ray, replaces an actor, because only
-the host knows which episodes were lost with it.
+fails when the actor dies, which is how the host learns of it. The host, not Ray, replaces an actor, because
+only the host knows which episodes were lost with it.
 """
 
 from __future__ import annotations
