@@ -8,6 +8,7 @@ so it is text in and text out; episodes, whose tokens are trained on, go through
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -53,3 +54,7 @@ class ChatModel(Protocol):
 
     async def close(self) -> None:
         """Release connections; safe to call twice."""
+
+
+policy_model: ContextVar[ChatModel | None] = ContextVar("policy_model", default=None)
+"""The model that is trained or evaluated, while its episodes are scored; None outside of a run."""

@@ -16,6 +16,7 @@ from ludus.llm.address import Address, is_address
 from ludus.llm.cache import CachedChatModel
 from ludus.llm.http import RetryPolicy
 from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
+from ludus.llm.local import POLICY, FrozenChatModel, PolicyChatModel
 from ludus.llm.remote import RemoteChatModel
 
 
@@ -38,7 +39,7 @@ class ChatModelConfig(Config):
     """A model that is asked: a judge, a writer of tasks."""
 
     address: str
-    """Where it is: http://host:port/v1#MODEL."""
+    """http://host:port/v1#MODEL; `policy`, the trained model itself; or a folder or hub name, loaded frozen."""
     name: str | None = None
     """What reports and the cache call it; the address if left out."""
     key_variable: str | None = None
@@ -70,15 +71,14 @@ def load_chat_model(spec: str | Mapping[str, Any] | ChatModel) -> ChatModel:
     if isinstance(spec, str):
         spec = {"address": spec}
     config = ChatModelConfig.parse(spec, "the table of a model")
+    return limited(_source(config), config)
+
+
+def _source(config: ChatModelConfig) -> ChatModel:
+    if config.address == POLICY:
+        return PolicyChatModel()
     if not is_address(config.address):
-        raise ConfigError(
-            f"{config.address!r} is no model that can be asked: give an address such as "
-            "http://127.0.0.1:8000/v1#NAME"
-        )
-    return limited(_remote(config), config)
-
-
-def _remote(config: ChatModelConfig) -> ChatModel:
+        return FrozenChatModel(config.address)
     return RemoteChatModel(
         Address.parse(config.address),
         key=_key(config.key_variable),

@@ -57,6 +57,7 @@ from ludus.envs.env import call_env
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
+from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
@@ -95,6 +96,11 @@ class Rollout:
     renders: bool = False
     """Whether to record what environments look like before each turn."""
 
+    @property
+    def policy(self) -> EngineChatModel:
+        """The policy as a model that rewards may ask."""
+        return EngineChatModel(self.engine, self.renderer)
+
     async def groups(self, tasks: Sequence[Task], seed: int) -> AsyncIterator[Group]:
         """One group of `attempts` episodes for each task, in the order they finish."""
         places = asyncio.Semaphore(self.max_in_flight)
@@ -129,7 +135,8 @@ class Rollout:
             finally:
                 await _cancel(running)
         try:
-            await self.scorer.score_group(group)
+            with asking_policy(self.policy):
+                await self.scorer.score_group(group)
         except InfraError as error:
             for trajectory in group.trajectories:
                 if trajectory.failure is None and trajectory.stop is not StopReason.ABORTED:
@@ -283,7 +290,8 @@ class Rollout:
                 if isinstance(env, RemoteEnv):
                     async with access(env):
                         await env.fetch_state()
-            await self.scorer.score(trajectory, envs)
+            with asking_policy(self.policy):
+                await self.scorer.score(trajectory, envs)
             trajectory.seconds["rewards"] = time.perf_counter() - started
             if self.scorer.rewards or self.scorer.turn_rewards:
                 scored = TimeSpan("reward", started, trajectory.seconds["rewards"])

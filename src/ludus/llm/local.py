@@ -1,0 +1,56 @@
+"""Models of this process that are asked: the policy that is trained, or a frozen one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
+from ludus.core.concurrency import run_sync
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Message
+from ludus.core.registry import load_reference
+
+POLICY = "policy"
+"""The name of the model that is trained or evaluated."""
+LOAD_FROZEN = "ludus.training.models.frozen:load_frozen"
+"""By name: loading weights is no matter of this room."""
+
+
+class PolicyChatModel:
+    """The policy itself, as it is when it is asked: it can be asked while a run scores its episodes."""
+
+    @property
+    def name(self) -> str:
+        return self._policy().name
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        return await self._policy().chat(messages, options)
+
+    async def close(self) -> None:
+        """It belongs to the run."""
+
+    def _policy(self) -> ChatModel:
+        found = policy_model.get()
+        if found is None:
+            raise ConfigError(
+                "the model 'policy' is the one that is trained or evaluated, and there is none here: name an "
+                "address such as http://127.0.0.1:8000/v1#NAME, a folder, or a model on the hub"
+            )
+        return found
+
+
+class FrozenChatModel:
+    """A model by its folder or hub name; its weights are loaded when it is first asked."""
+
+    def __init__(self, source: str) -> None:
+        self.name = source
+        self._loaded: ChatModel | None = None
+
+    async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
+        if self._loaded is None:
+            self._loaded = await run_sync(load_reference(LOAD_FROZEN), self.name)
+        return await self._loaded.chat(messages, options)
+
+    async def close(self) -> None:
+        if self._loaded is not None:
+            await self._loaded.close()
