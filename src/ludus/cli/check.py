@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.concurrency import busy_locations
+from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
@@ -26,7 +27,8 @@ from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool import probe_env
-from ludus.rewards import build_reward, check_rewards
+from ludus.rewards import TurnReward, build_reward, check_rewards
+from ludus.rewards.judges.agreement import measure_agreement, read_labels
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
@@ -36,7 +38,7 @@ from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, c
 from ludus.sandbox.containers import ContainerTier
 from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
-from ludus.training.config.parts import Parts, TaskSetSpec, load_parts, task_set_specs
+from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, load_recipe
 
 Findings = list[tuple[str, str]]
@@ -86,6 +88,29 @@ def recipe_findings(
 
     asyncio.run(every_set())
     return findings
+
+
+def reward_findings(reward: str, labels: Path, threshold: float | None = None) -> Findings:
+    """How each reward that is named, or that a file's `rewards` has, agrees with labels."""
+    specs = read_toml(reward).get("rewards", ()) if reward.endswith(".toml") else [reward]
+    if not specs:
+        raise ConfigError(f"{reward} has no rewards")
+    with errors_at("rewards"):
+        built = [build_reward(spec) for spec in specs]
+    known = read_labels(labels)
+
+    async def compare() -> Findings:
+        findings: Findings = []
+        for one in built:
+            if isinstance(one, TurnReward):
+                findings.append(("skipped", f"{one.name}: scores single turns"))
+                continue
+            found = await measure_agreement(one, known, threshold=threshold)
+            findings += [("info", f"{one.name}: {line}") for line in str(found).splitlines()]
+            findings += [("warning", f"{one.name}: {text}") for text in found.warnings()]
+        return findings
+
+    return asyncio.run(compare())
 
 
 def _refusal(check: Callable[..., None], *arguments: object) -> Findings:

@@ -580,6 +580,27 @@ def check_data(
     check_data([one for one in files if str(one) not in settings], recipe, settings, out)
 
 
+@check_app.command("reward")
+def check_reward(
+    reward: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe, or a TOML file with a table rewards; a name; or file.py:function."
+        ),
+    ],
+    labels: Annotated[
+        Path, typer.Option(help="Labelled answers, as JSON lines: task, answer, label, target.")
+    ],
+    threshold: Annotated[
+        float | None, typer.Option(help="The score from which on an answer counts as good.")
+    ] = None,
+) -> None:
+    """Compare rewards with people's labels: accuracy, kappa, correlation, and whether length pays."""
+    from ludus.cli.check import reward_findings
+
+    _finish(reward_findings(reward, labels, threshold), reward)
+
+
 @check_app.command("sandbox")
 def check_sandbox(
     preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,

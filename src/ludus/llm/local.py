@@ -48,7 +48,8 @@ class FrozenChatModel:
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
         if self._loaded is None:
-            self._loaded = await run_sync(load_reference(LOAD_FROZEN), self.name)
+            loaded: ChatModel = await run_sync(load_reference(LOAD_FROZEN), self.name)
+            self._loaded = loaded
         return await self._loaded.chat(messages, options)
 
     async def close(self) -> None:

@@ -258,6 +258,15 @@ class Scorer:
 
         await with_retries("the sum of all rewards", write)
 
+    async def end_step(self, groups: Sequence[Group]) -> None:
+        """After the episodes of a training step, and before its update: rewards may change with the policy.
+
+        Those that do have `end_step(groups)`; it changes what later episodes score.
+        """
+        for reward in self._by_name.values():
+            if (end_step := getattr(reward, "end_step", None)) is not None:
+                await end_step(groups)
+
     @property
     def takes_strictness(self) -> bool:
         """Whether any reward has the option `strictness`, those inside others included."""

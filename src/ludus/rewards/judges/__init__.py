@@ -1,12 +1,30 @@
-"""Rewards that a language model gives: a judge by a rubric, one of steps, and RULER, which ranks a group.
+"""Rewards that a language model gives: judges by a rubric or of steps, RULER, verdicts on code.
 
 `PairJudge` says which of two attempts is better, for reward models and DPO.
 """
 
+from ludus.rewards.judges.agreement import Agreement, Label, measure_agreement
+from ludus.rewards.judges.code_quality import CodeQuality
+from ludus.rewards.judges.evolving import EvolutionConfig
 from ludus.rewards.judges.judge import Judge
 from ludus.rewards.judges.pairs import PairJudge
 from ludus.rewards.judges.process import ProcessJudge
 from ludus.rewards.judges.rubric import Criterion, Rubric, load_rubric
 from ludus.rewards.judges.ruler import Ruler
+from ludus.rewards.judges.semi_formal import SemiFormal
 
-__all__ = ["Criterion", "Judge", "PairJudge", "ProcessJudge", "Rubric", "Ruler", "load_rubric"]
+__all__ = [
+    "Agreement",
+    "CodeQuality",
+    "Criterion",
+    "EvolutionConfig",
+    "Judge",
+    "Label",
+    "PairJudge",
+    "ProcessJudge",
+    "Rubric",
+    "Ruler",
+    "SemiFormal",
+    "load_rubric",
+    "measure_agreement",
+]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, TypeAdapter
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.task import Task
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Group, Trajectory
+from ludus.rewards.judges.evolving import load_evolution
 from ludus.rewards.judges.rubric import DEFAULT_RUBRIC, Rubric, dimensions_rubric, load_rubric
 from ludus.rewards.judges.transcript import (
     DEFAULT_CHARS,
@@ -40,8 +41,11 @@ class Judge(AskingReward):
     The four dimensions without a rubric are completion 0.4, accuracy 0.3, structure 0.15 and citation 0.15;
     `dimensions` gives others with their weights, `rubric` a file, and `instructions` what else to mind. With
     `target`, the judge sees the task's target. `show` is the whole episode, or its answer alone. Each dimension
-    is logged as `<name>_<dimension>`, from 0 to 1.
+    is logged as `<name>_<dimension>`, from 0 to 1, and the version of a rubric as `<name>_version`. With
+    `evolve` the rubric changes as the policy does (`evolving.py`).
     """
+
+    default_name: ClassVar[str] = "judge"
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Judge(AskingReward):
         *,
         dimensions: Mapping[str, float] | None = None,
         rubric: str | Path | Mapping[str, Any] | Rubric | None = None,
+        evolve: Mapping[str, Any] | bool = False,
         instructions: str = "",
         target: bool = False,
         show: Literal["episode", "answer"] = "episode",
@@ -57,9 +62,10 @@ class Judge(AskingReward):
         max_tokens: int = 1024,
         temperature: float = 0.0,
         most_chars: int = DEFAULT_CHARS,
-        name: str = "judge",
+        name: str | None = None,
         weight: float = 1.0,
     ) -> None:
+        name = name or self.default_name
         super().__init__(
             model,
             attempts=attempts,
@@ -73,12 +79,19 @@ class Judge(AskingReward):
             raise ConfigError(f"{name!r}: give dimensions or a rubric, not both")
         if show not in ("episode", "answer"):
             raise ConfigError(f"{name!r}: show is 'episode' or 'answer', not {show!r}")
-        self.rubric = self.default_rubric()
+        self._rubric = self.default_rubric()
         if dimensions is not None:
-            self.rubric = dimensions_rubric(dimensions, name)
+            self._rubric = dimensions_rubric(dimensions, name)
         if rubric is not None:
-            self.rubric = load_rubric(rubric)
+            self._rubric = load_rubric(rubric)
+        self._shows_version = rubric is not None or bool(evolve)
+        self.evolution = load_evolution(evolve, self._rubric, self.name)
         self.instructions, self.target, self.show, self.images = instructions, target, show, images
+
+    @property
+    def rubric(self) -> Rubric:
+        """What it judges by now."""
+        return self._rubric if self.evolution is None else self.evolution.rubric
 
     def default_rubric(self) -> Rubric:
         """What is judged where neither dimensions nor a rubric are given."""
@@ -96,7 +109,23 @@ class Judge(AskingReward):
         messages, code = self.question(trajectory, task, rubric)
         verdict = await self.ask(messages, _verdict_type(rubric, code), [trajectory])
         parts = {f"{self.name}_{one}": verdict.scores[one] / 10 for one in rubric.weights}
+        if self._shows_version:
+            parts[f"{self.name}_version"] = float(rubric.version)
         return {self.name: rubric.score(verdict.scores), **parts}
+
+    async def end_step(self, groups: Sequence[Group]) -> None:
+        """After the episodes of a step, and before the update: the rubric may evolve."""
+        if self.evolution is not None:
+            await self.evolution.end_step(groups, self.ask)
+
+    def state_dict(self) -> dict[str, Any]:
+        evolution = {} if self.evolution is None else {"evolution": self.evolution.state_dict()}
+        return super().state_dict() | evolution
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.evolution is not None and "evolution" in state:
+            self.evolution.load_state_dict(state["evolution"])
 
     def question(
         self, trajectory: Trajectory, task: Task, rubric: Rubric | None = None
@@ -105,11 +134,7 @@ class Judge(AskingReward):
         rubric = rubric or self.rubric
         asked = transcript(task.messages, self.most_chars)
         done = trajectory.messages[len(task.messages) :] or trajectory.messages
-        shown = trajectory.answer or "(no answer)"
-        if self.show == "episode":
-            shown = transcript(done, self.most_chars)
-            shown += f"\n\n[the episode ended: {trajectory.stop.value}]"
-        shown = shortened(shown, self.most_chars + 200)
+        shown = shortened(self.shown(trajectory, done), self.most_chars + 200)
         target = shortened(str(task.target), self.most_chars)
         code = code_of(asked, shown, target)
         evidence = [enclosed(asked, "task", code)]
@@ -121,6 +146,12 @@ class Judge(AskingReward):
             Message("system", self._system(rubric, code)),
             Message("user", "\n\n".join(evidence), media=media),
         ], code
+
+    def shown(self, trajectory: Trajectory, done: Sequence[Message]) -> str:
+        """The text that is judged; `done` is the conversation after the task."""
+        if self.show == "answer":
+            return trajectory.answer or "(no answer)"
+        return f"{transcript(done, self.most_chars)}\n\n[the episode ended: {trajectory.stop.value}]"
 
     def _system(self, rubric: Rubric, code: str) -> str:
         criteria = [f"{c.id}: {c.text}" if c.text else c.id for c in rubric.criteria]

@@ -23,6 +23,7 @@ from ludus.core.trajectory import Group
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts.branching import check_forkable
+from ludus.rollouts.chat import asking_policy
 from ludus.training.async_rollouts import AsyncBatch, AsyncRollouts, within
 from ludus.training.checkpoint import (
     check_sync,
@@ -119,6 +120,7 @@ class RLStage(Stage[RLConfig]):
             check_failures(
                 [*batch.played.groups, *batch.played.dropped], self.context.recipe.max_failures
             )
+            await self._end_rollouts(batch.played)
             return await run_to_the_end(self._train_async(number, batch, self._rollouts))
         started = time.perf_counter()
         values = self._curriculum.values(number)
@@ -130,6 +132,8 @@ class RLStage(Stage[RLConfig]):
             played = await self._worker.play(number, values)
         everything = [*played.groups, *played.dropped]
         check_failures(everything, self.context.recipe.max_failures)
+        if recording is None:
+            await self._end_rollouts(played)
         await self.context.pause_sampling()
         ready = time.perf_counter()
         with self.updating_weights():
@@ -142,6 +146,19 @@ class RLStage(Stage[RLConfig]):
         self._curriculum.observe(metrics)
         notes = [{"set": self.context.task_sets[one].name, "curriculum": values} for one in played.sets]
         return StepResult(metrics, played.groups if recording is None else (), notes=notes)
+
+    async def _end_rollouts(self, played: RolloutBatch) -> None:
+        """Let rewards change with the policy, while the engine can still be asked."""
+        sets = self.context.task_sets
+        scorers = {id(one.rollout.scorer): one.rollout for one in sets}
+        for key, rollout in scorers.items():
+            own = [
+                group
+                for group, number in zip(played.groups, played.sets, strict=True)
+                if id(sets[number].rollout.scorer) == key
+            ]
+            with asking_policy(rollout.policy):
+                await rollout.scorer.end_step(own)
 
     async def _train_async(self, number: int, batch: AsyncBatch, rollouts: AsyncRollouts) -> StepResult:
         """Update while the engine is paused, and let it go on; nothing of it is cut off."""

@@ -1,0 +1,118 @@
+"""How an episode was played, call by call: faults, results, repeats, recovery. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ludus.core.messages import Message, ToolCall
+from ludus.core.trajectory import Segment, Trajectory
+
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A call and what came of it."""
+
+    turn: int
+    """The number of its action."""
+    call: ToolCall
+    is_faulty: bool
+    result: str
+    """What the model was shown; empty where the episode ended first."""
+
+    @property
+    def key(self) -> str:
+        """What is called, with which arguments."""
+        return json.dumps([self.call.name, self.call.arguments], sort_keys=True, default=str)
+
+
+def call_records(trajectory: Trajectory) -> list[CallRecord]:
+    """All calls in order, each with the message that answered it."""
+    actions, messages = trajectory.actions, trajectory.messages
+    places = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    places = places[len(places) - len(actions) :] if len(places) >= len(actions) else []
+    records: list[CallRecord] = []
+    for turn, action in enumerate(actions):
+        answers: list[Message] = []
+        if turn < len(places):
+            following = places[turn + 1] if turn + 1 < len(places) else len(messages)
+            answers = messages[places[turn] + 1 : following]
+        faulty = _faulty_calls(action)
+        for number, call in enumerate(action.calls):
+            result = answers[number].content if number < len(answers) else ""
+            records.append(CallRecord(turn, call, number in faulty, result))
+    return records
+
+
+def _faulty_calls(action: Segment) -> set[int]:
+    """Which calls of an action were answered by a fault; those of one name are taken in order."""
+    faulted = Counter(action.faulted)
+    if not action.faulted and action.faults:
+        return set(range(len(action.calls)))  # nobody said which
+    found: set[int] = set()
+    for number, call in enumerate(action.calls):
+        if call.fault is not None:
+            found.add(number)
+        elif faulted[call.name] > 0:
+            faulted[call.name] -= 1
+            found.add(number)
+    return found
+
+
+def effective_share(records: Collection[CallRecord]) -> float:
+    """Calls without a fault whose result was not seen before, over all calls; 1 without any."""
+    seen: set[str] = set()
+    effective = 0
+    for record in records:
+        if not record.is_faulty and record.result not in seen:
+            effective += 1
+        seen.add(record.result)
+    return effective / len(records) if records else 1.0
+
+
+def recovery_share(trajectory: Trajectory) -> float:
+    """Faulty actions that a faultless call followed later, over all faulty ones; 1 without any."""
+    good = [bool(action.calls) and not action.faults for action in trajectory.actions]
+    faulty = [number for number, action in enumerate(trajectory.actions) if action.faults]
+    return sum(any(good[n + 1 :]) for n in faulty) / len(faulty) if faulty else 1.0
+
+
+def repeated_calls(records: Collection[CallRecord]) -> int:
+    """Calls that had been made before, with the same arguments and the same result: nothing was learned."""
+    seen: set[tuple[str, str]] = set()
+    repeats = 0
+    for record in records:
+        repeats += (record.key, record.result) in seen
+        seen.add((record.key, record.result))
+    return repeats
+
+
+def needless_calls(
+    records: Collection[CallRecord], answers: Collection[str], tools: Collection[str] | None = None
+) -> int:
+    """Calls in turns after the one whose result held an answer: enough was known."""
+    wanted = [words for answer in answers if (words := _words(answer))]
+    known_at = min(
+        (r.turn for r in records if any(f" {w} " in f" {_words(r.result)} " for w in wanted)),
+        default=None,
+    )
+    if known_at is None:
+        return 0
+    return sum(r.turn > known_at and (tools is None or r.call.name in tools) for r in records)
+
+
+def distinct_thoughts_share(trajectory: Trajectory) -> float:
+    """Turns that say something that no earlier turn said, over all turns: a crude sign of coherence."""
+    said = [m.content for m in trajectory.messages if m.role == "assistant"][-trajectory.turns :]
+    texts = [_words(text) for text in said] if trajectory.turns else []
+    fresh = sum(bool(text) and text not in texts[:place] for place, text in enumerate(texts))
+    return fresh / len(texts) if texts else 1.0
+
+
+def _words(text: str) -> str:
+    return " ".join(_WORD.findall(text.lower()))

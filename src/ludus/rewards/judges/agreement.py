@@ -1,0 +1,219 @@
+"""Does a reward agree with people? Accuracy, kappa, correlation, and whether it pays for length.
+
+Labels are a JSON-lines file: `task` (the question) or `messages`, `answer`, `label` (a number, or true and
+false), and if wanted `target` and `metadata`. The reward scores each answer; what it cannot is counted and
+left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.core.failures import ConfigError, InfraError, not_there
+from ludus.core.task import Task
+from ludus.core.trajectory import Reward
+from ludus.rewards.check import synthetic_episode
+from ludus.rewards.scorer import RewardLike, Scorer
+
+_AT_ONCE = 16
+_FAIR_KAPPA, _NOTABLE_BIAS, _NOTABLE_SHARE = 0.4, 0.3, 0.05
+_KEYS = {"task", "messages", "answer", "label", "target", "metadata", "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """An answer that somebody judged."""
+
+    task: Task
+    answer: str
+    label: float
+    text: str | None = None
+    """The whole action, where it is more than the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How a reward's scores fit the labels. A number is None where it is not defined: all labels are equal."""
+
+    labels: int
+    unscored: int
+    accuracy: float
+    """Share on the same side: of the threshold for scores, of the middle of their range for labels."""
+    kappa: float | None
+    """Cohen's: agreement beyond chance; 0 is chance, 1 perfect."""
+    pearson: float | None
+    spearman: float | None
+    length_bias: float | None
+    """Correlation of length with what the score has beyond the label (partial correlation): 0 is none."""
+    label_length: float | None
+    """Correlation of length with the labels themselves, for comparison."""
+    tokens: float
+    """Of the judge's model, for each label."""
+    money: float
+
+    def __str__(self) -> str:
+        shown = [
+            f"{self.labels} labels, {self.unscored} not scored",
+            f"accuracy {self.accuracy:.3f}, Cohen's kappa {_shown(self.kappa)}",
+            f"correlation {_shown(self.pearson)} (Pearson), {_shown(self.spearman)} (Spearman)",
+            f"length bias {_shown(self.length_bias)} (the labels' own correlation with length is "
+            f"{_shown(self.label_length)})",
+        ]
+        if self.tokens:
+            shown.append(f"{self.tokens:.0f} tokens and {self.money:.2g} of money for each label")
+        return "\n".join(shown)
+
+    def warnings(self) -> list[str]:
+        """What should be mended before training on it."""
+        found = []
+        if self.kappa is not None and self.kappa < _FAIR_KAPPA:
+            found.append(
+                f"kappa {self.kappa:.2f} is little more than chance: sharpen the rubric, or the model"
+            )
+        if self.length_bias is not None and self.length_bias > _NOTABLE_BIAS:
+            found.append(f"longer answers score higher than people think ({self.length_bias:+.2f})")
+        if self.unscored > _NOTABLE_SHARE * (self.labels + self.unscored):
+            found.append(f"{self.unscored} answers could not be scored")
+        return found
+
+
+def _shown(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:+.3f}"
+
+
+def read_labels(path: str | Path) -> list[Label]:
+    """The labels of a file; what is wrong is named by its line."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(not_there(file, beside_recipe=False))
+    found: list[Label] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                found.append(_label(json.loads(line), f"{number}"))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"{file} has no labels")
+    return found
+
+
+def _label(raw: Any, name: str) -> Label:
+    if not isinstance(raw, Mapping):
+        raise ValueError("a label is a JSON object")
+    unknown = sorted(raw.keys() - _KEYS)
+    if unknown:
+        raise ValueError(f"there is no key {unknown[0]!r}; there are: {', '.join(sorted(_KEYS))}")
+    answer, label = raw.get("answer"), raw.get("label")
+    if not isinstance(answer, str):
+        raise ValueError("'answer' must be a text")
+    if not isinstance(label, bool | int | float) or not math.isfinite(label):
+        raise ValueError("'label' must be a number, true or false")
+    asked = raw.get("messages", raw.get("task"))
+    if asked is None:
+        raise ValueError("a label needs 'task' (the question) or 'messages'")
+    task = Task.of(asked, raw.get("target"), id=name, metadata=raw.get("metadata"))
+    return Label(task, answer, float(label), raw.get("text"))
+
+
+async def measure_agreement(
+    reward: RewardLike | Reward, labels: Sequence[Label], *, threshold: float | None = None
+) -> Agreement:
+    """Score every labelled answer and compare. `threshold` divides scores; the middle of theirs if None."""
+    scorer = Scorer([reward])
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def score(label: Label) -> tuple[float | None, dict[str, float]]:
+        episode = synthetic_episode(label.task, label.answer, label.text)
+        async with slots:
+            try:
+                await scorer.score(episode)
+            except InfraError:
+                return None, episode.counts
+        return episode.reward, episode.counts
+
+    scored = await asyncio.gather(*(score(label) for label in labels))
+    pairs = [(s, one) for (s, _), one in zip(scored, labels, strict=True) if s is not None]
+    if not pairs:
+        raise ConfigError("the reward scored none of the labelled answers")
+    counts = [counted for _, counted in scored]
+    spent = {n: sum(c.get(f"judge/{n}", 0.0) for c in counts) / len(counts) for n in ("tokens", "money")}
+    return compare(
+        [s for s, _ in pairs],
+        [one.label for _, one in pairs],
+        [float(len(one.text or one.answer)) for _, one in pairs],
+        threshold=threshold,
+        unscored=len(labels) - len(pairs),
+        **spent,
+    )
+
+
+def compare(
+    scores: Sequence[float],
+    labels: Sequence[float],
+    lengths: Sequence[float],
+    *,
+    threshold: float | None = None,
+    unscored: int = 0,
+    tokens: float = 0.0,
+    money: float = 0.0,
+) -> Agreement:
+    """The numbers; pure."""
+    if threshold is None:
+        threshold = (min(scores) + max(scores)) / 2
+    middle = (min(labels) + max(labels)) / 2
+    ours = [score >= threshold if threshold > min(scores) else score > threshold for score in scores]
+    theirs = [label > middle if middle == min(labels) else label >= middle for label in labels]
+    accuracy = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    pearson = _pearson(scores, labels)
+    by_length, label_length = _pearson(scores, lengths), _pearson(labels, lengths)
+    return Agreement(
+        labels=len(scores),
+        unscored=unscored,
+        accuracy=accuracy,
+        kappa=_kappa(ours, theirs, accuracy),
+        pearson=pearson,
+        spearman=_pearson(_ranks(scores), _ranks(labels)),
+        length_bias=_partial(by_length, pearson, label_length),
+        label_length=label_length,
+        tokens=tokens,
+        money=money,
+    )
+
+
+def _kappa(ours: Sequence[bool], theirs: Sequence[bool], accuracy: float) -> float | None:
+    a, b = sum(ours) / len(ours), sum(theirs) / len(theirs)
+    chance = a * b + (1 - a) * (1 - b)
+    return None if chance == 1 else (accuracy - chance) / (1 - chance)
+
+
+def _pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    xx, yy = sum((x - x0) ** 2 for x in xs), sum((y - y0) ** 2 for y in ys)
+    if xx == 0 or yy == 0:
+        return None
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / math.sqrt(xx * yy)
+
+
+def _partial(xz: float | None, xy: float | None, yz: float | None) -> float | None:
+    """The correlation of x and z with y held constant; without y's, that of x and z."""
+    if xz is None:
+        return None
+    if xy is None or yz is None:
+        return xz
+    rest = (1 - xy**2) * (1 - yz**2)
+    return 0.0 if rest <= 1e-12 else (xz - xy * yz) / math.sqrt(rest)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Average ranks."""
+    ordered = sorted(values)
+    first = {value: place for place, value in reversed(list(enumerate(ordered)))}
+    last = {value: place for place, value in enumerate(ordered)}
+    return [(first[value] + last[value]) / 2 for value in values]
