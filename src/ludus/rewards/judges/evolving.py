@@ -4,8 +4,8 @@ Every `every` steps, before the update:
 
 - strictness goes up a level where the mean score of the steps since the last change is at least
   `stricter_above`, and down where it is below `looser_below` (loose, middle, strict);
-- a criterion that does not discriminate is retired: its mean over the better half of the episodes, by total
-  reward, is within `min_spread` of its mean over the worse half;
+- a criterion that does not discriminate is retired: its mean over the episodes whose total reward is above
+  average is within `min_spread` of its mean over the others;
 - the judge's model is shown the best and the worst episodes of the step and proposes up to `propose` criteria
   that tell them apart. What it proposes is checked, and nothing changes where it has nothing to say.
 
@@ -87,7 +87,7 @@ def next_strictness(level: Strictness, performance: float, config: EvolutionConf
 def spreads(window: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """How much higher each criterion is for better episodes; empty where all are equally good."""
     rewards = [entry["reward"] for entry in window]
-    middle = statistics.median(rewards) if rewards else 0.0
+    middle = statistics.fmean(rewards) if rewards else 0.0
     better = [entry["scores"] for entry in window if entry["reward"] > middle]
     worse = [entry["scores"] for entry in window if entry["reward"] <= middle]
     if not better or not worse:
@@ -142,7 +142,7 @@ class RubricEvolution:
         self.rubric = rubric.changed(
             strictness=strictness,
             criteria=[*kept, *added],
-            retired=[*rubric.retired, *(c.id for c in retired)],
+            retired=[*rubric.retired, *retired],
         )
         self.history.append(
             {
@@ -173,11 +173,12 @@ class RubricEvolution:
             log.warning("no new criteria for %r: %s", self._judge, error)
             return []
         weight = statistics.fmean(c.weight for c in kept)
-        taken = {*(c.id for c in self.rubric.criteria), *self.rubric.retired}
+        known = [*self.rubric.criteria, *self.rubric.retired]
         new: list[Criterion] = []
         for criterion in found.criteria:
-            is_new = criterion.id not in taken and criterion.text
-            if is_new and not any(_alike(criterion.text, other.text) for other in [*kept, *new]):
+            others = [*known, *new]
+            is_new = criterion.text and criterion.id not in {other.id for other in others}
+            if is_new and not any(_alike(criterion.text, other.text) for other in others):
                 new.append(criterion.model_copy(update={"weight": weight}))
         return new[:room]
 

@@ -57,8 +57,8 @@ class Rubric(Config):
     criteria: tuple[Criterion, ...] = Field(min_length=1)
     levels: dict[Strictness, str] = Field(default_factory=dict)
     """What the levels of strictness mean, where the usual words do not fit."""
-    retired: tuple[str, ...] = ()
-    """Criteria of earlier versions, by id: they are not proposed again."""
+    retired: tuple[Criterion, ...] = ()
+    """Criteria of earlier versions: they are not proposed again."""
 
     @model_validator(mode="after")
     def _differ(self) -> Self:
@@ -83,7 +83,7 @@ class Rubric(Config):
 
     def changed(self, **changes: Any) -> Rubric:
         """The next version."""
-        return Rubric.model_validate(self.model_dump() | {"version": self.version + 1} | changes)
+        return Rubric.model_validate(dict(self) | {"version": self.version + 1} | changes)
 
     def at(self, strictness: float) -> Rubric:
         """The same with a level for a number from 0 to 1, as a curriculum moves it."""
