@@ -14,7 +14,7 @@ from ludus.cli.main import app
 from ludus.core import ConfigError, Task
 from ludus.llm import UnusableReply
 from ludus.rewards import Scorer, build_reward, reward, synthetic_episode
-from ludus.rewards.judges import Label, measure_agreement
+from ludus.rewards.judges import LabelledAnswer, measure_agreement
 from ludus.rewards.judges.agreement import compare, read_labels
 from openai_server import chat, serving
 
@@ -120,7 +120,7 @@ async def test_what_cannot_be_scored_is_counted() -> None:
             raise ValueError
         return float(answer)
 
-    labels = [Label(TASK, text, float(text == "1")) for text in ("1", "0", "?", "1")]
+    labels = [LabelledAnswer(TASK, text, float(text == "1")) for text in ("1", "0", "?", "1")]
     found = await measure_agreement(picky, labels)
     assert (found.labels, found.unscored, found.accuracy) == (3, 1, 1.0)
     with pytest.raises(ConfigError, match="none"):

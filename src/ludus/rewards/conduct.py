@@ -15,7 +15,7 @@ _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class CallRecord:
+class AnsweredCall:
     """A call and what came of it."""
 
     turn: int
@@ -31,12 +31,12 @@ class CallRecord:
         return json.dumps([self.call.name, self.call.arguments], sort_keys=True, default=str)
 
 
-def call_records(trajectory: Trajectory) -> list[CallRecord]:
+def call_records(trajectory: Trajectory) -> list[AnsweredCall]:
     """All calls in order, each with the message that answered it."""
     actions, messages = trajectory.actions, trajectory.messages
     places = [n for n, message in enumerate(messages) if message.role == "assistant"]
     places = places[len(places) - len(actions) :] if len(places) >= len(actions) else []
-    records: list[CallRecord] = []
+    records: list[AnsweredCall] = []
     for turn, action in enumerate(actions):
         answers: list[Message] = []
         if turn < len(places):
@@ -45,7 +45,7 @@ def call_records(trajectory: Trajectory) -> list[CallRecord]:
         faulty = _faulty_calls(action)
         for number, call in enumerate(action.calls):
             result = answers[number].content if number < len(answers) else ""
-            records.append(CallRecord(turn, call, number in faulty, result))
+            records.append(AnsweredCall(turn, call, number in faulty, result))
     return records
 
 
@@ -64,7 +64,7 @@ def _faulty_calls(action: Segment) -> set[int]:
     return found
 
 
-def effective_share(records: Collection[CallRecord]) -> float:
+def effective_share(records: Collection[AnsweredCall]) -> float:
     """Calls without a fault whose result was not seen before, over all calls; 1 without any."""
     seen: set[str] = set()
     effective = 0
@@ -82,7 +82,7 @@ def recovery_share(trajectory: Trajectory) -> float:
     return sum(any(good[n + 1 :]) for n in faulty) / len(faulty) if faulty else 1.0
 
 
-def repeated_calls(records: Collection[CallRecord]) -> int:
+def repeated_calls(records: Collection[AnsweredCall]) -> int:
     """Calls that had been made before, with the same arguments and the same result: nothing was learned."""
     seen: set[tuple[str, str]] = set()
     repeats = 0
@@ -93,7 +93,7 @@ def repeated_calls(records: Collection[CallRecord]) -> int:
 
 
 def needless_calls(
-    records: Collection[CallRecord], answers: Collection[str], tools: Collection[str] | None = None
+    records: Collection[AnsweredCall], answers: Collection[str], tools: Collection[str] | None = None
 ) -> int:
     """Calls in turns after the one whose result held an answer: enough was known."""
     wanted = [words for answer in answers if (words := _words(answer))]

@@ -3,7 +3,7 @@
 `PairJudge` says which of two attempts is better, for reward models and DPO.
 """
 
-from ludus.rewards.judges.agreement import Agreement, Label, measure_agreement
+from ludus.rewards.judges.agreement import Agreement, LabelledAnswer, measure_agreement
 from ludus.rewards.judges.code_quality import CodeQuality
 from ludus.rewards.judges.evolving import EvolutionConfig
 from ludus.rewards.judges.judge import Judge
@@ -19,7 +19,7 @@ __all__ = [
     "Criterion",
     "EvolutionConfig",
     "Judge",
-    "Label",
+    "LabelledAnswer",
     "PairJudge",
     "ProcessJudge",
     "Rubric",

@@ -27,7 +27,7 @@ _KEYS = {"task", "messages", "answer", "label", "target", "metadata", "text"}
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class LabelledAnswer:
     """An answer that somebody judged."""
 
     task: Task
@@ -87,12 +87,12 @@ def _shown(value: float | None) -> str:
     return "not defined" if value is None else f"{value:+.3f}"
 
 
-def read_labels(path: str | Path) -> list[Label]:
+def read_labels(path: str | Path) -> list[LabelledAnswer]:
     """The labels of a file; what is wrong is named by its line."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(not_there(file, beside_recipe=False))
-    found: list[Label] = []
+    found: list[LabelledAnswer] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
             try:
@@ -104,7 +104,7 @@ def read_labels(path: str | Path) -> list[Label]:
     return found
 
 
-def _label(raw: Any, name: str) -> Label:
+def _label(raw: Any, name: str) -> LabelledAnswer:
     if not isinstance(raw, Mapping):
         raise ValueError("a label is a JSON object")
     unknown = sorted(raw.keys() - _KEYS)
@@ -119,17 +119,17 @@ def _label(raw: Any, name: str) -> Label:
     if asked is None:
         raise ValueError("a label needs 'task' (the question) or 'messages'")
     task = Task.of(asked, raw.get("target"), id=name, metadata=raw.get("metadata"))
-    return Label(task, answer, float(label), raw.get("text"))
+    return LabelledAnswer(task, answer, float(label), raw.get("text"))
 
 
 async def measure_agreement(
-    reward: RewardLike | Reward, labels: Sequence[Label], *, threshold: float | None = None
+    reward: RewardLike | Reward, labels: Sequence[LabelledAnswer], *, threshold: float | None = None
 ) -> Agreement:
     """Score every labelled answer and compare. `threshold` divides scores; the middle of theirs if None."""
     scorer = Scorer([reward])
     slots = asyncio.Semaphore(_AT_ONCE)
 
-    async def score(label: Label) -> tuple[float | None, dict[str, float]]:
+    async def score(label: LabelledAnswer) -> tuple[float | None, dict[str, float]]:
         episode = synthetic_episode(label.task, label.answer, label.text)
         async with slots:
             try:
