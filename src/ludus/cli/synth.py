@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from rich.text import Text
 from ludus.cli.eval import load
 from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
 from ludus.llm import is_address, load_chat_model
 from ludus.observe import Progress, printable, table_rich
+from ludus.rollouts.chat import EngineChatModel
 from ludus.synth import (
     Cost,
     SynthConfig,
@@ -28,10 +30,11 @@ from ludus.synth import (
     load_method,
     write_result,
 )
-from ludus.synth.method import ModelSpec
+from ludus.synth.method import POLICY, ModelSpec
 from ludus.synth.report import tables_of
 from ludus.training.config.parts import Parts, task_set_specs
 from ludus.training.config.recipe import Recipe
+from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import EvalModel, find_model
 from ludus.training.evaluation.study import settings_of_set
 
@@ -115,7 +118,7 @@ async def _made(
 ) -> tuple[SynthResult, Cost, list[Path]]:
     async with player.open(recipe, parts) as sets:
         context = SynthContext(
-            sets, folder, seed=recipe.seed, open_model=open_model, on_item=bars.update
+            sets, folder, seed=recipe.seed, open_model=opener(sets), on_item=bars.update
         )
         try:
             result = await method.run(context)
@@ -129,7 +132,20 @@ async def _made(
 
 async def open_model(spec: ModelSpec) -> ChatModel:
     """The language model that a setting names."""
+    if spec == POLICY:
+        raise ConfigError('"policy" is the model that plays the episodes, and nothing is played here')
     return load_chat_model(spec)
+
+
+def opener(sets: Sequence[TaskSet]) -> Callable[[ModelSpec], Awaitable[ChatModel]]:
+    """Opens the language model that a setting names; "policy" is the model that plays."""
+
+    async def open_one(spec: ModelSpec) -> ChatModel:
+        if spec == POLICY:
+            return EngineChatModel(sets[0].rollout.engine, sets[0].rollout.renderer, POLICY)
+        return await open_model(spec)
+
+    return open_one
 
 
 async def _until_told(work: Coroutine[Any, Any, Any]) -> Any:

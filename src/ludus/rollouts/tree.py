@@ -101,6 +101,35 @@ async def grow_tree(
     return [leaf.trajectory for leaf in leaves]
 
 
+def leaf_weights(trajectories: Sequence[Trajectory]) -> dict[int, float]:
+    """The share of the policy's own attempts that each leaf of a group stands for, by attempt; they sum to 1.
+
+    The prompt's share is divided among the attempts that began there, and at every branching among the ways
+    that go on: the attempt that was branched off, and its branches from that turn. So the weighted mean over
+    the leaves estimates what the policy earns, whatever is branched more often; where the choice of
+    branchings looked at nothing behind them, without bias. In a group without branches all weights are equal.
+    """
+    below: dict[int, dict[int, list[int]]] = {}
+    roots: list[int] = []
+    there = {one.attempt for one in trajectories}
+    for one in trajectories:
+        branch = one.branch
+        if branch is None or not branch.segments or branch.attempt not in there:
+            roots.append(one.attempt)
+        else:
+            below.setdefault(branch.attempt, {}).setdefault(branch.segments, []).append(one.attempt)
+    weights: dict[int, float] = {}
+    waiting = [(attempt, 1 / len(roots)) for attempt in roots]
+    while waiting:
+        attempt, weight = waiting.pop()
+        for place in sorted(below.get(attempt, {})):
+            branches = below[attempt][place]
+            weight /= len(branches) + 1
+            waiting += [(branch, weight) for branch in branches]
+        weights[attempt] = weight
+    return weights
+
+
 def _affordable(config: TreeConfig, leaves: Sequence[Leaf]) -> int:
     """How many more attempts the budget pays for, each taken to cost what those so far did on average."""
     most = 2**31

@@ -47,7 +47,11 @@ OnItem = Callable[[str, int, int], None]
 METHODS = Registry(
     "method of synthesis",
     {
+        "director": "ludus.synth.director:DirectorActor",
+        "echo": "ludus.synth.echo:HindsightRelabelling",
         "rejection": "ludus.synth.rejection:RejectionSampling",
+        "steca": "ludus.synth.steca:StepCalibration",
+        "tsr": "ludus.synth.search:TrajectorySearch",
     },
 )
 """The methods by name."""

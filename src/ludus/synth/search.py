@@ -1,0 +1,156 @@
+"""TSR: trajectory search while generating. Search where the tokens go, keep the best, and say what that did.
+
+    tree      groups grow as trees: attempts branch off the best prefixes, from forked KV and forked or replayed
+              state (`rollouts.tree`, branch = "beam"; docs/trees.md)
+    best_of   N whole attempts; the best of them
+
+What search selects is not what the policy would have done: its rewards are higher than the policy's, and its
+actions come from another distribution. So every example carries the weight that undoes the selection,
+
+    best of N   w(r) = p(r) / (F(r)^N - F(r-)^N)     with p and F of the attempts' rewards: the density of the
+                                                     policy over that of the best of N
+    tree        the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots,
+                divided at every branching on its way by the number of ways that go on from there
+
+and the report has the mean reward three times: of what was kept, of all attempts, and of the policy,
+estimated with these weights. The tree's weights are exact where branching looks at prefixes alone; `beam`
+looks at how the attempts below a prefix have ended, and prefixes that were lucky once are taken up again, so
+the estimate lies a little below the policy's mean. All attempts are written with their log-probabilities,
+siblings beside the best, for baselines and for RL (`rl.tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from ludus.core.trajectory import Group, Trajectory, is_success
+from ludus.rollouts.branching import check_forkable
+from ludus.rollouts.tree import TreeConfig, leaf_weights
+from ludus.synth.folder import ItemResult
+from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
+from ludus.synth.result import Rejected, SynthResult, with_provenance
+
+_CLOSE = 1e-9
+
+
+class SearchConfig(SynthConfig):
+    """Search for good episodes while playing, and keep the best of each task."""
+
+    search: Literal["tree", "best_of"] = "tree"
+    """Trees that branch off the best prefixes, or whole attempts."""
+    attempts: int = Field(default=8, ge=2)
+    """Attempts at each task: the leaves of a tree."""
+    roots: int = Field(default=2, ge=1)
+    """Attempts of a tree that begin at the prompt."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds of branching."""
+    beam: int = Field(default=2, ge=1)
+    """Prefixes that are kept in a round."""
+    branches: int = Field(default=1, ge=1)
+    """Branches from each of them."""
+    keep: int = Field(default=1, ge=1)
+    """Examples of each task at most: the best, the shorter first."""
+    needs_success: bool = True
+    """Whether an example must be a success by the recipe's rewards."""
+    threshold: float = 1.0
+    """The least reward of a success, where no reward is called success."""
+
+
+class TrajectorySearch(SynthMethod[SearchConfig]):
+    """The best episodes that search finds, with the weights that undo the selection."""
+
+    title = "TSR, trajectory search"
+    settings_type = SearchConfig
+
+    async def run(self, context: SynthContext) -> SynthResult:
+        settings = self.settings
+        tree = None
+        if settings.search == "tree":
+            tree = TreeConfig(
+                branch="beam",
+                roots=min(settings.roots, settings.attempts - 1),
+                rounds=settings.rounds,
+                beam=settings.beam,
+                branches=settings.branches,
+            )
+            for source in context.sources:
+                check_forkable(source.rollout.pools, source.rollout.tools)
+        tasks = context.tasks(settings.tasks)
+
+        async def search(one: SourcedTask) -> ItemResult:
+            return ItemResult((await context.group(one, settings.attempts, tree=tree)).trajectories)
+
+        pieces = await context.each("search", tasks, search, name=lambda one: one.name)
+        context.check_made(pieces)
+        groups = [Group(one.task, piece.trajectories) for one, piece in zip(tasks, pieces, strict=True)]
+        return choose_best([group for group in groups if group.trainable], settings)
+
+
+def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
+    """The best of each group with their weights; all others are siblings."""
+    result = SynthResult()
+    kept_rewards: list[float] = []
+    plain: list[float] = []
+    corrected: list[float] = []
+    for group in groups:
+        scored = group.trainable
+        rewards = {id(one): one.reward or 0.0 for one in scored}
+        ranked = sorted(scored, key=lambda one: (-rewards[id(one)], one.turns, one.attempt))
+        good = [o for o in ranked if not settings.needs_success or is_success(o, settings.threshold)]
+        chosen = good[: settings.keep]
+        weights = leaf_weights(group.trajectories)
+        mass = sum(weights[one.attempt] for one in scored)
+        policy = sum(weights[one.attempt] * rewards[id(one)] for one in scored) / mass
+        mean = sum(rewards.values()) / len(scored)
+        plain.append(mean)
+        corrected.append(policy)
+        for one in scored:
+            if any(one is other for other in chosen):
+                continue
+            reason = "sibling" if chosen else "no_success"
+            told = f"reward {one.reward:g}"
+            result.rejected.append(Rejected(one, reason, told))
+        for one in chosen:
+            kept_rewards.append(rewards[id(one)])
+            facts = {
+                "selected_from": len(scored),
+                "selection_weight": _weight(one, scored, weights, settings.search),
+                "siblings_mean": round(mean, 6),
+                "policy_mean": round(policy, 6),
+            }
+            result.kept.append(with_provenance(one, method="tsr", **facts))
+        if chosen and rewards[id(ranked[-1])] < rewards[id(chosen[0])]:
+            result.pairs.append((chosen[0], ranked[-1]))
+    result.numbers = {
+        "tasks": len(groups),
+        "tasks_with_examples": len({one.task.id for one in result.kept}),
+        "reward_of_kept": _mean(kept_rewards),
+        "reward_of_all": _mean(plain),
+        "reward_of_the_policy": _mean(corrected),
+        "selection_bias": _mean(kept_rewards) - _mean(corrected) if kept_rewards else 0.0,
+    }
+    return result
+
+
+def _weight(
+    one: Trajectory, scored: Sequence[Trajectory], weights: dict[int, float], search: str
+) -> float:
+    """What an example counts as much as, where it stands for the policy's own; 1 is an ordinary attempt."""
+    if search == "tree":
+        return round(weights[one.attempt] * len(scored), 6)
+    return round(best_of_weight(one.reward or 0.0, [other.reward or 0.0 for other in scored]), 6)
+
+
+def best_of_weight(reward: float, rewards: Sequence[float]) -> float:
+    """p(r) / (F(r)^N - F(r-)^N): how much likelier the policy is to give this reward than the best of N is."""
+    count = len(rewards)
+    below = sum(other < reward - _CLOSE for other in rewards) / count
+    upto = sum(other <= reward + _CLOSE for other in rewards) / count
+    return (upto - below) / max(_CLOSE, upto**count - below**count)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
