@@ -1,6 +1,7 @@
 """Synchronous against asynchronous training: wall time and what is learned, with tools that are slow or hang.
 
     python benchmarks/async_training.py [--rounds 3] [--steps 12] [--staleness 0 1 2] [--deadline 4]
+    python benchmarks/async_training.py --engines 1 [...]
     python benchmarks/async_training.py --learning [--seeds 0 1 2] [--staleness 0 1 2 4 8]
 
 The task is the safe of the quickstart, after its warm start, which is done once. A step has 8 tasks × 8
@@ -9,6 +10,9 @@ lognormal time of 0.4 s on average (sigma 1); 1% get no answer until their deadl
 tasks, the same seeds and the same number of episodes; each is a process of its own, and they take turns,
 because the machine may have other users: compare within a round. Wall time is from the beginning of the first
 step to the end of the last; success is over 200 held-out safes afterwards, with tools that answer at once.
+
+With `--engines N` the asynchronous runs sample in N further processes, each with one thread of its own; the run
+without staleness is in one process, as before.
 
 `--learning` leaves out the latency and asks what staleness does to learning, with and without importance
 correction, from the same warm start.
@@ -89,6 +93,7 @@ def child(options: dict[str, Any]) -> dict[str, float]:
     result = ludus.train(
         recipe,
         model={"name": options["model"], "scratch": None},
+        cluster={"engines": options.get("engines", 0)},
         rl=rl,
         run=run,
         agent=agent,
@@ -102,6 +107,8 @@ def child(options: dict[str, Any]) -> dict[str, float]:
         "lag_mean": statistics.fmean(row.get("lag_mean", 0.0) for row in rows),
         "lag_max": max(row.get("lag_max", 0.0) for row in rows),
         "versions": statistics.fmean(row.get("versions_per_episode", 1.0) for row in rows),
+        "sync": statistics.fmean(row.get("engine/sync_seconds", 0.0) for row in rows),
+        "paused": statistics.fmean(row.get("paused_seconds", 0.0) for row in rows),
         "training": statistics.fmean(row["time_share/training"] * row["step_seconds"] for row in rows),
         "ess": min(row.get("ess", 1.0) for row in rows),
         "before": measured[0],
@@ -129,19 +136,22 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
     for number in range(options.rounds):
         base = 0.0
         for staleness in options.staleness:
+            engines = options.engines if staleness else 0
             found = run_child(
                 model=model, folder=str(folder / f"{number}-{staleness}"), staleness=staleness, seed=number,
                 steps=options.steps, tasks=8, correction=None, latency=MEAN, deadline=options.deadline,
+                engines=engines,
             )  # fmt: skip
             base = base or found["seconds"]
             rows.append([
-                str(number), "sync" if staleness == 0 else f"S = {staleness}", f"{found['seconds']:.1f} s",
+                str(number), "sync" if staleness == 0 else f"S = {staleness}", str(1 + engines),
+                f"{found['seconds']:.1f} s",
                 f"{base / found['seconds']:.2f}", f"{found['training']:.2f} s",
                 f"{found['lag_mean']:.2f} / {found['lag_max']:.0f}", f"{found['versions']:.2f}",
                 f"{found['before']:.1%} → {found['success']:.1%}",
             ])  # fmt: skip
             print(" | ".join(rows[-1]), flush=True)
-    columns = ["round", "", "wall", "times as fast", "update", "lag mean / max", "versions an episode"]
+    columns = ["round", "", "processes", "wall", "times as fast", "update", "lag mean / max", "versions an episode"]
     print(table_markdown([*columns, "success"], rows))
 
 
@@ -183,6 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--engines", type=int, default=0)
     parser.add_argument("--deadline", type=float, default=4.0)
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
