@@ -1,7 +1,7 @@
 """Synchronous against asynchronous training: wall time and what is learned, with tools that are slow or hang.
 
     python benchmarks/async_training.py [--rounds 3] [--steps 12] [--staleness 0 1 2] [--deadline 4]
-    python benchmarks/async_training.py --engines 1 [...]
+    python benchmarks/async_training.py --engines 0 1 [...]
     python benchmarks/async_training.py --learning [--seeds 0 1 2] [--staleness 0 1 2 4 8]
 
 The task is the safe of the quickstart, after its warm start, which is done once. A step has 8 tasks × 8
@@ -135,10 +135,11 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
     rows: list[list[str]] = []
     for number in range(options.rounds):
         base = 0.0
-        for staleness in options.staleness:
-            engines = options.engines if staleness else 0
+        cases = [(s, e) for s in options.staleness for e in (options.engines if s else [0])]
+        for staleness, engines in cases:
+            place = folder / f"{number}-{staleness}-{engines}"
             found = run_child(
-                model=model, folder=str(folder / f"{number}-{staleness}"), staleness=staleness, seed=number,
+                model=model, folder=str(place), staleness=staleness, seed=number,
                 steps=options.steps, tasks=8, correction=None, latency=MEAN, deadline=options.deadline,
                 engines=engines,
             )  # fmt: skip
@@ -151,7 +152,16 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
                 f"{found['before']:.1%} → {found['success']:.1%}",
             ])  # fmt: skip
             print(" | ".join(rows[-1]), flush=True)
-    columns = ["round", "", "processes", "wall", "times as fast", "update", "lag mean / max", "versions an episode"]
+    columns = [
+        "round",
+        "",
+        "processes",
+        "wall",
+        "times as fast",
+        "update",
+        "lag mean / max",
+        "versions an episode",
+    ]
     print(table_markdown([*columns, "success"], rows))
 
 
@@ -193,7 +203,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--engines", type=int, default=0)
+    parser.add_argument("--engines", type=int, nargs="*", default=[0])
     parser.add_argument("--deadline", type=float, default=4.0)
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])

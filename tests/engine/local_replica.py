@@ -98,7 +98,13 @@ class LocalReplica:
     async def generate(self, tokens: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
         self.requests.append(options.get("session"))
         await self._maybe_hang("generate")
-        return await self.alive.generate(tokens, sampling, **options)
+        assert self._death is not None
+        try:
+            return await self.alive.generate(tokens, sampling, **options)
+        except EngineError:
+            if self._death.done():
+                raise EngineError(self._death.result()) from None
+            raise
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         await self._maybe_hang("score")

@@ -222,6 +222,7 @@ async def test_all_dead_is_an_error_that_says_so(tmp_path: Path) -> None:
         for replica in replicas:
             replica.cannot_start = f"{replica.name} has no memory"
             await replica.die()
+        await until(lambda: engine.metrics()["engine/replicas"] == 0)
         with pytest.raises(EngineError, match="no engine is left") as caught:
             await engine.generate([1, 2], Sampling(max_tokens=3))
         assert "engine 0 has no memory" in str(caught.value)

@@ -122,8 +122,8 @@ class ReplicatedEngine:
 
     async def start(self) -> None:
         """Start all replicas with the source's weights; an error of one is an error of the engine."""
-        self._folders.replace(await asyncio.to_thread(self._folders.publish, self._version))
         try:
+            await self._folders.publish(self._version)
             async with asyncio.TaskGroup() as group:
                 for member in self._members:
                     group.create_task(self._bring_up(member))
@@ -231,11 +231,11 @@ class ReplicatedEngine:
         async with self._updating:
             started = time.perf_counter()
             self._check_usable()
-            published = await asyncio.to_thread(self._folders.publish, self._version + count)
-            self._folders.replace(published)
+            published = await self._folders.publish(self._version + count)
             serving = [member for member in self._members if member.is_serving]
             self._paused_seconds = 0.0
             await asyncio.gather(*(self._sync(member, published) for member in serving))
+            await asyncio.shield(published.expected)  # the trainer may change the weights then
             self._version = published.version
             self._sync_seconds = time.perf_counter() - started
             self._check_usable()
@@ -275,9 +275,8 @@ class ReplicatedEngine:
         scored = await self._command(
             member, "to score the canary", member.replica.score(self._canary.tokens)
         )
-        difference = self._canary.check(
-            published.expected, scored, member.replica.name, published.version
-        )
+        expected = await asyncio.shield(published.expected)
+        difference = self._canary.check(expected, scored, member.replica.name, published.version)
         self._differences[self._members.index(member)] = difference
         member.verified = published.version
         member.passed.set()
@@ -416,7 +415,7 @@ class ReplicatedEngine:
         task, down = asyncio.ensure_future(call), member.down
         try:
             await asyncio.wait((task, down), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if task.done() and not (down.done() and task.exception() is not None):
                 return task.result()
         finally:
             await self._let_go(task)

@@ -7,10 +7,11 @@ one.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -40,13 +41,14 @@ class WeightSource(Protocol):
 
 
 class Published:
-    """The weights of one version, and what the trainer says of the canary with them."""
+    """The weights of one version, and what the trainer says of the canary with them.
 
-    def __init__(
-        self, folder: Path, version: int, expected: list[float], drop: Callable[[], None]
-    ) -> None:
+    The trainer scores it while engines load; whoever publishes waits for both, because weights change then.
+    """
+
+    def __init__(self, folder: Path, version: int, expected: asyncio.Future[list[float]]) -> None:
         self.folder, self.version, self.expected = folder, version, expected
-        self._drop, self._readers, self._is_old = drop, 0, False
+        self._readers, self._is_old = 0, False
 
     @contextmanager
     def reading(self) -> Iterator[Path]:
@@ -65,7 +67,7 @@ class Published:
 
     def _remove_if_unused(self) -> None:
         if self._is_old and not self._readers:
-            self._drop()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class WeightFolders:
@@ -77,24 +79,20 @@ class WeightFolders:
         self._scratch = ScratchFolder(PREFIX, parent or _roomy_place(source.size))
         self.newest: Published | None = None
 
-    def publish(self, version: int) -> Published:
-        """Write the trainer's weights. Run it in a thread: it takes as long as copying them."""
+    async def publish(self, version: int) -> Published:
+        """Write the trainer's weights, which are the newest from now on."""
         folder = self._scratch.path / str(version)
+        await asyncio.to_thread(self._write, folder)
+        scored = asyncio.to_thread(self._source.score, self._canary)
+        old, self.newest = self.newest, Published(folder, version, asyncio.ensure_future(scored))
+        if old is not None:
+            old.retire()
+        return self.newest
+
+    def _write(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # an attempt that failed
         folder.mkdir()
         self._source.write(folder)
-        expected = self._source.score(self._canary)
-
-        def drop() -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-        return Published(folder, version, expected, drop)
-
-    def replace(self, published: Published) -> None:
-        """This is the newest version from now on."""
-        old, self.newest = self.newest, published
-        if old is not None:
-            old.retire()
 
     def close(self) -> None:
         self._scratch.remove()
