@@ -8,8 +8,10 @@ that time is the machine's business. It is counted from the moment at which ever
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
 import random
 import time
 from dataclasses import dataclass, field
@@ -69,7 +71,9 @@ class Unsteady(ludus.Agent):
             episode.observe("and then?")
 
 
-def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], ready: Connection) -> None:
+def attempt(
+    folder: str, checkpoint_every: int, stages: list[dict[str, Any]], engines: int, ready: Connection
+) -> None:
     """What a process does: begin the run, or go on with it. One episode at a time, on one core."""
     code: dict[str, Any] = {
         "tasks": tasks(6), "held_out": tasks(2, first=50), "tools": [add], "rewards": [even],
@@ -80,7 +84,8 @@ def attempt(folder: str, checkpoint_every: int, stages: list[dict[str, Any]], re
     tables |= {"max_in_flight": 1, "stage": stages, "evaluation": {"every": 2}, "run": run}
     if stages == ASYNC:
         code |= {"agent": Unsteady(), "demonstrations": None, "group_rewards": None}
-        tables |= {"max_in_flight": 64}
+        tables |= {"max_in_flight": 64, "cluster": {"engines": engines}}
+    os.environ["LUDUS_KILLED_RUN"] = folder  # so that its processes can be told from others
     import matplotlib.pyplot  # noqa: F401 - what is imported late otherwise, so that a delay is spent on the run
     import pyarrow.parquet  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
@@ -99,6 +104,8 @@ class Killer:
     method: str
     """forkserver, where imports are done once; spawn, where each process is new from the ground up."""
     stages: list[dict[str, Any]]
+    engines: int = 0
+    """Of an asynchronous run: processes that sample."""
     took: float = 0.0
     """How long a whole run takes."""
     kills: list[tuple[int, int]] = field(default_factory=list)
@@ -110,7 +117,9 @@ class Killer:
             heavy = ["ludus", "pyarrow.parquet", "matplotlib.pyplot", "ludus.training"]
             context.set_forkserver_preload([*heavy, "transformers.models.llama.modeling_llama"])
         heard, ready = context.Pipe(duplex=False)
-        process = context.Process(target=attempt, args=(str(run), checkpoint_every, self.stages, ready))
+        process = context.Process(
+            target=attempt, args=(str(run), checkpoint_every, self.stages, self.engines, ready)
+        )
         process.start()
         ready.close()
         assert heard.poll(HANG) and heard.recv() == "ready", "the process did not get to its start"
@@ -219,6 +228,33 @@ def test_an_asynchronous_run_that_is_killed_at_any_moment_trains_every_group_onc
             assert len(reached) > 3, f"the kills were all at the same place: {reached}"
             return
     pytest.fail(f"the kills were too few: {killer.kills}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_takes_its_engines_with_it(tmp_path: Path) -> None:
+    """Every group is trained once, no engine's process lives on, and no weights stay in shared memory."""
+    killer = Killer("forkserver", ASYNC, engines=2)
+    for step in (1, 4, 8):
+        killer.kill_after(tmp_path / "cut", step)
+        deadline = time.monotonic() + 20
+        while _engines_of(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _engines_of(tmp_path)
+    killer.finish(killer.start(tmp_path / "cut", 1))
+    _check_whole(tmp_path / "cut")
+    assert not _engines_of(tmp_path)
+
+
+def _engines_of(folder: Path) -> list[str]:
+    """The processes that are engines of a run in this folder, by the environment that they have from it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_engine = b"ludus.engine.replicas.worker" in (path / "cmdline").read_bytes()
+            if is_engine and str(folder).encode() in (path / "environ").read_bytes():
+                found.append(path.name)
+    return found
 
 
 def _check_whole(folder: Path) -> None:

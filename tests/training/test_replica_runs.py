@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from stage_runs import Talker, episodes
 from test_async_training import Slow, trained_ordinals, weights
+from test_kill_and_resume import STAGES
+from test_lora import base  # noqa: F401 - a fixture
 from training_helpers import TINY, add, even, expert, tasks
 
 import ludus
 from ludus.engine.replicas import ProcessReplica
 from ludus.observe import RunFolder, undefined
+from ludus.training import Parts, Recipe, build_run_context
 
 RL = {**TINY["rl"], "steps": 3, "tasks": 2, "attempts": 2}
 
@@ -23,6 +27,8 @@ RL = {**TINY["rl"], "steps": 3, "tasks": 2, "attempts": 2}
 def train(folder: Path, engines: int, tables: dict[str, Any] | None = None, **code: Any) -> RunFolder:
     run = {"folder": str(folder), "checkpoint_every": 1, "keep_checkpoints": 50}
     settings = {**TINY, "rl": RL, "run": run, "cluster": {"engines": engines}, **(tables or {})}
+    if "stage" in settings:
+        del settings["rl"]
     parts = {"tasks": tasks(6), "tools": [add], "rewards": [even], "agent": Talker()}
     ludus.train(**settings, **{**parts, **code}, progress=False)
     return RunFolder(folder)
@@ -96,3 +102,63 @@ def test_an_asynchronous_run_outlives_its_engine(
         ]
         assert row["lag_max"] == max(step - min(one) for one in spans)
     assert rows[-1]["engine/restarts"] == 1 and all(row["failures"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_sampled_elsewhere(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    model = {"name": str(base), "lora": {"rank": 4}}
+    tables = {"model": model, "max_in_flight": 1}
+    runs = [train(tmp_path / str(engines), engines, tables) for engines in (0, 1)]
+    assert_same_episodes(*runs)
+    files = [run.checkpoints()[-1].path / "adapter_model.safetensors" for run in runs]
+    assert_close(*map(load_file, files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_trees_on_two_engines(tmp_path: Path, staleness: int) -> None:
+    rl = {"attempts": 4, "algorithm": "tree_grpo", "tree": {"roots": 1, "rounds": 2}}
+    run = train(tmp_path, 2, {"rl": {**RL, **rl, "staleness": staleness}}, agent=Slow())
+    rows = [row for row in run.metrics() if "step_seconds" in row]
+    assert [row["tree/branches"] for row in rows] == [6] * 3
+    assert all(row["tree/tokens_saved"] > 0 and row["engine/replicas"] == 2 for row in rows)
+    if not staleness:
+        assert max(row["logprob_difference_max"] for row in rows) < 1e-3
+
+
+@pytest.mark.slow
+def test_two_trainer_ranks_and_an_engine(tmp_path: Path) -> None:
+    tables = {"max_in_flight": 1}
+    one = train(tmp_path / "one", 0, tables)
+    several = train(tmp_path / "several", 1, {**tables, "cluster": {"engines": 1, "trainer_ranks": 2}})
+    assert_same_episodes(one, several)
+    assert_close(weights(one), weights(several))
+
+
+@pytest.mark.slow
+def test_all_stages_sample_elsewhere(tmp_path: Path) -> None:
+    rate = {"optimizer": {"learning_rate": 1e-3}}
+    stages = [{**stage, **rate, "steps": min(stage["steps"], 3)} for stage in STAGES[:-1]]
+    tables = {"stage": [*stages, STAGES[-1]], "max_in_flight": 1}
+    code = {"demonstrations": expert, "held_out": tasks(2, first=50), "group_rewards": ["count_bonus"]}
+    runs = [train(tmp_path / str(engines), engines, tables, **code) for engines in (0, 1)]
+    assert_same_episodes(*runs)
+    assert_close(*map(weights, runs))
+
+
+@pytest.mark.slow
+async def test_evaluation_on_two_engines() -> None:
+    """Which engine has which episode changes nothing."""
+    found = []
+    for engines in (0, 2):
+        recipe = Recipe.parse({**TINY, "cluster": {"engines": engines}})
+        parts = Parts(tasks=tasks(6), held_out=tasks(6), tools=[add], rewards=[even], agent=Talker())
+        async with await build_run_context(recipe, parts) as context:
+            measured = await context.measure(attempts=2, temperature=1.0)
+            found.append([action.tokens for t in measured.trajectories for action in t.actions])
+            before = context.engine.policy_version
+            for _ in range(3):
+                await context.sync_engine(later=True)  # as stages do that play nothing
+            await context.measure(attempts=1, temperature=1.0)
+            assert context.engine.policy_version == before + 3
+    assert found[0] == found[1]
