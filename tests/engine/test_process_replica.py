@@ -103,14 +103,25 @@ async def test_a_process_is_the_engine_that_it_runs(tmp_path: Path) -> None:
             await replica.load_weights(written(other, tmp_path / "10"), 10)
         expected = plain_logprobs(source.model, tokens)
         assert await replica.score(tokens) == pytest.approx(expected, abs=1e-4)
+
+        # a real death
+        running = asyncio.create_task(replica.generate([1, 2], GREEDY))
+        await replica.score([1, 2, 3])
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was killed by SIGKILL") as caught:
+            await running
+        assert caught.value.retriable and "SIGKILL" in await replica.ended()
+        with pytest.raises(EngineError, match="SIGKILL"):
+            await replica.score([1])
     finally:
         await embedded.close()
         await replica.close()
     assert replica.pid is None
-    assert "ended" in await replica.ended()
 
 
-async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
+@pytest.mark.slow
+async def test_a_process_that_ends_or_hangs_comes_back(tmp_path: Path) -> None:
     source = TrainedModel(make())
     replica = ProcessReplica(0, SETTINGS, hang_seconds=4.0)
     limits = ReplicaLimits(seconds=40.0, backoff=0.0)
@@ -133,5 +144,10 @@ async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
             plain_logprobs(source.model, [1, 2, *again.tokens])[2:], abs=1e-4
         )
         assert engine.metrics()["engine/restarts"] == 1
+        os.kill(replica.pid, signal.SIGSTOP)  # it lives, and gives no sign of it
+        with pytest.raises(EngineError, match="did not answer for 4 s"):
+            await engine.generate([1, 2], GREEDY, session="a")
+        assert (await engine.generate([1, 2], GREEDY, session="a")).tokens == again.tokens
+        assert engine.metrics()["engine/restarts"] == 2
     finally:
         await engine.close()

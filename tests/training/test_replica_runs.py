@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,32 @@ async def test_evaluation_on_two_engines() -> None:
             await context.measure(attempts=1, temperature=1.0)
             assert context.engine.policy_version == before + 3
     assert found[0] == found[1]
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": json.load(sys.stdin)["messages"][-1]["content"]}]
+for _ in range(2):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body, key)))
+    messages += [reply["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_programs_are_answered_by_engines_elsewhere(tmp_path: Path, staleness: int) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    run = {"folder": str(tmp_path / "run")}
+    ludus.train(
+        **{**TINY, "rl": {**RL, "staleness": staleness}, "run": run, "cluster": {"engines": 1}},
+        agent={"loop": f"command: {sys.executable} {tmp_path / 'agent.py'}"},
+        tasks=tasks(6),
+        rewards=[even],
+        progress=False,
+    )
+    rows = [row for row in RunFolder(tmp_path / "run").metrics() if "step_seconds" in row]
+    assert len(rows) == 3 and all(row["failures"] == 0 and row["turns"] == 2 for row in rows)
+    assert all(row["proxy/requests"] == 2 and row["engine/replicas"] == 1 for row in rows)

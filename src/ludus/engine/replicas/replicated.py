@@ -62,7 +62,7 @@ class _Member:
         self.replica = replica
         self.lock = asyncio.Lock()
         """Held while weights are loaded."""
-        self.is_serving = self.is_given_up = False
+        self.is_up = self.is_given_up = False
         self.sessions: set[str] = set()
         self.anonymous = 0
         """Requests in flight that have no session."""
@@ -75,6 +75,10 @@ class _Member:
         self.failures = self.refusals = 0
         self.since = 0.0
         self.reason = "it has not been started"
+
+    @property
+    def is_serving(self) -> bool:
+        return self.is_up and not self.down.done()
 
     @property
     def load(self) -> int:
@@ -153,7 +157,7 @@ class ReplicatedEngine:
             self._stop_serving(member, reason)
             log.warning("%s is taken out: %s", member.replica.name, reason)
             await self._end(member)
-            while not member.is_serving:
+            while not member.is_up:
                 if member.failures > self._limits.restarts or member.refusals >= self._limits.refusals:
                     member.is_given_up = True
                     log.error("%s is given up: %s", member.replica.name, member.reason)
@@ -184,7 +188,7 @@ class ReplicatedEngine:
                 is_paused = self._is_paused
                 command = member.replica.pause() if is_paused else member.replica.resume()
                 await self._command(member, "to pause or go on", command)
-            member.is_serving, member.since = True, time.monotonic()
+            member.is_up, member.since = True, time.monotonic()
             watch = asyncio.create_task(self._watch(member))
             member.down.add_done_callback(lambda _: watch.cancel())
             self._notify()
@@ -193,14 +197,13 @@ class ReplicatedEngine:
         member.take_out(await member.replica.ended())
 
     def _stop_serving(self, member: _Member, reason: str) -> None:
-        if member.is_serving and time.monotonic() - member.since > _STEADY_SECONDS:
-            member.failures = 0
-        elif member.is_serving:
-            member.failures += 1
-        member.is_serving = False
+        if member.is_up:
+            is_steady = time.monotonic() - member.since > _STEADY_SECONDS
+            member.failures = 0 if is_steady else member.failures + 1
+        member.is_up = False
         member.take_out(reason)
         for session in member.sessions:
-            self._sessions.pop(session, None)
+            del self._sessions[session]
         member.sessions.clear()
 
     async def _end(self, member: _Member) -> None:
@@ -403,6 +406,9 @@ class ReplicatedEngine:
                 self._aborted.discard(session)
 
     def _assign(self, session: str, member: _Member) -> None:
+        before = self._sessions.get(session)
+        if before is not None:
+            before.sessions.discard(session)
         self._sessions[session] = member
         member.sessions.add(session)
 
