@@ -139,9 +139,8 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
         for staleness, engines in cases:
             place = folder / f"{number}-{staleness}-{engines}"
             found = run_child(
-                model=model, folder=str(place), staleness=staleness, seed=number,
-                steps=options.steps, tasks=8, correction=None, latency=MEAN, deadline=options.deadline,
-                engines=engines,
+                model=model, folder=str(place), staleness=staleness, seed=number, steps=options.steps, tasks=8,
+                correction=None, latency=options.latency, deadline=options.deadline, engines=engines,
             )  # fmt: skip
             base = base or found["seconds"]
             rows.append([
@@ -204,6 +203,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--engines", type=int, nargs="*", default=[0])
+    parser.add_argument("--latency", type=float, default=MEAN)
     parser.add_argument("--deadline", type=float, default=4.0)
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])

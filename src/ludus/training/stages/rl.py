@@ -3,7 +3,8 @@
 With `staleness = 0` a step plays all its episodes, then pauses the engine and updates. Above 0 episodes are
 played all the time (`async_rollouts`): a step takes the next batch of finished groups and pauses the engine
 for the update alone, which runs in a thread so that tools and their deadlines go on. Requests in flight then
-go on with the new weights. Once an update has begun, a cancelled run waits until the engine has its result.
+go on with the new weights. Engines in other processes are not paused: they sample during the update, too. Once
+an update has begun, a cancelled run waits until the engine has its result.
 """
 
 from __future__ import annotations
