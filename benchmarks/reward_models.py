@@ -8,9 +8,9 @@ verdict (64 tokens; the instructions are the same for all, so the engine compute
 thread. Neither has learned anything: only time is compared. A judge is usually the larger model by far, and
 its cost grows with its size.
 
-**Truth.** In each episode an agent takes coloured keys; taking the key that the task names is right. A reward
-model learns from pairs that a teacher labels who is wrong in a share of them, and a step model from such
-scores; both are measured against the truth on 200 other episodes.
+**Truth.** In each episode an agent takes coloured keys; three of six colours are right. A reward model learns
+from pairs that a teacher labels who is wrong in a share of them, and a step model from such scores; both are
+measured against the truth on 200 other episodes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ludus.training.data.conversations import Preference, ScoredSteps
 from ludus.training.models.loading import load_model
 from ludus.training.reward_models import RewardModelConfig, fit_reward_model, load_reward_model
 
-COLOURS = ["red", "blue", "green", "black", "white", "brown"]
+RIGHT, WRONG = ["red", "blue", "green"], ["black", "white", "brown"]
 TURNS, VERDICT_TOKENS = 6, 64
 INSTRUCTIONS = (
     "You follow the progress of an AI agent. You are given its task, a checklist, and its actions. For each "
@@ -46,22 +46,22 @@ INSTRUCTIONS = (
 ) * 2
 
 
-def episode(draw: random.Random, skill: float = 0.5) -> tuple[list[Message], list[float]]:
+def episode(draw: random.Random) -> tuple[list[Message], list[float]]:
     """An episode of six turns, and the truth about each action."""
-    wanted = draw.choice(COLOURS)
-    messages, truth = [Message("user", f"take every {wanted} key")], []
+    messages, truth = [Message("user", "take the right keys")], []
+    skill = draw.random()
     for _ in range(TURNS):
-        colour = wanted if draw.random() < skill else draw.choice(COLOURS)
-        truth.append(float(colour == wanted))
+        colour = draw.choice(RIGHT if draw.random() < skill else WRONG)
+        truth.append(float(colour in RIGHT))
         messages += [Message("assistant", f"take the {colour} key"), Message("user", "taken, next door")]
     return messages[:-1], truth
 
 
-def config(seed: int, layers: int = 2, width: int = 96, steps: int = 120) -> RewardModelConfig:
+def config(seed: int, layers: int = 1, width: int = 64, steps: int = 60) -> RewardModelConfig:
     scratch = {"layers": layers, "width": width, "heads": 4, "vocabulary": 500, "context": 1024}
     return RewardModelConfig.parse({
-        "model": {"scratch": scratch, "device": "cpu"}, "steps": steps, "batch": 16, "seed": seed,
-        "optimizer": {"learning_rate": 3e-3},
+        "model": {"scratch": scratch, "device": "cpu"}, "steps": steps, "batch": 8, "seed": seed,
+        "optimizer": {"learning_rate": 1e-2},
     })  # fmt: skip
 
 
@@ -106,50 +106,42 @@ def cost(count: int, folder: Path) -> None:
 def truth(seeds: list[int], folder: Path) -> None:
     rows = []
     for noise in (0.0, 0.1, 0.3):
-        accuracies, correlations = [], []
-        for seed in seeds:
-            draw = random.Random(seed)
-            pairs, steps = [], []
-            for _ in range(300):
-                good, bad = (episode(draw, skill) for skill in (0.8, 0.2))
-                bad = ([good[0][0], *bad[0][1:]], bad[1])
-                wanted = good[0][0].content.split()[2]
-                is_right = [f"the {wanted} key" in m.content for m in bad[0] if m.role == "assistant"]
-                first, second = (good[0], bad[0]) if sum(good[1]) > sum(is_right) else (bad[0], good[0])
-                if draw.random() < noise:
-                    first, second = second, first
-                pairs.append(Preference(first, second))
-                noisy = tuple(1 - one if draw.random() < noise else one for one in good[1])
-                steps.append(ScoredSteps(good[0], noisy))
-            at = folder / f"{noise}-{seed}"
-            model = load_reward_model(fit_reward_model(pairs, at / "pairs", config(seed)).folder, "cpu")
-            small = load_reward_model(fit_reward_model(steps, at / "steps", config(seed)).folder, "cpu")
-            test = random.Random(1000 + seed)
-            right, found, given = 0, [], []
-            for _ in range(200):
-                one, marks = episode(test, 0.5)
-                other, others = episode(test, 0.5)
-                other = [one[0], *other[1:]]
-                wanted = one[0].content.split()[2]
-                others = [
-                    float(f"the {wanted} key" in m.content) for m in other if m.role == "assistant"
-                ]
-                scores = model.score([one, other])
-                better = float(scores[0][-1, 0]) > float(scores[1][-1, 0])
-                right += 1 if sum(marks) == sum(others) else better == (sum(marks) > sum(others))
-                found += small.score([one])[0][:, 0].tolist()
-                given += marks
-            accuracies.append(right / 200)
-            correlations.append(float(torch.corrcoef(torch.tensor([found, given]))[0, 1]))
-        rows.append(
-            [
-                f"{noise:.0%}",
-                *(f"{statistics.fmean(v):.3f} ± {_sd(v):.3f}" for v in (accuracies, correlations)),
-            ]
-        )
+        measured = [_against_truth(noise, seed, folder / f"{noise}-{seed}") for seed in seeds]
+        shown = [f"{statistics.fmean(v):.3f} ± {_sd(v):.3f}" for v in zip(*measured, strict=True)]
+        rows.append([f"{noise:.0%}", *shown])
+        print(" | ".join(rows[-1]), flush=True)
     print(
         table_markdown(("wrong labels", "pairs right (truth)", "step scores: correlation (truth)"), rows)
     )
+
+
+def _against_truth(noise: float, seed: int, folder: Path) -> tuple[float, float]:
+    draw = random.Random(seed)
+    pairs, steps = [], []
+    while len(pairs) < 160:
+        (one, marks), (other, others) = episode(draw), episode(draw)
+        if sum(marks) == sum(others):
+            continue
+        is_better = (sum(marks) > sum(others)) != (draw.random() < noise)
+        pairs.append(Preference(one, other) if is_better else Preference(other, one))
+        noisy = tuple(1 - mark if draw.random() < noise else mark for mark in marks)
+        steps.append(ScoredSteps(one, noisy))
+    model = load_reward_model(fit_reward_model(pairs, folder / "pairs", config(seed)).folder, "cpu")
+    small = load_reward_model(fit_reward_model(steps, folder / "steps", config(seed)).folder, "cpu")
+    test = random.Random(1000 + seed)
+    played = [episode(test) for _ in range(200)]
+    totals = [float(scores[-1, 0]) for scores in model.score([one for one, _ in played])]
+    decided = [
+        (totals[i] > totals[i + 1]) == (sum(played[i][1]) > sum(played[i + 1][1]))
+        for i in range(0, 200, 2)
+        if sum(played[i][1]) != sum(played[i + 1][1])
+    ]
+    found = [
+        score for scores in small.score([one for one, _ in played]) for score in scores[:, 0].tolist()
+    ]
+    given = [mark for _, marks in played for mark in marks]
+    correlation = float(torch.corrcoef(torch.tensor([found, given]))[0, 1])
+    return statistics.fmean(decided), correlation
 
 
 def _sd(values: list[float]) -> float:
