@@ -202,10 +202,8 @@ def test_usage_errors_are_no_tracebacks(words: list[str]) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     if words == ["nonsense"]:
-        assert (
-            "The commands are: train, eval, rollout, init, settings, show, envs, simulate, check, serve"
-            in " ".join(done.stderr.split())
-        )
+        told = " ".join(done.stderr.split()).partition("The commands are: ")[2].rstrip(".").split(", ")
+        assert {"train", "eval", "rollout", "synth", "show", "view", "check", "serve"} <= set(told)
 
 
 def test_an_unknown_command_is_answered_with_those_like_it_or_all(

@@ -57,13 +57,13 @@ class ProgressDisplay:
         if (low := metrics.get("eval/success_low")) is not None and metrics.get("eval/failures"):
             high = metrics["eval/success_high"]
             shown.append(f"{metrics['eval/failures']:.0f} FAILED (95% interval {low:.1%} to {high:.1%})")
+        passes = [name for name in metrics if name.startswith("eval/pass@")]
+        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
         modes = {
             n.rpartition("/")[2]: v for n, v in metrics.items() if n.startswith("eval/failure_mode/")
         }
         if (most := max(modes, key=lambda mode: modes[mode], default=None)) is not None and modes[most]:
             shown.append(f"most failures by {most.replace('_', ' ')} ({modes[most]:.1%})")
-        passes = [name for name in metrics if name.startswith("eval/pass@")]
-        shown += [f"{name.removeprefix('eval/')} {metrics[name]:.1%}" for name in passes]
         self.say(f"held-out tasks after step {step}: {', '.join(shown)}")
 
     def say(self, text: str) -> None:
