@@ -197,6 +197,7 @@ async def test_an_episode_never_goes_on_with_lost_state() -> None:
 
 
 async def test_slow_is_not_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.tools.mcp.stdio._GRACE_SECONDS", 0.2)
     monkeypatch.setattr("ludus.tools.mcp.connection._PROBE_SECONDS", 0.2)
     async with server(timeout=0.2) as tools:
         await tools.open(CONTEXT)
@@ -241,8 +242,9 @@ async def test_huge_and_garbled_output(caplog: pytest.LogCaptureFixture) -> None
     ],
 )
 async def test_servers_that_cannot_be_used(
-    options: list[str], settings: dict[str, Any], message: str
+    options: list[str], settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ludus.tools.mcp.stdio._GRACE_SECONDS", 0.2)
     async with server(*options, **settings) as tools:
         with pytest.raises(ConfigError, match=message):
             await tools.open(CONTEXT)
@@ -291,7 +293,7 @@ async def test_servers_end_with_their_tools_and_take_everything_along(tmp_path: 
     assert await gone(*pids)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_servers_die_with_us_however_we_end(tmp_path: Path, how: signal.Signals) -> None:
     started = command(f"pid={tmp_path / 'pids'}")
     code = f"""

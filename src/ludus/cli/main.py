@@ -266,6 +266,79 @@ def synth(
     run_synthesis(method, recipe, overrides or [], model, tokenizer, out)
 
 
+@app.command("mcp-rl")
+def mcp_rl(
+    server: Annotated[
+        str,
+        typer.Argument(help="The MCP server: a command such as 'uvx mcp-server-time', or an address."),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings of the training, key=value, such as rl.steps=50.", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="What is trained: a folder, a hub name, or scratch.")
+    ] = "scratch",
+    writer: Annotated[
+        str | None,
+        typer.Option(
+            help="Who writes scenarios: an OpenAI-compatible address, http://host:port/v1#NAME."
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="Who ranks attempts: an address; the writer when left out.")
+    ] = None,
+    scenarios: Annotated[int, typer.Option(min=2, help="To train on.")] = 32,
+    held_out: Annotated[int, typer.Option(min=1, help="To measure on.")] = 8,
+    about: Annotated[str, typer.Option(help="What the writer should know of the server.")] = "",
+    files: Annotated[
+        Path | None,
+        typer.Option(help="A folder of which every episode gets a fresh copy: {files} in the command."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A tool that may be used, by name or pattern; all if none.")
+    ] = None,
+    deny: Annotated[list[str] | None, typer.Option(help="A tool that may not be used.")] = None,
+    per_episode: Annotated[
+        bool | None,
+        typer.Option(
+            "--per-episode/--shared", help="A process or session for each episode, or one for all."
+        ),
+    ] = None,
+    imitate: Annotated[
+        int | None,
+        typer.Option(min=0, help="Steps of imitation first; 300 for scratch, otherwise none."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Go on in this folder, or make it; runs/mcp-rl-COUNTER if none."
+        ),
+    ] = None,
+) -> None:
+    """From an MCP server to a trained agent: write scenarios, play, rank by a judge (RULER), GRPO, report."""
+    from ludus.cli.mcp_rl import McpRlSettings, new_folder, run_mcp_rl
+    from ludus.core.failures import ConfigError
+
+    if writer is None:
+        raise ConfigError(
+            "who writes the scenarios and judges? Give --writer http://host:port/v1#NAME (ludus serve model "
+            "MODEL makes one of a local model)"
+        )
+    table: dict[str, Any] = {"mcp": server}
+    given = {"allow": allow, "deny": deny, "files": str(files.resolve()) if files else None}
+    table |= {name: value for name, value in given.items() if value}
+    if per_episode is not None:
+        table["per_episode"] = per_episode
+    settings = McpRlSettings(
+        table, model, writer, judge or writer, scenarios, held_out, about, imitate, seed
+    )
+    run_mcp_rl(settings, out or new_folder(), overrides or [])
+
+
 @app.command()
 def prefer(
     source: Annotated[Path, typer.Argument(help="A run's folder, or a Parquet file of episodes.")],

@@ -31,6 +31,8 @@ class OfferedTool:
     spec: ToolSpec
     name: str
     """What the server calls it."""
+    is_read_only: bool = False
+    """Whether the server declares that it changes nothing."""
     repeatable: bool = False
     """Whether a call may be sent again when its first outcome is unknown: read-only or idempotent, it says."""
 
@@ -43,6 +45,10 @@ class ToolCatalog:
     denied: frozenset[str] = frozenset()
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Tools that cannot be offered, and why."""
+
+    @property
+    def read_only(self) -> frozenset[str]:
+        return frozenset(name for name, one in self.tools.items() if one.is_read_only)
 
     @property
     def specs(self) -> list[ToolSpec]:
@@ -73,7 +79,7 @@ def make_catalog(listed: Iterable[Any], config: MCPServerConfig) -> ToolCatalog:
             schema = plain_schema(one.input_schema)
             returns = one.output_schema if not schema_problem(one.output_schema or {}) else None
             spec = ToolSpec(name, description, schema, returns)
-            tools[name] = OfferedTool(spec, one.name, is_read_only or is_idempotent)
+            tools[name] = OfferedTool(spec, one.name, is_read_only, is_read_only or is_idempotent)
     _check(tools, denied, left_out, config)
     return ToolCatalog(tools, frozenset(denied), left_out)
 

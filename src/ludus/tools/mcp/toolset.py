@@ -43,7 +43,7 @@ from ludus.tools.toolset import malformed, unknown_tool
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE = 0.25
+_FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 30.0
 
 
@@ -79,6 +79,7 @@ class MCPTools:
         self._calls = Limiter(config.concurrency)
         self._places = asyncio.Semaphore(config.servers)
         self._extras = extra_tools(config)
+        self._read_only: frozenset[str] = frozenset()
         self.restarted = 0
         """How often a server that had died was started again."""
 
@@ -98,6 +99,7 @@ class MCPTools:
         state = self._state(context)
         connection = await self._connection(state)
         state.seen = await connection.list()
+        self._read_only = state.seen.read_only
         return [*state.seen.specs, *(one.spec for one in self._extras.values())]
 
     async def changed(self, context: ToolContext) -> bool:
@@ -107,6 +109,10 @@ class MCPTools:
             return False
         connection = state.connection if self.config.has_own_sessions else self._shared
         return connection is not None and (connection.is_stale or connection.catalog is not state.seen)
+
+    def read_only(self) -> frozenset[str]:
+        """The tools that say of themselves that they change nothing, as last listed."""
+        return self._read_only
 
     async def close(self, context: ToolContext) -> None:
         state = self._episodes.pop(context.episode, None)

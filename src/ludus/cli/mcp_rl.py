@@ -1,0 +1,293 @@
+"""`ludus mcp-rl SERVER --model M`: from an MCP server to a trained agent, without data and without a reward.
+
+Discover the server's tools, have a language model write scenarios for them (`synth.scenarios`: each is tried),
+play groups, rank each group by one question to a judge (RULER), update by GRPO, and compare the held-out
+episodes of before and after in one ranking. All of it stands in one folder::
+
+    scenarios.json          what was kept, and why the rest was not
+    train.jsonl, held_out.jsonl, demonstrations.jsonl
+    recipe.toml             what is trained: `ludus train recipe.toml` does the same again
+    run/                    the run, with audit.jsonl
+    report.md               before and after
+
+The same command goes on where it was stopped: scenarios are used again, a run is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ludus.core.failures import ConfigError, Fault, InfraError
+from ludus.core.messages import Json
+from ludus.core.trajectory import Group, Trajectory, is_success
+from ludus.observe import RunFolder, atomic_write, table_markdown, table_rich
+from ludus.tools.mcp import MCPServerConfig, mcp_tools
+
+if TYPE_CHECKING:
+    from ludus.synth.scenarios import ScenarioSet
+
+SCENARIOS, RECIPE, REPORT, RUN = "scenarios.json", "recipe.toml", "report.md", "run"
+_SYSTEM = "Do what is asked with the tools, then answer."
+_COLUMNS = (
+    "held-out scenarios",
+    "RULER score",
+    "planned calls made",
+    "legal calls",
+    "calls per episode",
+)
+_LEAST = 2
+_ILLEGAL = (Fault.UNKNOWN_TOOL, Fault.BAD_ARGUMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class McpRlSettings:
+    """What the command was asked for."""
+
+    server: Json
+    """The table of the server, as a recipe has it."""
+    model: str
+    writer: str
+    judge: str
+    scenarios: int = 32
+    held_out: int = 8
+    about: str = ""
+    imitate: int | None = None
+    """Steps of imitating the demonstrations first; for a model from scratch 300, else none."""
+    seed: int = 0
+
+    @property
+    def made_from(self) -> Json:
+        """What decides the scenarios: those of other settings are not taken for these."""
+        names = ("server", "writer", "scenarios", "held_out", "about", "seed")
+        return {name: getattr(self, name) for name in names}
+
+
+def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) -> None:
+    """The whole pipeline, with what it does said on stderr."""
+    console = Console(stderr=True)
+    MCPServerConfig.of(settings.server)
+    folder.mkdir(parents=True, exist_ok=True)
+    console.print(Text(f"folder: {folder}"), soft_wrap=True)
+    if not _has_scenarios(folder, settings):
+        made = asyncio.run(_write_scenarios(settings, console))
+        _save_scenarios(folder, settings, made)
+        _say_scenarios(console, made)
+    _train(folder, settings, overrides, console)
+    rows = asyncio.run(_compare(folder, settings))
+    text = _report(settings, folder, rows)
+    atomic_write(folder / REPORT, text)
+    Console().print(table_rich("", _COLUMNS, rows))
+    console.print(Text(f"report:  {folder / REPORT}"), soft_wrap=True)
+
+
+def new_folder() -> Path:
+    """The first of runs/mcp-rl-001, ... that is free."""
+    number = 1
+    while (path := Path("runs") / f"mcp-rl-{number:03d}").exists():
+        number += 1
+    return path
+
+
+# Scenarios
+
+
+def _has_scenarios(folder: Path, settings: McpRlSettings) -> bool:
+    path = folder / SCENARIOS
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("made_from") != settings.made_from:
+        raise ConfigError(
+            f"{path} holds scenarios of other settings: give another --out, or remove the folder"
+        )
+    return True
+
+
+async def _write_scenarios(settings: McpRlSettings, console: Console) -> ScenarioSet:
+    from ludus.llm import load_chat_model
+    from ludus.synth.scenarios import ScenarioWriter
+
+    tools, writer = mcp_tools(settings.server), load_chat_model(settings.writer)
+    try:
+        work = ScenarioWriter(writer, tools, settings.about, settings.seed)
+
+        def say(kept: int, wanted: int) -> None:
+            console.print(Text(f"scenarios: {kept} of {wanted}"), soft_wrap=True)
+
+        made = await work.write(settings.scenarios, settings.held_out, say)
+    finally:
+        await tools.aclose()
+        await writer.close()
+    if len(made.train) < _LEAST:
+        why = ", ".join(f"{reason}: {count}" for reason, count in made.rejected.most_common())
+        raise ConfigError(
+            f"only {len(made.train)} of {made.proposed} proposed scenarios can be used ({why or 'none came'}): "
+            "try another --writer, say more with --about, or give the server something to work on (--files)"
+        )
+    return made
+
+
+def _save_scenarios(folder: Path, settings: McpRlSettings, made: ScenarioSet) -> None:
+    for name, some in (("train", made.train), ("held_out", made.held_out)):
+        rows = [one.as_task(f"{name}-{number}") for number, one in enumerate(some)]
+        atomic_write(folder / f"{name}.jsonl", _lines(rows))
+    atomic_write(folder / "demonstrations.jsonl", _lines([one.as_demonstration() for one in made.train]))
+    about = {"made_from": settings.made_from, "proposed": made.proposed, "rejected": dict(made.rejected)}
+    about |= {"train": len(made.train), "held_out": len(made.held_out)}
+    atomic_write(
+        folder / SCENARIOS, json.dumps(about, indent=1) + "\n"
+    )  # last: it says that all is there
+
+
+def _say_scenarios(console: Console, made: ScenarioSet) -> None:
+    reasons = "".join(f"; {reason}: {count}" for reason, count in made.rejected.most_common())
+    kept = f"{len(made.train)} to train on, {len(made.held_out)} held out"
+    console.print(Text(f"scenarios: {kept}, of {made.proposed} proposed{reasons}"), soft_wrap=True)
+
+
+def _lines(rows: Sequence[Json]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+# Training
+
+
+def recipe_of_scenarios(settings: McpRlSettings, train: int, most_calls: int) -> Json:
+    """The recipe: everything that is not said by the settings is what small runs need."""
+    is_scratch = settings.model == "scratch"
+    steps = settings.imitate if settings.imitate is not None else 300 if is_scratch else 0
+    raw: Json = {
+        "name": "mcp-rl",
+        "seed": settings.seed,
+        "rewards": ["ludus.synth.scenarios:planned_calls"],
+        "group_rewards": [{"reward": "ruler", "model": settings.judge}],
+        "model": {"scratch": {"layers": 2, "width": 128}} if is_scratch else {"name": settings.model},
+        "tasks": {"train": "train.jsonl", "evaluation": "held_out.jsonl"},
+        "agent": {"system": _SYSTEM, "tools": [settings.server]},
+        "budgets": {"max_turns": most_calls + 2, "max_turn_tokens": 256},
+        "rl": {"algorithm": "grpo", "steps": 20, "tasks": min(8, train), "attempts": 8},
+        "evaluation": {"attempts": 1},
+    }
+    raw["rl"]["optimizer"] = {"learning_rate": 3e-4 if is_scratch else 1e-5}
+    if steps:
+        rate = 3e-3 if is_scratch else 2e-5
+        raw["warm_start"] = {"demonstrations": "demonstrations.jsonl", "steps": steps, "batch": 16}
+        raw["warm_start"]["optimizer"] = {
+            "learning_rate": rate,
+            "warmup_steps": 10,
+            "schedule": "cosine",
+        }
+    return raw
+
+
+def _train(folder: Path, settings: McpRlSettings, overrides: Sequence[str], console: Console) -> None:
+    from ludus.cli.train import run_training
+
+    run = RunFolder(folder / RUN)
+    if run.is_run:
+        console.print(Text(f"going on with {run.path}"), soft_wrap=True)
+        run_training(None, list(overrides), run.path)
+        return
+    rows = [
+        json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    most = max(len(row["target"]) for row in rows)
+    atomic_write(folder / RECIPE, toml_text(recipe_of_scenarios(settings, len(rows), most)))
+    run_training(folder / RECIPE, [f"run.folder={json.dumps(str(run.path))}", *overrides], None)
+
+
+def toml_text(tables: Mapping[str, Any]) -> str:
+    """A recipe's tables as TOML: values first, then a section for each table."""
+    plain = [f"{name} = {_toml(value)}" for name, value in tables.items() if not isinstance(value, dict)]
+    lines = ["# Made by ludus mcp-rl; ludus train reads it.", *plain]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items())
+        return f"{{ {inside} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
+# Before and after
+
+
+async def _compare(folder: Path, settings: McpRlSettings) -> list[list[str]]:
+    """The held-out episodes of each evaluation, ranked together: one question for each scenario."""
+    from ludus.llm import load_chat_model
+    from ludus.rewards.judges import Ruler
+    from ludus.training.config.recipe import Recipe
+    from ludus.training.report import stage_of
+
+    run = RunFolder(folder / RUN)
+    recipe = Recipe.parse(run.recipe(), str(run.path))
+    found: dict[str, list[Trajectory]] = {}
+    for file in run.trajectory_files():
+        if file.split == "eval":
+            stage = stage_of(file.step, recipe)
+            found[stage] = run.trajectories(file.step, "eval")
+    judge = load_chat_model(settings.judge)
+    try:
+        scores = await _ranked(Ruler(judge), found)
+    finally:
+        await judge.close()
+    return [_row(stage, episodes, scores.get(stage, [])) for stage, episodes in found.items()]
+
+
+async def _ranked(ruler: Any, found: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:
+    """The scores of each stage's episodes; a scenario whose verdict cannot be had counts for none."""
+    scores: dict[str, list[float]] = {stage: [] for stage in found}
+    tasks = {t.task.id: t.task for episodes in found.values() for t in episodes}
+    for name, task in tasks.items():
+        chosen = {stage: next((t for t in episodes if t.task.id == name and t.failure is None), None)
+                  for stage, episodes in found.items()}  # fmt: skip
+        there = {stage: one for stage, one in chosen.items() if one is not None}
+        if len(there) < len(found):
+            continue
+        try:
+            given = await ruler.score_group(Group(task, list(there.values())))
+        except InfraError:
+            continue
+        for stage, score in zip(there, given, strict=True):
+            scores[stage].append(score)
+    return scores
+
+
+def _row(stage: str, episodes: Sequence[Trajectory], scores: Sequence[float]) -> list[str]:
+    played = [t for t in episodes if t.failure is None]
+    calls = [call for t in played for call in t.calls]
+    faults = [fault for t in played for action in t.actions for fault in action.faults]
+    illegal = sum(call.fault is not None for call in calls) + sum(fault in _ILLEGAL for fault in faults)
+    legal = f"{1 - illegal / len(calls):.0%} of {len(calls)}" if calls else "no calls"
+    planned = sum(is_success(t) for t in played)
+    mean = f"{sum(scores) / len(scores):.2f} ({len(scores)})" if scores else "–"
+    each = f"{len(calls) / len(played):.1f}" if played else "–"
+    return [stage, mean, f"{planned} of {len(played)}", legal, each]
+
+
+def _report(settings: McpRlSettings, folder: Path, rows: Sequence[Sequence[str]]) -> str:
+    about = json.loads((folder / SCENARIOS).read_text(encoding="utf-8"))
+    reasons = "".join(f"\n- left out, {reason}: {count}" for reason, count in about["rejected"].items())
+    return (
+        f"# {settings.server['mcp']}\n\nModel `{settings.model}`, scenarios by `{settings.writer}`, judged by "
+        f"`{settings.judge}`.\n\n- {about['train']} scenarios to train on, {about['held_out']} held out, of "
+        f"{about['proposed']} proposed{reasons}\n\n"
+        f"{table_markdown(_COLUMNS, rows)}\n\n"
+        "RULER score: the judge ranks the episodes of all stages at one scenario together, from 0 to 1; in "
+        "brackets, the scenarios that have a verdict. Planned calls: episodes that made every call of the "
+        "scenario's plan, with the same arguments; another way to do it does not count there.\n"
+    )

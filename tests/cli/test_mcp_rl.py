@@ -1,0 +1,192 @@
+"""`ludus mcp-rl`: from a server's list of tools to a trained model, with a scripted writer and judge."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ludus.cli.main import app
+from ludus.cli.mcp_rl import toml_text
+from ludus.core.messages import Message
+from ludus.llm import load_chat_model
+from ludus.observe import RunFolder
+from ludus.rollouts.tasksets import load_tasks
+from ludus.synth.scenarios import Scenario, ScenarioWriter, split_by_difficulty
+from ludus.tools.mcp import mcp_tools
+from openai_server import chat, serving
+
+SERVER = Path(__file__).parents[1] / "tools" / "mcp_server.py"
+COMMAND = shlex.join([sys.executable, "-I", str(SERVER)])
+
+
+def scenario(task: str, *calls: tuple[str, dict[str, Any]], difficulty: int = 1) -> dict[str, Any]:
+    plan = [{"tool": tool, "arguments": arguments} for tool, arguments in calls]
+    return {"task": task, "difficulty": difficulty, "plan": plan}
+
+
+def add(a: int, b: int, difficulty: int = 1) -> dict[str, Any]:
+    return scenario(f"What is {a} plus {b}, please?", ("add", {"a": a, "b": b}), difficulty=difficulty)
+
+
+class Script:
+    """A writer that proposes what it is given, and a judge that likes calls."""
+
+    def __init__(self, *batches: list[dict[str, Any]]) -> None:
+        self.batches = list(batches)
+        self.asked: Counter[str] = Counter()
+        self.questions: list[str] = []
+
+    def __call__(self, body: dict[str, Any]) -> Any:
+        text = body["messages"][-1]["content"]
+        if text.startswith("Write "):
+            self.asked["write"] += 1
+            self.questions.append(text)
+            return chat(json.dumps({"scenarios": self.batches.pop(0) if self.batches else [add(1, 1)]}))
+        if text.startswith("A task for an AI agent"):
+            self.asked["answer"] += 1
+            done = "hopeless" not in text
+            return chat(json.dumps({"done": done, "answer": re.findall(r"\d+", f"0 {text}")[-1]}))
+        self.asked["judge"] += 1
+        system = body["messages"][0]["content"]
+        [code] = re.findall(r'"code": "([0-9a-f]+)"', system)
+        found = re.findall(rf"<attempt-(\d+)-{code}>\n(.*?)\n</attempt-\1-{code}>", text, re.DOTALL)
+        scores = [{"id": int(n), "score": min(1.0, 0.1 * len(said))} for n, said in found]
+        return chat(json.dumps({"code": code, "scores": scores}))
+
+
+async def test_scenarios_are_tried_before_they_are_kept() -> None:
+    script = Script(
+        [
+            add(1, 2),
+            scenario("What is 1 plus 2, please?", ("echo", {"text": "3"})),  # the same words
+            scenario("Tell me the sum of two numbers", ("add", {"a": 1, "b": 2})),  # the same calls
+            scenario("Multiply these numbers", ("multiply", {"a": 1, "b": 2})),
+            scenario("Add a number to nothing", ("add", {"a": 1})),
+            scenario("Be refused by the server", ("refuse", {})),
+            scenario("Do something hopeless", ("echo", {"text": "x"})),
+        ],
+        [scenario("Count, and count once more", ("count", {}), ("count", {}), difficulty=2)],
+        [scenario("Count a single time", ("count", {}), difficulty=3)],
+    )
+    tools = mcp_tools({"mcp": COMMAND, "per_episode": True})
+    with serving(script) as server:
+        model = load_chat_model(f"{server.url}#script")
+        made = await ScenarioWriter(model, tools, about="It counts.").write(2, 1)
+        await model.close()
+    await tools.aclose()
+    kept = sorted([*made.train, *made.held_out], key=lambda one: one.difficulty)
+    assert [one.difficulty for one in kept] == [1, 2, 3] and len(made.held_out) == 1
+    assert made.proposed == 9 and made.rejected == {
+        "much like another one": 2,
+        "calls a tool that is not there": 1,
+        "a call fails (bad_arguments)": 1,
+        "a call fails (tool_raised)": 1,
+        "the results do not do the task": 1,
+    }
+    # the demonstration is what really happened, on a server of its own
+    assert [message.content for message in kept[1].messages if message.role == "tool"] == ["1", "2"]
+    assert [message.content for message in kept[2].messages if message.role == "tool"] == ["1"]
+    assert kept[0].messages[-1] == Message("assistant", "3")
+    assert '"name": "add"' in script.questions[0] and "It counts." in script.questions[0]
+    assert "What is 1 plus 2" in script.questions[1]  # what there is already
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(0, 1000))
+def test_the_split_has_the_same_mix(levels: list[int], seed: int) -> None:
+    all_of = [Scenario(f"task {n}", level, ()) for n, level in enumerate(levels)]
+    held_out = len(levels) // 4
+    first, second = split_by_difficulty(all_of, held_out, seed)
+    assert (
+        len(second) == held_out
+        and {*first} | {*second} == {*all_of}
+        and len(first) + len(second) == len(levels)
+    )
+    for level in set(levels):
+        share = levels.count(level) * held_out / len(levels)
+        assert abs(sum(one.difficulty == level for one in second) - share) < 2
+
+
+def test_recipes_as_toml() -> None:
+    import tomllib
+
+    raw = {
+        "name": 'a "b"\n',
+        "list": [{"mcp": "x", "per_episode": True}],
+        "rl": {"steps": 3, "optimizer": {"a": 1e-5}},
+    }
+    assert tomllib.loads(toml_text(raw)) == raw
+
+
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+    """One tiny run: what is written, that RULER ranks groups, and that the same command goes on."""
+    monkeypatch.chdir(tmp_path)
+    script = Script([add(a, b) for a in range(2, 5) for b in range(2, 4)])
+    with serving(script) as server:
+        command = [
+            "mcp-rl",
+            COMMAND,
+            "--writer",
+            f"{server.url}#script",
+            "--allow",
+            "add",
+            "--out",
+            "made",
+        ]
+        command += ["--scenarios", "4", "--held-out", "2", "--imitate", "2"]
+        small = [
+            "rl.steps=1",
+            "rl.tasks=2",
+            "rl.attempts=2",
+            "warm_start.batch=2",
+            "model.scratch.width=32",
+        ]
+        small += ["budgets.max_turn_tokens=8", "budgets.max_turns=1"]
+        said = CliRunner().invoke(app, [*command, *small])
+        assert said.exit_code == 0, said.output
+        first = dict(script.asked)
+        if goes_on:
+            again = CliRunner().invoke(app, command)
+            assert again.exit_code == 0, again.output
+            assert script.asked["write"] == 1  # the scenarios are used again, and so is the run
+    assert first["write"] == 1 and first["answer"] == 6 and first["judge"] >= 1
+    folder = tmp_path / "made"
+    tasks = load_tasks(str(folder / "train.jsonl"))
+    assert len(tasks) == 4 and tasks[0].target[0]["tool"] == "add"
+    held_out = {json.dumps(task.target) for task in load_tasks(str(folder / "held_out.jsonl"))}
+    assert len(held_out) == 2 and not held_out & {json.dumps(task.target) for task in tasks}
+    run = RunFolder(folder / "run")
+    assert run.recipe()["group_rewards"][0]["reward"] == "ruler"
+    [played] = [file for file in run.trajectory_files() if file.split == "train"]
+    assert all("ruler" in episode.rewards for episode in run.trajectories(played.step))
+    report = (folder / "report.md").read_text()
+    assert "at the start" in report and "after RL" in report
+    assert "4 scenarios to train on, 2 held out" in report
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["mcp-rl", COMMAND])
+    assert said.exit_code != 0
+    with serving(Script([scenario("Do something hopeless", ("echo", {"text": "x"}))] * 3)) as server:
+        command = [
+            "mcp-rl",
+            COMMAND,
+            "--writer",
+            f"{server.url}#s",
+            "--scenarios",
+            "3",
+            "--out",
+            str(tmp_path),
+        ]
+        said = CliRunner().invoke(app, command)
+    assert said.exit_code != 0 and "the results do not do the task" in str(said.exception or said.output)
