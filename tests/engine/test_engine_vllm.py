@@ -25,8 +25,9 @@ from ludus.engine import EmbeddedEngine
 from ludus.engine.remote.vllm import VllmEngine
 from ludus.engine.remote.vllm_api import WeightLabel, read_completion, read_next_token, read_scores
 from ludus.engine.remote.vllm_check import ServeOptions, serve_command, shell_line
-from ludus.engine.remote.vllm_server import VllmOptions
+from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
 from ludus.engine.remote.vllm_weights import HEAD, with_head
+from ludus.llm import Address
 from ludus.llm.http import BadResponse
 
 TOKENIZER = ByteTokenizer()
@@ -351,6 +352,7 @@ def _set(**changes: Any) -> Callable[[VllmTestServer], None]:
         (_set(dev_mode=False), "VLLM_SERVER_DEV_MODE=1"),
         (_set(logprobs_mode="raw_logprobs"), "--logprobs-mode processed_logprobs"),
         (_set(dtype="torch.bfloat16"), "--dtype float32"),
+        (_set(chunked_prefill=True), "--no-enable-chunked-prefill --max-num-batched-tokens 2048"),
         (lambda server: setattr(server, "key", "secret"), "LUDUS_API_KEY"),
     ],
 )
@@ -406,11 +408,13 @@ def test_a_server_with_another_model_is_refused(
 
 def test_nobody_there_is_an_error_before_the_run() -> None:
     async def scenario() -> None:
-        engine = VllmEngine("http://127.0.0.1:9/v1", TOKENIZER, options=FAST)
+        there = VllmServer(Address.parse("http://127.0.0.1:9/v1"), options=FAST)
         with pytest.raises(
             ConfigError, match=r"no vLLM server at http://127.0.0.1:9: .*ludus serve vllm"
         ):
-            await engine.check()
+            await there.check()
+        await there.close()
+        engine = VllmEngine("http://127.0.0.1:9", TOKENIZER, options=FAST)
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await engine.generate(PROMPT, Sampling())
@@ -553,9 +557,10 @@ def test_scores_are_either_right_or_refused(value: Any) -> None:
 
 def test_the_command_that_starts_a_server_has_all_that_training_needs() -> None:
     options = ServeOptions(port=8123, extra=("--enforce-eager",))
-    line = shell_line(*serve_command("python", Path("/a b"), "float32", 512, options))
+    line = shell_line(*serve_command("python", Path("/a b"), "float32", 512, True, options))
     assert line == (
         "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model '/a b' "
         "--served-model-name policy --host 127.0.0.1 --port 8123 --dtype float32 --enable-scale-out "
-        "--logprobs-mode processed_logprobs --max-model-len 512 --enforce-eager"
+        "--logprobs-mode processed_logprobs --max-model-len 512 "
+        "--no-enable-chunked-prefill --max-num-batched-tokens 2048 --enforce-eager"
     )

@@ -34,6 +34,7 @@ class Faults:
     dev_mode: bool = True
     logprobs_mode: str = "processed_logprobs"
     dtype: str = "torch.float32"
+    chunked_prefill: bool = False
     stale_head: bool = False
     """A new head is ignored, and success reported."""
     ignores_stop_strings: bool = False
@@ -178,7 +179,12 @@ class VllmTestServer:
             "quantization": None,
             "model": str(self.folder),
         }
-        return web.json_response({"vllm_config": {"model_config": model}})
+        config = {
+            "model_config": model,
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": self.faults.chunked_prefill},
+        }
+        return web.json_response({"vllm_config": config})
 
     async def _abort(self, request: web.Request) -> web.Response:
         for name in (await request.json())["request_ids"]:
@@ -193,6 +199,8 @@ class VllmTestServer:
             return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
         if self.faults.answers:
             return _misbehaved(self.faults.answers.pop(0))
+        if "token_ids" not in body:
+            return _error(400, "Field required: token_ids")
         tokens, fields = body["token_ids"], body["sampling_params"]
         if max(tokens) >= self.engine.model.config.vocab_size:  # type: ignore[union-attr]
             return _error(400, f"Token id {max(tokens)} is out of vocabulary")

@@ -65,7 +65,7 @@ def recipe_findings(
     parts = load_parts(recipe)
     # torch and transformers are imported from here on: mistakes in the recipe are reported before
     from ludus.training.models.loading import check_source
-    from ludus.training.preflight import check_parts, check_servers
+    from ludus.training.preflight import check_engines, check_parts, check_servers
     from ludus.training.report import idle_patience
 
     refusals = _refusal(check_parts, recipe, parts) + _refusal(check_source, recipe.model)
@@ -77,6 +77,7 @@ def recipe_findings(
     async def every_set() -> None:  # in one event loop, as a run has one: tools may hold on to it
         try:
             await check_servers(recipe, parts)
+            await check_engines(recipe)
         except LudusError as error:  # whatever is tried would wait for the server, and fail by it
             findings.append(("error", str(error)))
             return

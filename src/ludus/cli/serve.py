@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ludus.cli.serve_vllm import serve_vllm
 from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ NoToken = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Log warnings only.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log every request and every call.")]
+
+
+serve_app.command("vllm")(serve_vllm)
 
 
 @serve_app.callback()

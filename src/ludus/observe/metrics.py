@@ -185,8 +185,9 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "trained.", "groups"),
     Metric("wait_seconds", "Wall time in which the trainer waited for groups.", "seconds"),
     Metric("paused_seconds", "Wall time in which the engine was paused: for the whole update, or, with "
-           "cluster.engines, while the slowest engine loaded the weights of the last one.", "seconds"),
-    Metric("engine/replicas", "Engines that serve, of cluster.engines.", "engines", "last"),
+           "cluster.engines or cluster.servers, while the slowest engine loaded the weights of the last "
+           "one.", "seconds"),
+    Metric("engine/replicas", "Engines that serve, of cluster.engines or cluster.servers.", "engines", "last"),
     Metric("engine/restarts", "Engines that were started again so far.", "engines", "last"),
     Metric("engine/sync_seconds", "Wall time from the end of the last update to the last engine that had "
            "its weights and had passed the canary.", "seconds"),

@@ -41,7 +41,12 @@ from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
-from ludus.training.preflight import check_parts, check_servers, with_step_counts
+from ludus.training.preflight import (
+    check_engines,
+    check_parts,
+    check_servers,
+    with_step_counts,
+)
 from ludus.training.progress import show_progress
 from ludus.training.ranks import RankError, serve_rank
 from ludus.training.replay import replayed_recipe
@@ -291,6 +296,7 @@ async def train_async(
     with _closed_on_error(run):
         check_parts(recipe, parts)
         await check_servers(recipe, parts)
+        await check_engines(recipe)
     if run is None:
         check_source(recipe.model)  # before there is a folder
     writer = run or new_run(recipe)

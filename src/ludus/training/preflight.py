@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.engine.remote import VllmServer
 from ludus.envs import PoolConfig
 from ludus.envs.pool import probe_env
-from ludus.llm import is_address
+from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.training.config.parts import (
     Parts,
@@ -92,6 +93,21 @@ async def check_servers(recipe: Recipe, parts: Parts) -> None:
         for name, factory in one.parts.all_envs.items()
     ]
     await asyncio.gather(*probes)
+
+
+async def check_engines(recipe: Recipe) -> None:
+    """Refuse vLLM servers that are not there, or that cannot be trained on as they were started."""
+
+    async def check(address: str) -> None:
+        with errors_at("cluster.servers"):
+            server = VllmServer(Address.parse(address))
+            try:
+                await server.check()
+            finally:
+                await server.close()
+
+    if recipe.run.replay is None:  # which plays nothing
+        await asyncio.gather(*map(check, recipe.cluster.servers))
 
 
 def with_step_counts(recipe: Recipe, parts: Parts) -> Recipe:

@@ -12,6 +12,7 @@ import copy
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ludus.engine import (
     unwrapped,
     vocabulary_size,
 )
+from ludus.engine.remote import VllmEngine
 from ludus.engine.replicas import (
     Canary,
     ProcessReplica,
@@ -58,21 +60,27 @@ async def start_engine(
     placement: Placement | None = None,
 ) -> RolloutEngine:
     """The engine that a recipe asks for; on this machine, `trainer_ranks` processes have the first devices."""
-    if not recipe.cluster.engines:
+    cluster = recipe.cluster
+    if not (cluster.engines or cluster.servers):
         return EmbeddedEngine(model, tokenizer, recipe.engine, version=version)
     weight = unwrapped(model).get_input_embeddings().weight
     dtype = str(weight.dtype).removeprefix("torch.")
-    if placement is None:
+    replicas: Sequence[Replica]
+    if cluster.servers:
+        known = vocabulary_size(model)
+        replicas = [VllmEngine(address, tokenizer, vocabulary=known) for address in cluster.servers]
+    elif placement is None:
         replicas = process_replicas(recipe, weight.device, dtype, trainer_ranks)
     else:
         threads = recipe.threads or (1 if weight.device.type == "cpu" else None)
-        replicas = placement.replicas(dtype, recipe.engine, threads, recipe.cluster.timeout)
+        replicas = placement.replicas(dtype, recipe.engine, threads, cluster.timeout)
     engine = ReplicatedEngine(
         replicas,
         PolicyWeights(model, tokenizer),
         Canary.of(vocabulary_size(model), context_limit(model), dtype),
         version=version,
-        limits=ReplicaLimits(seconds=recipe.cluster.timeout),
+        limits=ReplicaLimits(seconds=cluster.timeout),
+        folder=None if cluster.weights is None else Path(cluster.weights),
     )
     await engine.start()
     return engine
@@ -102,6 +110,25 @@ def process_replicas(
         )
         for number in range(count)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPolicy:
+    """A model in a folder, as a server of its own is started with it."""
+
+    folder: Path
+    dtype: str
+    context: int | None
+    on_cpu: bool
+
+
+def write_policy(model: nn.Module, tokenizer: HFTokenizer, folder: Path) -> WrittenPolicy:
+    """Write a model as replicas get it: an adapter is merged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    PolicyWeights(model, tokenizer).write(folder)
+    weight = unwrapped(model).get_input_embeddings().weight
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return WrittenPolicy(folder, dtype, context_limit(model), weight.device.type == "cpu")
 
 
 class PolicyWeights:

@@ -215,7 +215,8 @@ async def build_run_context(
     """
     device = device_of(recipe.model)
     # processes that share the cores wait for each other's threads otherwise
-    threads = 1 if recipe.cluster.engines and device.type == "cpu" else torch.get_num_threads()
+    shares = recipe.cluster.engines or recipe.cluster.servers
+    threads = 1 if shares and device.type == "cpu" else torch.get_num_threads()
     torch.set_num_threads(recipe.threads or threads)
     async with AsyncExitStack() as opened:
         placement = place(recipe, run or recipe.name)
@@ -232,11 +233,7 @@ async def _build_on(
     ranks: Ranks, placement: Placement | None, recipe: Recipe, parts: Parts, checkpoint: Path | None
 ) -> RunContext:
     recording = open_recording(recipe)
-    config = recipe.model
-    if checkpoint is not None:
-        config = config.model_copy(update={"name": str(checkpoint), "scratch": None})
-    corpus = await _corpus(recipe, parts) if config.scratch is not None else []
-    model, tokenizer = load_model(config, recipe.seed, corpus)
+    model, tokenizer = await load_policy(recipe, parts, checkpoint)
     use_ludus_attention(model)
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     sharded = ranks.shard(model) if ranks.size > 1 else None
@@ -261,6 +258,17 @@ async def _build_on(
     except BaseException:
         await engine.close()
         raise
+
+
+async def load_policy(
+    recipe: Recipe, parts: Parts, checkpoint: Path | None = None
+) -> tuple[nn.Module, HFTokenizer]:
+    """The model that a run begins with, and its tokenizer."""
+    config = recipe.model
+    if checkpoint is not None:
+        config = config.model_copy(update={"name": str(checkpoint), "scratch": None})
+    corpus = await _corpus(recipe, parts) if config.scratch is not None else []
+    return load_model(config, recipe.seed, corpus)
 
 
 def build_task_sets(recipe: Recipe, parts: Parts, engine: Engine, tokenizer: Tokenizer) -> list[TaskSet]:

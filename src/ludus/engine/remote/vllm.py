@@ -36,11 +36,6 @@ from ludus.engine.remote.vllm_api import (
     read_scores,
     score_body,
 )
-from ludus.engine.remote.vllm_check import (
-    SERVE_COMMAND,
-    setting_problems,
-    shape_problems,
-)
 from ludus.engine.remote.vllm_server import VllmOptions, VllmServer
 from ludus.engine.remote.vllm_weights import model_config, with_head
 from ludus.llm.address import Address
@@ -69,7 +64,7 @@ class VllmEngine:
         The key is `LUDUS_API_KEY` from the environment when left out; vLLM knows it as --api-key.
         """
         parsed = Address.parse(address) if isinstance(address, str) else address
-        self._server = VllmServer(parsed, key, options or VllmOptions())
+        self._server = VllmServer(parsed, key, options)
         self._options = self._server.options
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary or tokenizer.vocabulary_size
@@ -230,40 +225,22 @@ class VllmEngine:
         while problem is not None:
             await asyncio.sleep(self._options.watch_seconds)
             problem = await self._server.ailment()
-        await self.check(folder)
+        await self._server.check(await asyncio.to_thread(model_config, folder))
+        await self._probe()
         await self.load_weights(folder, version)
 
-    async def check(self, folder: Path | None = None) -> None:
-        """Raise a `ConfigError` where the server cannot be trained on; `folder` has the trained model.
-
-        Without a folder, only what does not depend on the model is checked.
-        """
-        server, url = self._server, self._server.address.url
-        if (problem := await server.ailment()) is not None:
-            raise ConfigError(
-                f"there is no vLLM server at {url}: {problem}. '{SERVE_COMMAND}' starts one"
-            )
-        trained = model_config(folder) if folder is not None else {}
-        info = await server.info()
-        dtype = trained.get("dtype", trained.get("torch_dtype"))
-        problems = setting_problems(info, dtype if isinstance(dtype, str) else None)
-        if trained:  # where the server's folder can be read from here
-            problems += shape_problems(model_config(Path(info.model)), trained)
-        if not problems and folder is not None:
-            problems += await self._probe()
-        if problems:
-            raise ConfigError(f"{self.name} cannot be trained on: {'; '.join(problems)}")
-
-    async def _probe(self) -> list[str]:
-        """Ask for the largest token: whether the route is there, and the vocabulary is large enough."""
+    async def _probe(self) -> None:
+        """Ask for the largest token: the vocabulary must be as large as the trained model's."""
         await self._server.resume()  # whoever used it before may have died in an update
         try:
             await self.score([self._vocabulary - 1])
         except EngineError as error:
             if "out of vocabulary" not in str(error):
                 raise
-            return [f"its model has fewer tokens than the trained one, which has {self._vocabulary}"]
-        return []
+            raise ConfigError(
+                f"{self.name} cannot be trained on: its model has fewer tokens than the trained one, which has "
+                f"{self._vocabulary}"
+            ) from error
 
     async def ended(self) -> str:
         """Asks the server again and again. One that was started again does not have this run's weights."""

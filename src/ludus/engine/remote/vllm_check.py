@@ -22,6 +22,7 @@ LOGPROBS = "processed_logprobs"
 SERVE_COMMAND = "ludus serve vllm RECIPE"
 """What starts a server as it has to be."""
 
+_BATCHED_TOKENS = 2048
 _SHAPE = (
     "model_type",
     "vocab_size",
@@ -44,6 +45,8 @@ class ServerInfo:
     quantization: str | None
     model: str
     """The folder or hub name that it was started with."""
+    is_on_cpu: bool
+    prefills_in_chunks: bool
 
     @classmethod
     def read(cls, body: Json) -> ServerInfo:
@@ -59,6 +62,10 @@ class ServerInfo:
             max_model_len=length,
             quantization=None if quantization is None else str(quantization),
             model=str(model.get("model")),
+            is_on_cpu=str(_table(config, "device_config").get("device")).startswith("cpu"),
+            prefills_in_chunks=bool(
+                _table(config, "scheduler_config").get("enable_chunked_prefill", True)
+            ),
         )
 
 
@@ -69,18 +76,24 @@ def _table(body: Mapping[str, Any], name: str) -> Json:
     return found
 
 
-def setting_problems(info: ServerInfo, dtype: str | None) -> list[str]:
-    """What is wrong with a server's settings for a trainer whose weights have this number format."""
+def setting_problems(info: ServerInfo, trained: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a server's settings; `trained` is the config.json of the trained model, or empty."""
     found = []
+    dtype = trained.get("dtype", trained.get("torch_dtype"))
     if info.logprobs_mode != LOGPROBS:
         found.append(
             f"it reports log-probabilities of another distribution than the one that is trained (logprobs_mode "
             f"is {info.logprobs_mode}): start it with --logprobs-mode {LOGPROBS}"
         )
-    if dtype is not None and info.dtype != dtype:
+    if isinstance(dtype, str) and info.dtype != dtype:
         found.append(
             f"it computes in {info.dtype}, and the trainer in {dtype}: start it with --dtype {dtype} (or set "
             f"model.dtype)"
+        )
+    if info.is_on_cpu and info.prefills_in_chunks:
+        found.append(
+            "on a CPU it dies of the first request with a seed whose prompt it computes in parts (CPU "
+            f"generators have no offset): start it with {' '.join(whole_prompts(info.max_model_len))}"
         )
     if info.quantization is not None:
         found.append(
@@ -90,8 +103,17 @@ def setting_problems(info: ServerInfo, dtype: str | None) -> list[str]:
     return found
 
 
+def whole_prompts(context: int) -> list[str]:
+    """Flags with which vLLM computes every prompt at once."""
+    return [
+        "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens",
+        str(max(_BATCHED_TOKENS, context)),
+    ]
+
+
 def shape_problems(served: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
-    """Where the config.json of the served model is another than the trained one's."""
+    """Where the config.json of the served model, as far as it is known, is another than the trained one's."""
     return [
         f"its model has {name} = {served[name]!r}, and the trained one {trained[name]!r}"
         for name in _SHAPE
@@ -111,7 +133,7 @@ class ServeOptions:
 
 
 def serve_command(
-    python: str, folder: Path, dtype: str, context: int | None, options: ServeOptions
+    python: str, folder: Path, dtype: str, context: int | None, on_cpu: bool, options: ServeOptions
 ) -> tuple[dict[str, str], list[str]]:
     """(variables of the environment, command) that start a server that can be trained on."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
@@ -119,6 +141,7 @@ def serve_command(
     command += ["--dtype", dtype, SCALE_OUT, "--logprobs-mode", LOGPROBS]
     if context is not None:
         command += ["--max-model-len", str(context)]
+        command += whole_prompts(context) if on_cpu else []
     name, _, value = DEV_MODE.partition("=")
     return {name: value}, [*command, *options.extra]
 

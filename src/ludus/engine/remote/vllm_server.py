@@ -7,10 +7,10 @@ behind requests. Every call but `load` may be sent twice without harm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Json
@@ -21,7 +21,10 @@ from ludus.engine.remote.vllm_check import (
     SCALE_OUT,
     SERVE_COMMAND,
     ServerInfo,
+    setting_problems,
+    shape_problems,
 )
+from ludus.engine.remote.vllm_weights import model_config
 from ludus.llm.address import API_KEY, Address
 from ludus.llm.http import (
     ConnectionFailed,
@@ -34,6 +37,9 @@ from ludus.llm.http import (
 T = TypeVar("T")
 
 _CONTROL_CONNECTIONS = 8
+_GENERATE = "inference/v1/generate"
+_CLOSED = (401, 403, 404, 405)
+"""What a server answers on routes that it does not have, or not for us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +67,12 @@ class VllmOptions:
 class VllmServer:
     """One server. `deadlines` are those of the requests in flight."""
 
-    def __init__(self, address: Address, key: str | None, options: VllmOptions) -> None:
+    def __init__(
+        self, address: Address, key: str | None = None, options: VllmOptions | None = None
+    ) -> None:
+        """The key is `LUDUS_API_KEY` from the environment when left out; vLLM knows it as --api-key."""
         self.address = Address(address.url.removesuffix("/v1"), address.model)
-        self.options = options
+        self.options = options = options or VllmOptions()
         self.deadlines = Deadlines()
         self._requests = HttpClient(key, options.connections)
         self._control = HttpClient(key, _CONTROL_CONNECTIONS)
@@ -79,7 +88,7 @@ class VllmServer:
         try:
             return await self._requests.request(
                 "POST",
-                self._url("inference/v1/generate"),
+                self._url(_GENERATE),
                 body,
                 RetryPolicy(options.seconds, options.retries, options.first_pause),
                 read,
@@ -119,8 +128,26 @@ class VllmServer:
         """What the server calls its weights."""
         return await self._command("weight_info", None, lambda body: str(body.get("weight_version")))
 
-    async def info(self) -> ServerInfo:
-        return await self._command("server_info?config_format=json", None, ServerInfo.read)
+    async def check(self, trained: Mapping[str, Any] | None = None) -> None:
+        """Raise a `ConfigError` where it cannot be trained on. Nothing is computed: it may be at work.
+
+        `trained` is the config.json of the trained model, as far as it is known.
+        """
+        trained = trained or {}
+        if (problem := await self.ailment()) is not None:
+            raise ConfigError(
+                f"there is no vLLM server at {self.address.url}: {problem}. '{SERVE_COMMAND}' starts one"
+            )
+        info = await self._command("server_info?config_format=json", None, ServerInfo.read)
+        problems = setting_problems(info, trained)
+        problems += shape_problems(model_config(Path(info.model)), trained)
+        if problems:
+            raise ConfigError(f"{self.name} cannot be trained on: {'; '.join(problems)}")
+        reply = await self._control.send(
+            "POST", self._url(_GENERATE), {}
+        )  # a bad request, if it is allowed
+        if reply.status in _CLOSED:
+            raise self._failure(RequestFailed(reply.problem, reply))
 
     async def ailment(self) -> str | None:
         """What is wrong with it, as far as it can be seen from outside."""

@@ -17,6 +17,7 @@ from ludus.core.config import Config, Place, apply_overrides, read_toml
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine import EngineConfig
 from ludus.envs import PoolConfig
+from ludus.llm.address import is_address
 from ludus.observe import RunFolder
 from ludus.rollouts.agent import ProgramConfig
 from ludus.rollouts.episode import Budgets
@@ -255,7 +256,11 @@ class ClusterConfig(Config):
     engines: int = Field(default=0, ge=0, le=4096)
     """Processes that sample, each with a copy of the model on a device of its own, while others train; 0 is the
     trainer's own process, which samples the very module that it trains."""
-
+    servers: tuple[str, ...] = ()
+    """Addresses of vLLM servers that sample instead, such as ["http://127.0.0.1:8000"] (ludus serve vllm)."""
+    weights: Place | None = None
+    """A folder through which servers get new weights, which they see under the same path; shared memory when
+    left out, for servers on this machine."""
     trainer_ranks: int | None = Field(default=None, ge=1, le=65536)
     """Processes that train, one per GPU; 1 when left out, or as many as torchrun has started."""
     replicas: int = Field(default=1, ge=1)
@@ -276,6 +281,24 @@ class ClusterConfig(Config):
     def is_on_ray(self) -> bool:
         """Whether Ray places the processes; else they live on this machine."""
         return self.address is not None or self.nodes is not None
+
+    @model_validator(mode="after")
+    def _one_kind_of_engine(self) -> ClusterConfig:
+        if self.servers and self.engines:
+            raise ValueError(
+                f"cluster.servers and cluster.engines = {self.engines}: give one of them, either servers that "
+                "you have started or engines that the run starts"
+            )
+        for one in self.servers:
+            if not is_address(one):
+                raise ValueError(
+                    f"cluster.servers: {one!r} is not an address such as http://127.0.0.1:8000"
+                )
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("cluster.servers names a server twice")
+        if self.weights is not None and not self.servers:
+            raise ValueError("cluster.weights is for cluster.servers, and there are none")
+        return self
 
     @model_validator(mode="after")
     def _divisible(self) -> ClusterConfig:
