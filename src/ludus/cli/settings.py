@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from ludus.core.config_errors import OTHER_FRAMEWORKS_KEYS
 from ludus.core.failures import ConfigError
+from ludus.synth.method import METHODS, load_method
 from ludus.training.config.recipe import Recipe, find_recipe
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
@@ -91,9 +92,14 @@ def tables(model: type[BaseModel] = Recipe) -> list[SettingsTable]:
     return [SettingsTable(table, tuple(where)) for table, where in places.items()]
 
 
+def synth_tables() -> list[SettingsTable]:
+    """The tables of the methods of synthesis, which the command `ludus synth` reads."""
+    return [SettingsTable(load_method(name).settings_type, (f"synth.{name}",)) for name in METHODS]
+
+
 def markdown() -> str:
     """The page docs/settings.md."""
-    found = tables()
+    found = [*tables(), *synth_tables()]
     titles = {table.model: _title(table) for table in found}
     lines = [_HEAD]
     for table in found:
@@ -130,6 +136,12 @@ def described(key: str) -> list[tuple[str, Setting]]:
                 visit(SettingsTable(inner, usual=usual), place, rest[1:])
 
     visit(SettingsTable(Recipe), "", wanted)
+    if wanted[:1] == ["synth"]:
+        for table in synth_tables():
+            [place] = table.places
+            if wanted[1:2] in ([], [place.partition(".")[2]]):
+                found.pop("synth", None)
+                visit(table, place, wanted[2:])
     return list(found.items())
 
 
