@@ -67,6 +67,12 @@ def test_a_recipe_is_on_ray_by_address_or_nodes() -> None:
         assert Recipe.parse({**MINIMAL, "cluster": table}, "test").cluster.is_on_ray is is_on_ray
 
 
+def test_tools_on_a_cluster_need_one() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.tools = 2 needs a Ray cluster"):
+        Recipe.parse({**MINIMAL, "cluster": {"tools": 2}}, "test")
+    assert Recipe.parse({**MINIMAL, "cluster": {"tools": 2, "nodes": 2}}, "test").cluster.is_on_ray
+
+
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.77") is None

@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 sys.path.append(str(Path(__file__).parent.parent / "training"))
 
 from raylets import STORE, two_raylets
-from stage_runs import Talker
+from stage_runs import Talker, episodes
 from test_async_training import Slow, trained_ordinals, weights
 from test_ranks_runs import CODE, RECIPE, assert_gone, started, wait_for
 from test_replica_runs import assert_close, assert_same_episodes
@@ -31,6 +31,7 @@ from training_helpers import TINY, add, even, expert, tasks
 import ludus
 from ludus.dist.status import ActorStatus, look
 from ludus.observe import RunFolder
+from ludus.training import Recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -210,3 +211,83 @@ def test_an_engine_outlives_its_node(tmp_path: Path, cluster: Any) -> None:
     assert len(killed) == 1, "one engine was to be placed on each node"
     assert trained_ordinals(run) == list(range(12))
     assert run.metrics()[-1]["failures"] == 0
+
+
+# Tools, environments and rewards.
+
+
+def run_recipe(folder: Path, cluster: dict[str, Any], **more: Any) -> RunFolder:
+    """The same, with everything named by reference."""
+    on_step = more.pop("on_step", None)
+    raw = {
+        **TINY,
+        "rl": RL,
+        "run": {"folder": str(folder), "checkpoint_every": 1, "keep_checkpoints": 50},
+        "budgets": {**TINY["budgets"], "max_turn_tokens": 8},
+        "cluster": cluster,
+        "tasks": {"train": "cluster_parts:some_tasks"},
+        "rewards": ["cluster_parts:scored", "cluster_parts:counted"],
+        "agent": {
+            "tools": ["cluster_parts:greet"],
+            "envs": {"counter": "cluster_parts:Counter"},
+            "loop": "cluster_parts:Caller",
+        },
+        **more,
+    }
+    ludus.train(Recipe.parse(raw, "test"), on_step=on_step, progress=False)
+    return RunFolder(folder)
+
+
+def test_tools_environments_and_rewards_live_on_other_nodes(tmp_path: Path, cluster: Any) -> None:
+    """The same episodes, tokens and scores as in one process; and they are played and scored over there."""
+    seen: list[ActorStatus] = []
+    home: list[str] = []
+
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        seen[:] = look(cluster.address).actors
+        home[:] = [own_node()]
+
+    alone = run_recipe(tmp_path / "alone", {}, max_in_flight=1)
+    where = here(cluster, tools=1, engines=1)
+    spread = run_recipe(tmp_path / "spread", where, max_in_flight=1, on_step=on_step)
+    assert_same_episodes(alone, spread)
+    assert_close(weights(alone), weights(spread))
+    roles = [one.role for one in seen]
+    assert roles == ["trainer", "engine", "rewards", "tools", "tools"]
+    assert all(one.node not in home for one in seen[1:]), "the head has no room for them"
+    played = sum(len(group) for group in episodes(spread).values())
+    assert played == 12 and seen[2].facts is not None and seen[2].facts["scores"] == played
+    assert all(one.facts is not None and one.facts["requests"] >= 4 * played for one in seen[3:])
+    scorers = {t.rewards["scorer"] for group in episodes(spread).values() for t in group}
+    assert scorers == {float(seen[2].pid or 0)}
+    for one, other in zip(episodes(alone).values(), episodes(spread).values(), strict=True):
+        assert [t.reward for t in one] == [t.reward for t in other]
+
+
+def test_each_part_is_killed_in_turn(tmp_path: Path, cluster: Any) -> None:
+    """Tools, environments, rewards and an engine, one after the other: nothing is lost or trained twice."""
+    turn = ["tools", "tools", "rewards", "engine"]
+    killed: list[int] = []
+
+    def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        if 1 < step <= 1 + len(turn):
+            found = [one for one in look(cluster.address).actors if one.role == turn[step - 2]]
+            pid = found[-1 if step == 3 else 0].pid
+            assert pid is not None
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    rl = {**RL, "steps": 8, "staleness": 1}
+    run = run_recipe(tmp_path / "run", here(cluster, tools=1, engines=1), rl=rl, on_step=on_step)
+    assert len(set(killed)) == 4
+    assert trained_ordinals(run) == list(range(16))
+    rows = [row for row in run.metrics() if "lag_max" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["failures"] for row in rows] == [0] * 8
+    assert rows[-1]["engine/restarts"] == 1
+    assert_gone(killed)
+
+
+def test_objects_cannot_be_hosted(tmp_path: Path, cluster: Any) -> None:
+    with pytest.raises(ludus.core.ConfigError, match=r"cluster\.tools builds .* name them by reference"):
+        run_here(tmp_path / "run", here(cluster, tools=1))

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.core.messages import ToolSet
 from ludus.dist.actors import RunActor
 from ludus.dist.cluster import Claim, RayCluster, in_group, interface_of, load_ray, on_node
 from ludus.dist.engines import RayReplica, WeightObjects
+from ludus.dist.hosted import HostedEnvs, HostSessions
 from ludus.dist.ranks import RankActor, RayRank
+from ludus.dist.rewards import RewardHost, hosted
+from ludus.dist.tools import RayHost
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import Replica, ReplicaSettings
+from ludus.envs.served import LOADER as ENV_LOADER
+from ludus.tools.hosting import ToolReference
+from ludus.tools.hosting.host import LOADER as TOOL_LOADER
 
 _SEAT_SECONDS = 60.0
 
@@ -33,6 +40,8 @@ class RayPlacement:
         nodes: int | None,
         ranks: int,
         engines: int,
+        tools: int,
+        hosts: int,
         gpus: bool,
     ) -> None:
         """Join the cluster and reserve everything.
@@ -43,12 +52,16 @@ class RayPlacement:
             nodes: How many nodes there must be.
             ranks: Processes that train, rank 0 among them.
             engines: Engines that sample; with none, rank 0 samples.
+            tools: Actors of each host of tools, environments or rewards.
+            hosts: How many such hosts there are.
             gpus: Whether ranks and engines have a GPU each.
         """
         each = 1.0 if gpus else 0.0
         self._rank = Claim("trainer rank", ranks, each)
         self._engine = Claim("engine", engines, each)
-        claims = [self._rank, self._engine]
+        self._tool = Claim("tool actor", tools)
+        claims = [self._rank, self._engine, Claim(self._tool.role, tools * hosts)]
+        self._hosts: list[RayHost] = []
         self.cluster = RayCluster(run, address, nodes, claims, has_weights=engines > 0)
         self.address = self.cluster.own_address
         self.interface = interface_of(self.address)
@@ -58,7 +71,7 @@ class RayPlacement:
             self._ranks = self.cluster.reserve(others, "PACK") if others.count else None
             self._engines = self.cluster.reserve(self._engine, "SPREAD") if engines else None
         except BaseException:
-            self.close()
+            self.cluster.close()
             raise
 
     def _take_seat(self) -> Any:
@@ -107,10 +120,36 @@ class RayPlacement:
             for number in range(self._engine.count)
         ]
 
+    async def host_tools(self, references: Sequence[ToolReference]) -> ToolSet:
+        """Tools, in actors."""
+        return HostSessions(await self._host(references, TOOL_LOADER))
+
+    async def host_envs(self, envs: Mapping[str, ToolReference]) -> dict[str, Any]:
+        """Environments, in actors: what makes them, by name."""
+        host = await self._host(list(envs.values()), ENV_LOADER)
+        described = (await host.ask("envs", None, {}))["envs"]
+        return {one["name"]: HostedEnvs(host, one) for one in described}
+
+    async def _host(self, references: Sequence[ToolReference], loader: str) -> RayHost:
+        host = RayHost(references, self._tool.count, loader=loader, cluster=self.cluster)
+        self._hosts.append(host)
+        await host.start()
+        return host
+
+    async def host_rewards(self, specs: Sequence[Any], rewards: Sequence[Any]) -> list[Any]:
+        """Rewards, in actors that build them from their specs."""
+        host = RewardHost(self.cluster, self._tool, specs)
+        await host.start()
+        return hosted(host, rewards)
+
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """What the run does, for `ludus cluster`; called after every step."""
         self._seat.tell.remote({"phase": phase, "step": step, "steps": total})
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End everything that lives in the cluster."""
-        self.cluster.close()
+        try:
+            for host in self._hosts:
+                await host.stop()
+        finally:
+            self.cluster.close()

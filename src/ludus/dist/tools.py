@@ -83,7 +83,7 @@ class RayWorker:
 
     async def start(self) -> Json:
         ray = load_ray()
-        where = _node_for(self._claim, self._number)
+        where = node_for(self._claim, self._number)
         self._actor = self._cluster.start(ToolActor, "tools", self._number, self._claim, where)
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -129,11 +129,12 @@ class ToolActor(RunActor):
         return await self._tools.load()
 
     async def perform(self, operation: str, body: Json) -> Json:
+        await self.tell({"requests": self._told.get("requests", 0) + 1})
         answer, text = await self._tools.answer(operation, body)
         return answer if text is None else {"reply": {**answer["reply"], "content": text}}
 
 
-def _node_for(claim: Claim, number: int) -> Any:
+def node_for(claim: Claim, number: int) -> Any:
     """Nodes without GPUs where there are some, in turn; another one where that is full or gone meanwhile."""
     nodes = alive_nodes()
     plain = [node for node in nodes if not node.gpus] or nodes

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import inspect
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from ludus.core.failures import Boundary, ConfigError, InfraError
-from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult
+from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.envs.env import Env, Observation, Step, observation_from_json
 from ludus.envs.tools import ForwardedTool
@@ -101,10 +102,28 @@ class RemoteEnvs:
         return listed[names.index(wanted)]
 
 
+class EnvSessions(Protocol):
+    """Sessions that hold environments, wherever they live; `RemoteTools` has those of a server."""
+
+    async def open(self, context: ToolContext) -> None: ...
+
+    async def list(self, context: ToolContext) -> Sequence[ToolSpec]: ...
+
+    async def call(self, call: ToolCall, context: ToolContext) -> ToolResult: ...
+
+    async def close(self, context: ToolContext) -> None: ...
+
+    async def observation(self, context: ToolContext, env: str) -> Any:
+        """What an environment of the episode showed when its session was opened."""
+
+    async def ask(self, what: str, context: ToolContext, env: str) -> Json:
+        """What an environment of the episode says: its "actions", its "state"."""
+
+
 class RemoteEnv(Env):
     """One instance: a session on the server, once it is reset."""
 
-    def __init__(self, tools: RemoteTools, described: Json) -> None:
+    def __init__(self, tools: EnvSessions, described: Json) -> None:
         """`described` is what the server says of the environment (`GET /v1/envs`)."""
         try:
             self._name = str(described["name"])

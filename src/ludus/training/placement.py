@@ -6,14 +6,18 @@ loaded by its name when a recipe asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from ludus.core.failures import ConfigError
+from ludus.core.messages import ToolSet
 from ludus.core.registry import load_reference
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import Replica
+from ludus.tools.hosting import ToolReference
+from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe, launched_rank
+from ludus.training.hosting import HostedParts, with_hosted
 from ludus.training.models.loading import device_of
 from ludus.training.ranks import RankLauncher
 
@@ -28,13 +32,22 @@ class Placement(RankLauncher, Protocol):
     ) -> list[Replica]:
         """The engines that were reserved (cluster.engines), not started yet."""
 
+    async def host_tools(self, references: Sequence[ToolReference]) -> ToolSet:
+        """Tools that live there (cluster.tools)."""
+
+    async def host_envs(self, envs: Mapping[str, ToolReference]) -> dict[str, Any]:
+        """Environments that live there: what makes them, by name."""
+
+    async def host_rewards(self, specs: Sequence[Any], rewards: Sequence[Any]) -> list[Any]:
+        """Rewards that are computed there."""
+
     def report(self, phase: str, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """What the run does, for whoever looks at the cluster; called after every step."""
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
-def place(recipe: Recipe, run: str) -> Placement | None:
+def place(recipe: Recipe, run: str, plan: HostedParts) -> Placement | None:
     """Join the recipe's cluster and reserve what it needs there; None where all is on this machine."""
     cluster = recipe.cluster
     if not cluster.is_on_ray:
@@ -50,6 +63,22 @@ def place(recipe: Recipe, run: str) -> Placement | None:
         nodes=cluster.nodes,
         ranks=cluster.trainer_ranks or 1,
         engines=cluster.engines,
+        tools=cluster.tools,
+        hosts=plan.kinds,
         gpus=device_of(recipe.model).type == "cuda",
     )
     return made
+
+
+async def host_parts(
+    placement: Placement | None, plan: HostedParts, recipe: Recipe, parts: Parts
+) -> tuple[Recipe, Parts]:
+    """Start what the plan says, and put it in the place of what it stands for."""
+    if placement is None or not plan.kinds:
+        return recipe, parts
+    references: list[ToolReference] = [*plan.tools, {"sandbox": plan.sandbox}]
+    tools = await placement.host_tools(references) if plan.tools else None
+    envs = await placement.host_envs(plan.envs) if plan.envs else {}
+    chosen = [parts.rewards[place] for place in plan.rewards]
+    rewards = await placement.host_rewards([*plan.rewards.values()], chosen) if chosen else []
+    return with_hosted(recipe, parts, plan, tools, envs, rewards)

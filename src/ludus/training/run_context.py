@@ -43,8 +43,9 @@ from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets
 from ludus.training.evaluation.summary import Summary, SummaryOptions
+from ludus.training.hosting import hosted_parts
 from ludus.training.models.loading import device_of, fit_tokenizer, load_model
-from ludus.training.placement import Placement, place
+from ludus.training.placement import Placement, host_parts, place
 from ludus.training.ranks import Ranks, start_ranks
 from ludus.training.replay import Recording, open_recording
 from ludus.training.rollout_engines import RolloutEngine, start_engine
@@ -104,7 +105,7 @@ class RunContext:
         await close_task_sets(self.task_sets)
         await close_shared_sandboxes()
         if self.placement is not None:
-            self.placement.close()
+            await self.placement.close()
 
     async def pause_sampling(self) -> None:
         """Before the weights change: the embedded engine samples the very module. Replicas go on."""
@@ -219,11 +220,13 @@ async def build_run_context(
     threads = 1 if shares and device.type == "cpu" else torch.get_num_threads()
     torch.set_num_threads(recipe.threads or threads)
     async with AsyncExitStack() as opened:
-        placement = place(recipe, run or recipe.name)
+        plan = hosted_parts(recipe, parts)
+        placement = place(recipe, run or recipe.name, plan)
         if placement is not None:
-            opened.callback(placement.close)
+            opened.push_async_callback(placement.close)
         ranks = start_ranks(recipe.cluster, device, recipe.threads, launcher=placement)
         opened.callback(ranks.close)
+        recipe, parts = await host_parts(placement, plan, recipe, parts)
         built = await _build_on(ranks, placement, recipe, parts, checkpoint)
         opened.pop_all()
         return built

@@ -277,6 +277,9 @@ class ClusterConfig(Config):
     nodes: int | None = Field(default=None, ge=1, le=65536)
     """Nodes that this cluster must have; with it, the address is "auto" (or RAY_ADDRESS) when left out."""
 
+    tools: int = Field(default=0, ge=0, le=65536)
+    """Ray actors for tools, and as many each for environments and for rewards; 0 is the process of the run."""
+
     @property
     def is_on_ray(self) -> bool:
         """Whether Ray places the processes; else they live on this machine."""
@@ -298,6 +301,15 @@ class ClusterConfig(Config):
             raise ValueError("cluster.servers names a server twice")
         if self.weights is not None and not self.servers:
             raise ValueError("cluster.weights is for cluster.servers, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _on_ray(self) -> ClusterConfig:
+        if self.tools and not self.is_on_ray:
+            raise ValueError(
+                f"cluster.tools = {self.tools} needs a Ray cluster: set cluster.address, to 'auto' for one "
+                "that runs, or to 'local' for one of its own"
+            )
         return self
 
     @model_validator(mode="after")
