@@ -21,6 +21,7 @@ from ludus.engine.replicas import (
     ReplicaSettings,
     ReplicatedEngine,
 )
+from ludus.engine.replicas.process import visible_device
 from ludus.training.models.loading import fit_tokenizer
 
 SETTINGS = ReplicaSettings(engine=EngineConfig(cache_tokens=4096), threads=1)
@@ -151,3 +152,17 @@ async def test_a_process_that_ends_or_hangs_comes_back(tmp_path: Path) -> None:
         assert engine.metrics()["engine/restarts"] == 2
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cpu", "0,1", ("cpu", {})),
+        ("cuda", None, ("cuda", {})),
+        ("cuda:1", None, ("cuda", {"CUDA_VISIBLE_DEVICES": "1"})),
+        ("cuda:1", "4, 6,7", ("cuda", {"CUDA_VISIBLE_DEVICES": "6"})),
+        ("cuda:0", "GPU-8932f937", ("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"})),
+    ],
+)
+def test_a_process_sees_its_own_gpu_alone(device: str, visible: str | None, expected: object) -> None:
+    assert visible_device(device, visible) == expected

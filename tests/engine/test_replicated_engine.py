@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -292,3 +295,82 @@ def test_the_canary_refuses_what_rounding_does_not_explain(change: Callable[[flo
         canary.check(expected, [change(x) for x in expected], "engine", 1)
     with pytest.raises(CanaryError, match="63 of the canary's 64"):
         canary.check(expected, expected[1:], "engine", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_lives(tmp_path: Path, seed: int) -> None:
+    """Sessions of several turns, branches, aborts, updates, half updates, pauses and deaths, all at once.
+
+    Whatever was delivered was sampled by the versions that it names; nothing hangs, and nothing is left behind.
+    """
+    draw = random.Random(seed)
+    limits = ReplicaLimits(seconds=20.0, backoff=0.0, restarts=10**9, refusals=10**9)
+    async with replicated(3, tmp_path, limits=limits) as (engine, replicas, source):
+        policies = {0: copy.deepcopy(source.model)}
+        delivered: list[tuple[list[int], Completion]] = []
+        aborts: list[asyncio.Future[None]] = []
+        lost = 0
+
+        def abort(session: str) -> None:
+            aborts.append(asyncio.ensure_future(engine.abort(session)))
+
+        async def play(number: int) -> None:
+            nonlocal lost
+            session, tokens = f"s{number}", prompts([draw.randint(3, 30)], seed=number)[0]
+            for turn in range(draw.randint(1, 4)):
+                sampling = Sampling(max_tokens=draw.randint(1, 25), seed=number * 10 + turn)
+                if draw.random() < 0.1:
+                    asyncio.get_running_loop().call_later(0.01, abort, session)
+                try:
+                    completion = await engine.generate(tokens, sampling, session=session)
+                except EngineError as error:
+                    assert error.retriable
+                    lost += 1
+                    continue
+                delivered.append((list(tokens), completion))
+                tokens += completion.tokens
+                if draw.random() < 0.3:
+                    with contextlib.suppress(EngineError):
+                        await engine.fork(session, f"{session}-branch")
+                    await engine.release(session)
+                    session = f"{session}-branch"
+                await asyncio.sleep(draw.random() * 0.01)
+            await engine.release(session)
+
+        async def disturb() -> None:
+            for _ in range(12):
+                await asyncio.sleep(draw.random() * 0.04)
+                replica = draw.choice(replicas)
+                event = draw.choice(["die", "update", "half", "pause", "forget"])
+                if event == "die" and replica.engine is not None:
+                    with contextlib.suppress(asyncio.InvalidStateError):
+                        await replica.die()
+                elif event in ("update", "half"):
+                    replica.left_out = "lm_head.weight" if event == "half" else None
+                    source.learn(len(policies), 0.01)
+                    policies[engine.policy_version + 1] = copy.deepcopy(source.model)
+                    await engine.update_weights()
+                    replica.left_out = None
+                elif event == "pause":
+                    await engine.pause()
+                    await asyncio.sleep(0.01)
+                    await engine.resume()
+                elif event == "forget":
+                    await engine.forget()
+
+        await asyncio.gather(disturb(), *(play(number) for number in range(40)))
+        assert len(delivered) > 2 * lost
+        for tokens, completion in delivered:
+            whole, starts = tokens + completion.tokens, [span.start for span in completion.versions]
+            for span, stop in zip(
+                completion.versions, [*starts[1:], len(completion.tokens)], strict=True
+            ):
+                if stop <= span.start:
+                    continue
+                known = plain_logprobs(policies[span.version], whole[: len(tokens) + stop])
+                expected = known[len(tokens) + span.start :]
+                assert completion.logprobs[span.start : stop] == pytest.approx(expected, abs=1e-3)
+        assert not engine._sessions and all(not member.load for member in engine._members)
+        await until(lambda: engine.metrics()["engine/replicas"] == 3)
+        assert all(not replica.alive._core.scheduler.sessions for replica in replicas)

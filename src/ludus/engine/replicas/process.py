@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -36,6 +37,20 @@ class ReplicaSettings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     threads: int | None = None
     """Of the process on the host; as many as torch likes when left out."""
+
+
+def visible_device(device: str, visible: str | None) -> tuple[str, dict[str, str]]:
+    """What a process calls its device, and the environment in which it sees no other GPU.
+
+    Libraries put things on the current device, which is the first one in every new thread. `visible` is what
+    this process sees: its own numbers count among those.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number:
+        return device, {}
+    names = [name.strip() for name in (visible or "").split(",") if name.strip()]
+    chosen = names[int(number)] if int(number) < len(names) else number
+    return "cuda", {"CUDA_VISIBLE_DEVICES": chosen}
 
 
 class ProcessReplica(RequestedReplica):
@@ -74,7 +89,9 @@ class ProcessReplica(RequestedReplica):
     async def start(self, folder: Path, version: int) -> None:
         await self.close()
         settings = self._settings
-        variables = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+        device, variables = visible_device(settings.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if settings.threads is not None:
+            variables["OMP_NUM_THREADS"] = str(settings.threads)
         try:
             # what libraries print is for people to read; our own output may be for programs
             self._process = WorkerProcess(
@@ -93,7 +110,7 @@ class ProcessReplica(RequestedReplica):
             {
                 "folder": str(folder),
                 "version": version,
-                "device": settings.device,
+                "device": device,
                 "dtype": settings.dtype,
                 "threads": settings.threads,
                 "engine": settings.engine.model_dump(mode="json"),
