@@ -144,6 +144,37 @@ def test_tree_value_is_the_gain_over_the_node_before(
             assert found[turn] == pytest.approx(expected, abs=1e-9)
 
 
+def share_of(leaf: int, paths: Paths, groups: list[int]) -> float:
+    """Walks down an attempt: at each place, among how many ways does the policy's share go on?"""
+    beside = [path for path, group in zip(paths, groups, strict=True) if group == groups[leaf]]
+    path, share = paths[leaf], 1.0
+    for place in range(len(path)):
+        here = [one for one in beside if one[:place] == path[:place]]
+        share /= len({one[place] if place < len(one) else f"end {id(one)}" for one in here})
+    return share
+
+
+@pytest.mark.parametrize(("paths", "rewards", "groups"), CASES)
+def test_tree_value_by_the_policys_shares(paths: Paths, rewards: list[float], groups: list[int]) -> None:
+    found = by_turn(batch(paths, rewards, groups), paths, "tree_value", weigh="policy", group_weight=0.5)
+    shares = [share_of(leaf, paths, groups) for leaf in range(len(paths))]
+    for group in set(groups):
+        own = [share for share, of in zip(shares, groups, strict=True) if of == group]
+        assert sum(own) == pytest.approx(1)
+
+    def mean(leaves: list[int]) -> float:
+        return sum(shares[i] * rewards[i] for i in leaves) / sum(shares[i] for i in leaves)
+
+    for number, path in enumerate(paths):
+        prompt = mean([i for i, group in enumerate(groups) if group == groups[number]])
+        for place, turn in enumerate(path):
+            below = leaves_of(turn, paths)
+            before = [p for p in path[:place] if leaves_of(p, paths) != below]
+            parent = mean(leaves_of(before[-1], paths)) if before else prompt
+            expected = mean(below) - parent + 0.5 * (mean(below) - prompt)
+            assert found[turn] == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize("weigh", ["size", "equal"])
 @pytest.mark.parametrize(("paths", "rewards", "groups"), CASES)
 def test_treepo_averages_over_the_sub_groups_on_the_way(

@@ -15,6 +15,7 @@ the whole group. An advantage per attempt becomes one per turn as the mean over 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -56,6 +57,37 @@ class TreeNodes:
         count = len(self.parent_K)
         size_K = torch.bincount(self.node_P, minlength=count).to(values_N.dtype)
         return sum_within(values_N[self.leaf_P], self.node_P, count) / size_K.clamp(min=1)
+
+    def weighted_means(self, values_N: Tensor, weight_N: Tensor) -> Tensor:
+        """The same with these weights of the leaves."""
+        count = len(self.parent_K)
+        sums_K = sum_within((values_N * weight_N)[self.leaf_P], self.node_P, count)
+        return sums_K / sum_within(weight_N[self.leaf_P], self.node_P, count).clamp(min=1e-12)
+
+    def policy_shares(self, group_N: Tensor) -> Tensor:
+        """The share of the policy's own attempts that each trajectory stands for: they sum to 1 in each group.
+
+        The prompt's share is divided among the ways that begin there, and that of a node among the nodes that
+        follow it. Where branchings were chosen by what lay before them alone, the weighted mean over the leaves
+        is an unbiased estimate of what the policy earns; the plain mean counts good prefixes too often.
+        """
+        parents, groups = self.parent_K.tolist(), group_N.tolist()
+        leaves: list[list[int]] = [[] for _ in parents]
+        for node, leaf in zip(self.node_P.tolist(), self.leaf_P.tolist(), strict=True):
+            leaves[node].append(leaf)
+        acted = {leaf for own in leaves for leaf in own}
+        ways = Counter(  # from each node, and from the prompt of each group
+            parent if parent >= 0 else -1 - groups[leaves[node][0]]
+            for node, parent in enumerate(parents)
+        )
+        ways.update(-1 - groups[leaf] for leaf in range(len(groups)) if leaf not in acted)
+        shares = [1.0 / ways[-1 - group] for group in groups]
+        for node in sorted(range(len(parents)), key=lambda one: -len(leaves[one])):
+            before = parents[node]  # has more leaves, and was visited
+            if before >= 0:
+                for leaf in leaves[node]:
+                    shares[leaf] /= ways[before]
+        return torch.tensor(shares, dtype=torch.float64).to(group_N.device)
 
     def turn_sums(self, values_U: Tensor, count: int) -> Tensor:
         """For each of `count` trajectories, the sum over all of its turns, shared ones included."""
@@ -153,7 +185,11 @@ def treepo(inputs: AdvantageInputs, *, weigh: Literal["size", "equal"] = "size")
 
 @needs(Need.SIBLINGS, Need.TURNS)
 def tree_value(
-    inputs: AdvantageInputs, *, group_weight: NotNegative = 0.0, normalise: bool = False
+    inputs: AdvantageInputs,
+    *,
+    group_weight: NotNegative = 0.0,
+    normalise: bool = False,
+    weigh: Literal["leaves", "policy"] = "leaves",
 ) -> Advantages:
     """What a node is worth more than the one before it: SPO's and TreeRL's credit.
 
@@ -171,13 +207,22 @@ def tree_value(
         inputs: The batch, with turns.
         group_weight: Weight of the difference from the whole group.
         normalise: Whether to divide by the standard deviation of the group's rewards.
+        weigh: What the leaves count in means: all alike, or as much of the policy's own attempts as each stands
+            for. Search (rl.tree.branch = "beam" or "success") has more leaves where it was good, and a mean
+            over leaves alike lies above what the policy earns.
     """
     totals_N, tree = inputs.totals, _tree(inputs)
     count = len(tree.parent_K)
     from_mean_N = centered(totals_N, inputs.group_N)  # V(prompt) is 0 from here on
     if normalise:
         from_mean_N = standardized(totals_N, inputs.group_N)
-    value_K = tree.node_means(from_mean_N)
+    if weigh == "policy":
+        weight_N = tree.policy_shares(inputs.group_N).to(totals_N.dtype)
+        prompt_N = sum_within(weight_N * from_mean_N, inputs.group_N)[inputs.group_N]
+        from_mean_N = from_mean_N - prompt_N
+        value_K = tree.weighted_means(from_mean_N, weight_N)
+    else:
+        value_K = tree.node_means(from_mean_N)
     before_K = torch.cat([value_K, value_K.new_zeros(1)])[tree.parent_K] if count else value_K
     found_K = value_K - before_K + group_weight * value_K
     return inputs.broadcast_turns(found_K[tree.node_U])
