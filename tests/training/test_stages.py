@@ -374,6 +374,18 @@ def test_rejection_sampling_in_rounds(tmp_path: Path, restart: bool) -> None:
     assert at_start == restart, "the weights to return to are kept where they are needed"
 
 
+def test_rejection_sampling_beside_demonstrations(tmp_path: Path) -> None:
+    """A file that somebody has made is imitated too, even where no episode is worth it."""
+    rows = [{"prompt": f"{n} plus {n}?", "completion": str(2 * n)} for n in range(3)]
+    file = tmp_path / "examples.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stage = {**REJECTION, "rounds": 1, "threshold": 2.0, "batch": 8, "demonstrations": str(file)}
+    result = run(tmp_path / "run", stage, held_out=None)
+    assert column(result, "rejection/kept") == [0] and len(column(result, "rejection/loss")) == 2
+    with pytest.raises(ConfigError, match=r"stage\.0\.demonstrations: there is no file"):
+        run(tmp_path / "no", {**stage, "demonstrations": str(tmp_path / "no.jsonl")})
+
+
 def test_nothing_worth_imitating_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no episode of 2 round\(s\) reached the reward 2"):
         run(tmp_path / "run", {**REJECTION, "threshold": 2.0})

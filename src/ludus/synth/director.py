@@ -204,7 +204,7 @@ class DirectorActor(SynthMethod[DirectorConfig]):
         specs = await offered(one)
         director = await context.model(settings.director)
         question = [
-            Message("system", _DIRECTOR + rollout.renderer.format.describe(specs)),
+            Message("system", _DIRECTOR + rollout.renderer.bound(specs).format.describe(specs)),
             Message("user", f"<task>\n{transcript(one.task.messages)}\n</task>"),
         ]
         options = ChatOptions(temperature=0.7 if number else 0.0, seed=seed)

@@ -240,6 +240,10 @@ class RejectionConfig(BaseStageConfig):
     """Optimizer steps in a round."""
     batch: int = Field(default=32, ge=1)
     """Episodes in a step."""
+    demonstrations: Place | None = None
+    """Conversations to imitate beside one's own best episodes, as AgentEvol does: a file (also what `ludus
+    synth`
+    makes), or 'dataset:NAME@SPLIT'."""
     restart: bool = False
     """Begin each round's imitation from the weights that the stage began with, as AgentEvol does."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-4)

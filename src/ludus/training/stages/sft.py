@@ -164,6 +164,8 @@ class RejectionStage(Stage[RejectionConfig]):
         exploring = RolloutSettings(config.tasks, config.attempts)
         self._worker = RolloutWorker(context.task_sets, exploring, self.seed)
         self._kept: list[Trajectory] = []
+        self._shown: list[Trajectory] = []
+        """Demonstrations that are imitated beside them."""
         self._found_any = False
         """Whether any round so far had something to imitate."""
 
@@ -175,16 +177,26 @@ class RejectionStage(Stage[RejectionConfig]):
         if place == 0:
             groups = await self._explore(round_number)
             metrics = rollout_metrics(groups) | {"kept": len(self._kept)}
-        if self._kept:
+        if imitated := [*self._kept, *self._shown]:
             seed = key(self.seed, "rejection", round_number)
-            batch = items_of_step(self._kept, place, min(self.config.batch, len(self._kept)), seed)
+            batch = items_of_step(imitated, place, min(self.config.batch, len(imitated)), seed)
             with self.updating_weights():
                 if place == 0 and self.config.restart:
                     self._return_to_start()
                 metrics |= self.update(sft_step, self._learner, batch)
         return StepResult({**metrics, "step_seconds": time.perf_counter() - started}, groups)
 
+    @classmethod
+    def check_parts(cls, config: RejectionConfig, where: str, recipe: Recipe, parts: Parts) -> None:
+        if config.demonstrations is not None:
+            with errors_at(f"{where}.demonstrations"):
+                read_conversations(config.demonstrations)
+
     async def begin(self) -> None:
+        if self.config.demonstrations is not None:
+            shown = read_conversations(self.config.demonstrations)
+            self._shown = await self.context.demonstrations(shown)
+            check_readable(self._shown, self.context.model, "demonstration")
         if self.config.restart:
             load_start(self.context, self.folder, self.is_resumed)  # written down, to return to
 
@@ -194,7 +206,7 @@ class RejectionStage(Stage[RejectionConfig]):
         await self.context.pause_sampling()
         self._kept = [t for group in played.groups for t in chosen(group, self.config)]
         self._found_any |= bool(self._kept)
-        if not self._kept:
+        if not (self._kept or self._shown):
             self._note_empty(round_number)
         return played.groups
 
