@@ -1,0 +1,112 @@
+"""`ludus serve mcp`: tools and environments for other agents, used by the SDK's own client and by ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp.client import Client
+from mcp.client.stdio import StdioServerParameters
+
+from ludus.core.failures import Fault, InfraError
+from ludus.core.messages import ToolCall, ToolContext
+from ludus.core.task import Task
+from ludus.tools.mcp import mcp_tools
+
+TOKEN = "a-token-of-many-characters"
+SERVE = [sys.executable, "-m", "ludus", "serve", "mcp"]
+
+TOOLS = '''
+import ludus
+
+@ludus.tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+class Counter(ludus.Env):
+    """Counts for whoever holds it."""
+
+    async def reset(self, task):
+        self.value = int(task.target or 0)
+        return f"at {self.value}"
+
+    @ludus.tool
+    async def count(self) -> ludus.ToolResult:
+        """Count on."""
+        self.value += 1
+        return ludus.ToolResult(str(self.value), reward=0.5)
+'''
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> str:
+    (tmp_path / "things.py").write_text(TOOLS)
+    rows = [{"prompt": f"Count from {n}.", "target": n, "id": str(n)} for n in (10, 20)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "things.py")
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[str]:
+    """The address of a server over HTTP."""
+    env = {"PATH": "/usr/bin:/bin", "LUDUS_TOKEN": TOKEN}
+    process = subprocess.Popen(
+        [*SERVE, *words, "--http"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["address"]
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def text(answer: Any) -> str:
+    return str(answer.content[0].text)
+
+
+@pytest.mark.parametrize("mode", ["legacy", pytest.param("auto", marks=pytest.mark.slow)])
+async def test_the_sdk_client_over_stdio(code: str, mode: str) -> None:
+    words = ["-m", "ludus", "serve", "mcp", f"{code}:add", f"env:{code}:Counter"]
+    words += ["--tasks", str(Path(code).with_name("tasks.jsonl"))]
+    async with Client(StdioServerParameters(command=sys.executable, args=words), mode=mode) as client:
+        listed = await client.list_tools()
+        assert {tool.name for tool in listed.tools} == {"add", "count", "begin_task"}
+        assert text(await client.call_tool("add", {"a": 2, "b": 3})) == "5"
+        bad = await client.call_tool("add", {"a": "two", "b": 3})
+        assert bad.is_error and "expected integer" in text(bad)
+        assert text(await client.call_tool("count", {})) == "11"  # the session keeps its environment
+        counted = await client.call_tool("count", {})
+        assert text(counted) == "12"
+        assert counted.meta is not None and counted.meta["ludus/reward"] == 0.5
+        begun = await client.call_tool("begin_task", {"number": 1})
+        assert "Count from 20." in text(begun) and "at 20" in text(begun)
+        assert text(await client.call_tool("count", {})) == "21"
+        assert (await client.call_tool("begin_task", {"number": 2})).is_error
+
+
+async def test_sessions_over_http(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_TOKEN", TOKEN)
+    one, two = ToolContext("one", Task("a")), ToolContext("two", Task("b"))
+    with serving(f"env:{code}:Counter") as address:
+        tools = mcp_tools({"mcp": address, "headers": {"Authorization": "Bearer ${THE_TOKEN}"}})
+        try:
+            said = [(await tools.call(ToolCall("count"), where)).content for where in (one, two, one)]
+            assert said == ["1", "1", "2"]  # each session has an environment of its own
+            assert (await tools.call(ToolCall("nothing"), one)).fault is Fault.UNKNOWN_TOOL
+            await tools.close(one)
+            await tools.open(one)
+            assert (await tools.call(ToolCall("count"), one)).content == "1"
+        finally:
+            await tools.aclose()
+        stranger = mcp_tools({"mcp": address, "restarts": 0})
+        with pytest.raises(InfraError, match=r"401|token"):
+            await stranger.open(one)
