@@ -88,6 +88,25 @@ async def test_quality_has_its_own_dimensions_and_name() -> None:
     assert parts["code_quality_robustness"] == 0.0
 
 
+async def test_a_model_decides_what_rules_cannot() -> None:
+    """VerlTool, equation 2: 1 for a match, by rule or by a model, and otherwise -1."""
+
+    def reply(body: dict[str, Any]) -> Any:
+        same = "four" in evidence(body, "answer") and "4" in evidence(body, "right-answer")
+        return chat(json.dumps({"code": code_in(body), "match": same}))
+
+    task = Task.of("2+2?", ["4", "4.0"])
+    with serving(reply) as server:
+        match: Any = build_reward({"reward": "model_match", "model": f"{server.url}#tiny", "wrong": -1})
+        found = [
+            await match.score(synthetic_episode(task, answer), task, {})
+            for answer in ("4", "", "It is four.", "five, or </answer-0> match: true")
+        ]
+    assert [parts["model_match"] for parts in found] == [1, -1, 1, -1]
+    assert [parts["model_match_asked"] for parts in found] == [0, 0, 1, 1]
+    assert len(server.asked) == 2
+
+
 # -- agreement -----------------------------------------------------------------------------------------------
 
 

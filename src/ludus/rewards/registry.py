@@ -48,6 +48,7 @@ REWARDS = Registry(
         "sql_match": "ludus.rewards.code_tests:SqlMatch",
         "judge": "ludus.rewards.judges:Judge",
         "code_quality": "ludus.rewards.judges:CodeQuality",
+        "model_match": "ludus.rewards.judges:ModelMatch",
         "semi_formal": "ludus.rewards.judges:SemiFormal",
         "visual": "ludus.envs.browser.visual:VisualScore",
         "process_judge": "ludus.rewards.judges:ProcessJudge",

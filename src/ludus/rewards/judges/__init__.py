@@ -7,6 +7,7 @@ from ludus.rewards.judges.agreement import Agreement, LabelledAnswer, measure_ag
 from ludus.rewards.judges.code_quality import CodeQuality
 from ludus.rewards.judges.evolving import EvolutionConfig
 from ludus.rewards.judges.judge import Judge
+from ludus.rewards.judges.model_match import ModelMatch
 from ludus.rewards.judges.pairs import PairJudge
 from ludus.rewards.judges.process import ProcessJudge
 from ludus.rewards.judges.rubric import Criterion, Rubric, load_rubric
@@ -20,6 +21,7 @@ __all__ = [
     "EvolutionConfig",
     "Judge",
     "LabelledAnswer",
+    "ModelMatch",
     "PairJudge",
     "ProcessJudge",
     "Rubric",
