@@ -89,6 +89,10 @@ def test_a_run_on_a_server_is_the_same_run(server: VllmTestServer, tmp_path: Pat
     assert [row["policy_version"] for row in rows] == [4, 5, 6]
     assert all(0 < row["engine/canary_difference"] < 1e-5 for row in rows)
     assert not server.is_paused
+    label = server.label
+    cluster = {"servers": [server.url]}
+    measured = ludus.evaluate(**TINY, cluster=cluster, **PARTS, held_out=tasks(2, first=50))
+    assert measured.metrics and server.label == label, "an evaluation leaves a run's servers alone"
 
 
 def test_an_asynchronous_run_outlives_its_server(server: VllmTestServer, tmp_path: Path) -> None:

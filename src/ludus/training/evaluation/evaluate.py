@@ -160,7 +160,10 @@ class EvalModel:
         return identity
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with this model in it."""
+        """The recipe with this model in it. A run's servers are left alone: they may be training."""
+        recipe = recipe.model_copy(
+            update={"cluster": recipe.cluster.model_copy(update={"servers": (), "weights": None})}
+        )
         if self.name is None or self.is_remote:
             return recipe
         chosen = {"name": self.name, "scratch": None}
