@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,17 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.eval import load
+from ludus.cli.synth_trainer import RecipeTrainer
 from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
+from ludus.core.tokenizer import ByteTokenizer
+from ludus.engine import FakeEngine
 from ludus.llm import is_address, load_chat_model
 from ludus.observe import Progress, printable, table_rich
 from ludus.rollouts.chat import EngineChatModel
+from ludus.sandbox import close_shared_sandboxes
 from ludus.synth import (
     Cost,
     SynthConfig,
@@ -116,9 +120,15 @@ async def _made(
     folder: SynthFolder,
     bars: ProgressBars,
 ) -> tuple[SynthResult, Cost, list[Path]]:
-    async with player.open(recipe, parts) as sets:
+    opened = player.open(recipe, parts) if method.needs_policy else open_without_model(recipe, parts)
+    async with opened as sets:
         context = SynthContext(
-            sets, folder, seed=recipe.seed, open_model=opener(sets), on_item=bars.update
+            sets,
+            folder,
+            seed=recipe.seed,
+            open_model=opener(sets) if method.needs_policy else open_model,
+            trainer=RecipeTrainer(recipe, parts),
+            on_item=bars.update,
         )
         try:
             result = await method.run(context)
@@ -128,6 +138,22 @@ async def _made(
             write_result, folder, method.title, result, context.cost, context.failures
         )
         return result, context.cost, written
+
+
+@asynccontextmanager
+async def open_without_model(recipe: Recipe, parts: Parts) -> AsyncIterator[list[TaskSet]]:
+    """The task sets for demonstrators: nothing can be generated in them, and no model is loaded."""
+    # loads torch
+    from ludus.training.preflight import check_servers
+    from ludus.training.run_context import build_task_sets, close_task_sets
+
+    await check_servers(recipe, parts)
+    sets = build_task_sets(recipe, parts, FakeEngine([]), ByteTokenizer())
+    try:
+        yield sets
+    finally:
+        await close_task_sets(sets)
+        await close_shared_sandboxes()
 
 
 async def open_model(spec: ModelSpec) -> ChatModel:

@@ -29,6 +29,7 @@ REWARDS = Registry(
         "exact_match": "ludus.rewards.text_rewards:exact_match",
         "f1": "ludus.rewards.text_rewards:f1",
         "contains": "ludus.rewards.text_rewards:contains",
+        "expected_calls": "ludus.rewards.call_rewards:expected_calls",
         "numeric": "ludus.rewards.text_rewards:numeric",
         "maths": "ludus.rewards.text_rewards:maths",
         "format": "ludus.rewards.text_rewards:Format",

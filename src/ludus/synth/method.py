@@ -19,6 +19,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
@@ -31,6 +32,7 @@ from ludus.core.random import key
 from ludus.core.registry import Registry
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
+from ludus.envs.world import Expert
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tree import TreeConfig
 from ludus.synth.folder import ItemResult, SynthFolder
@@ -52,6 +54,11 @@ METHODS = Registry(
         "rejection": "ludus.synth.rejection:RejectionSampling",
         "steca": "ludus.synth.steca:StepCalibration",
         "tsr": "ludus.synth.search:TrajectorySearch",
+        "magnet": "ludus.synth.magnet:Magnet",
+        "hardgen": "ludus.synth.hardgen:HardGen",
+        "looptool": "ludus.synth.loop.method:LoopTool",
+        "astra": "ludus.synth.astra.method:Astra",
+        "workflows": "ludus.synth.workflows:Workflows",
     },
 )
 """The methods by name."""
@@ -82,6 +89,25 @@ class SourcedTask:
         return f"{self.source.name}/{self.task.id}"
 
 
+class ModelTrainer(Protocol):
+    """Trains and plays models by the recipe; handed in by whoever may import training."""
+
+    @property
+    def expert(self) -> Expert | None:
+        """The recipe's demonstrator, where its demonstrations are one."""
+
+    async def train(self, data: Path, folder: Path, model: str | None) -> str:
+        """Train by the recipe, with the examples of `data` as its demonstrations; the folder of the model.
+
+        It begins with `model`, or with the recipe's own. A run that was stopped in `folder` is gone on with.
+        """
+
+    async def play(
+        self, model: str | None, tasks: Sequence[Task], attempts: int, temperature: float
+    ) -> list[Group]:
+        """Episodes of a model at tasks, scored."""
+
+
 class SynthConfig(Config):
     """What every method takes."""
 
@@ -101,6 +127,8 @@ class SynthContext:
     seed: int = 0
     open_model: Callable[[ModelSpec], Awaitable[ChatModel]] | None = None
     """Opens the language model that a setting names: an address, a table, or "policy"."""
+    trainer: ModelTrainer | None = None
+    """Trains models, for methods that go round between data and training."""
     on_item: OnItem = lambda stage, done, total: None
     at_once: int = 64
     """Most items being made at once; episodes have a limit of their own (max_in_flight)."""
@@ -232,6 +260,8 @@ class SynthMethod(Generic[C]):
     title: ClassVar[str]
     """What it is called in a sentence."""
     settings_type: ClassVar[type[SynthConfig]] = SynthConfig
+    needs_policy: ClassVar[bool] = True
+    """Whether the recipe's model plays episodes; without it none is loaded, and `rollout` only demonstrates."""
 
     def __init__(self, settings: C) -> None:
         self.settings = settings

@@ -20,6 +20,7 @@ from ludus.rewards import build_group_reward, build_reward
 from ludus.rewards.scorer import rewards_by_name
 from ludus.rollouts.agent import Agent, Expert
 from ludus.rollouts.tasksets import FILES, Columns, is_rows, load_tasks, parse_tasks
+from ludus.rollouts.workflows import with_workflows
 from ludus.tools.library import build_toolset, tools_named
 from ludus.tools.mcp import is_mcp
 from ludus.training.config.paths import COMMAND
@@ -177,7 +178,7 @@ def resolve_part(name: str, value: Any, recipe: Recipe) -> Any:
     if name in ("tasks", "held_out"):
         is_named = isinstance(value, str)
         found = load_tasks(value, recipe.tasks.columns) if is_named else parse_tasks(value, name)
-        return with_system(found, recipe)
+        return _with_memory(with_system(found, recipe), recipe, is_held_out=name == "held_out")
     if name == "tools":
         build_toolset(value, sandbox=recipe.agent.sandbox)  # what is wrong with it is found out here
         return list(value)
@@ -218,6 +219,14 @@ def with_system(tasks: Sequence[Task], recipe: Recipe) -> list[Task]:
         else replace(task, messages=(system, *task.messages))
         for task in tasks
     ]
+
+
+def _with_memory(tasks: list[Task], recipe: Recipe, *, is_held_out: bool) -> list[Task]:
+    """The tasks with workflows of earlier runs; held-out ones only where the recipe says so."""
+    memory = recipe.agent.workflows
+    if memory is None or (is_held_out and not memory.held_out):
+        return tasks
+    return with_workflows(tasks, memory)
 
 
 def _environment(name: str, given: Any) -> Callable[[], Env]:

@@ -15,7 +15,7 @@ from typing import Any
 COMMAND = "command:"
 """What agent.loop starts with when it is a command."""
 _FILE = re.compile(
-    r"(?P<path>.+\.(?:jsonl|json|toml|parquet|py|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
+    r"(?P<path>.+\.(?:jsonl|json|toml|parquet|py|txt|md|gguf|db|sqlite3?|duckdb|sql))(?P<rest>:[\w.]+)?"
 )
 _DATASET = re.compile(r"dataset:(?P<path>[^:@]+)(?P<rest>[:@].*)?")
 _FOLDERS = (

@@ -21,6 +21,7 @@ from ludus.llm.address import is_address
 from ludus.observe import RunFolder
 from ludus.rollouts.agent import ProgramConfig
 from ludus.rollouts.episode import Budgets
+from ludus.rollouts.workflows import WorkflowConfig
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig
 from ludus.training.config.paths import beside
@@ -165,6 +166,8 @@ class AgentConfig(Config):
     """Where results go: into messages of their own, or as raw text into the turn and thought that called."""
     system: str | None = None
     """A system message put before every task that has none."""
+    workflows: WorkflowConfig | None = None
+    """How similar tasks were done before, for the prompt: [agent.workflows] file = "workflows.json"."""
 
 
 _TRUNCATION = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}

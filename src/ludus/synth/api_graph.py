@@ -1,0 +1,166 @@
+"""HardGen's dynamic graph of tool use: which pairs of tools, and which types of parameters, a model fails at.
+
+It is made from what a model has actually done. An edge from one tool to the next, and a tool's parameter of
+some type, each have a tally of uses and of failures blamed on them. Who is to blame for a failed episode:
+
+- a call that was refused: the step to that tool, and the parameters that it was given;
+- where the expected calls are known (the task's target), the first call that differs from them: the step to it
+  when another tool was called, the parameters that differ when it was the right one;
+- otherwise every step of the episode, an equal part each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludus.core.messages import Json, ToolCall, ToolSpec
+from ludus.core.trajectory import Trajectory, is_success
+from ludus.synth.call_paths import CallPath
+from ludus.synth.schema_fit import type_name
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPair:
+    """A step from one tool to the next; None is the beginning."""
+
+    first: str | None
+    last: str
+
+    def __str__(self) -> str:
+        return f"{self.first or 'start'} → {self.last}"
+
+    def is_touched_by(self, path: CallPath) -> bool:
+        return (self.first, self.last) in zip([None, *path.tools], path.tools, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TypedParameter:
+    """A parameter of a tool, and its type."""
+
+    tool: str
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        return f"{self.tool}.{self.name} ({self.type})"
+
+    def is_touched_by(self, path: CallPath) -> bool:
+        return any(call.tool == self.tool and self.name in call.arguments for call in path.calls)
+
+
+Spot = ToolPair | TypedParameter
+
+
+@dataclass(slots=True)
+class Tally:
+    """Uses of something, and the failures blamed on it."""
+
+    uses: int = 0
+    failures: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.failures / self.uses if self.uses else 0.0
+
+    @property
+    def weight(self) -> float:
+        """How much a generator should aim at it: often, and often wrong."""
+        return self.failures * self.rate
+
+
+@dataclass(slots=True)
+class ApiGraph:
+    """Tallies of the steps and parameters that episodes have used."""
+
+    specs: Mapping[str, ToolSpec]
+    tallies: dict[Spot, Tally] = field(default_factory=lambda: defaultdict(Tally))
+
+    @classmethod
+    def of(cls, specs: Sequence[ToolSpec], trajectories: Iterable[Trajectory]) -> ApiGraph:
+        """The graph of these episodes; those that failed through our fault say nothing."""
+        graph = cls({spec.name: spec for spec in specs})
+        for one in trajectories:
+            if one.is_trainable:
+                graph.add(one)
+        return graph
+
+    @property
+    def weaknesses(self) -> dict[Spot, float]:
+        """What failures were blamed on, the worst first, with its weight."""
+        found = {spot: tally.weight for spot, tally in self.tallies.items() if tally.failures > 0}
+        return dict(sorted(found.items(), key=lambda one: (-one[1], str(one[0]))))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count an episode."""
+        calls = trajectory.calls
+        used: list[Spot] = [*_steps(calls)]
+        used += [one for call in calls for one in self._parameters(call)]
+        for spot in used:
+            self.tallies[spot].uses += 1
+        if is_success(trajectory):
+            return
+        for spot, part in self._blamed(trajectory).items():
+            tally = self.tallies[spot]
+            tally.failures += part
+            tally.uses = max(tally.uses, 1)  # what should have been called, and was not
+
+    def _blamed(self, trajectory: Trajectory) -> dict[Spot, float]:
+        calls = trajectory.calls
+        refused = _refused(trajectory)
+        if refused is None and isinstance(trajectory.task.target, list):
+            return self._difference(calls, trajectory.task.target)
+        steps = _steps(calls)
+        if refused is not None:
+            spots: list[Spot] = [steps[refused], *self._parameters(calls[refused])]
+        else:
+            spots = list(steps)
+        return {spot: 1 / len(spots) for spot in spots}
+
+    def _difference(self, calls: Sequence[ToolCall], target: Sequence[Any]) -> dict[Spot, float]:
+        wanted = [one for one in target if isinstance(one, Mapping) and one.get("name") in self.specs]
+        before: str | None = None
+        for place, one in enumerate(wanted):
+            made = calls[place] if place < len(calls) else None
+            if made is None or made.name != one["name"]:
+                return {ToolPair(before, one["name"]): 1.0}
+            given: Json = one.get("arguments") or {}
+            differ = [
+                spot
+                for spot in self._parameters(ToolCall(made.name, {**made.arguments, **given}))
+                if made.arguments.get(spot.name) != given.get(spot.name)
+            ]
+            if differ:
+                return {spot: 1 / len(differ) for spot in differ}
+            before = made.name
+        return dict.fromkeys(_steps(calls)[-1:], 1.0)  # the right calls, and then too many or no answer
+
+    def _parameters(self, call: ToolCall) -> list[TypedParameter]:
+        spec = self.specs.get(call.name)
+        properties = spec.parameters.get("properties", {}) if spec is not None else {}
+        return [
+            TypedParameter(call.name, name, type_name(properties[name]))
+            for name in call.arguments
+            if name in properties
+        ]
+
+
+def _steps(calls: Sequence[ToolCall]) -> list[ToolPair]:
+    names = [call.name for call in calls]
+    return [ToolPair(*pair) for pair in zip([None, *names], names, strict=False)]
+
+
+def _refused(trajectory: Trajectory) -> int | None:
+    """The number of the last call that was refused; None where none was."""
+    found: int | None = None
+    place = 0
+    for action in trajectory.actions:
+        faulted = list(action.faulted)
+        for call in action.calls:
+            if call.name in faulted:
+                faulted.remove(call.name)
+                found = place
+            place += 1
+    return found

@@ -1,0 +1,330 @@
+"""Paths through the graph of signatures: calls whose every argument has a source. Magnet's two operations.
+
+MAGNIFY takes one tool and spells out what stands behind it: what another tool's result holds is had from there,
+and so on, down to what only the user knows. CONNECT takes two tools between which nothing flows directly, and
+finds calls that lead from one to the other. Either way a path is legal by construction: an argument comes from
+the user, or from the result of an earlier call whose name and type fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Literal
+
+from ludus.core.messages import Json, ToolCall, ToolResult
+from ludus.synth.schema_fit import choices_of, fits
+from ludus.synth.signature_graph import ParameterNode, Place, ReturnNode, SignatureGraph, names_fit
+from ludus.tools import example_of
+
+Operation = Literal["magnify", "connect"]
+Values = Callable[[ParameterNode, Random], Any]
+"""What a user would say for a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromUser:
+    """An argument that the instruction states."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FromResult:
+    """An argument that an earlier call has found out."""
+
+    call: int
+    place: Place
+
+
+Source = FromUser | FromResult
+
+
+@dataclass(frozen=True, slots=True)
+class PathCall:
+    """A call, and where each of its arguments comes from."""
+
+    tool: str
+    arguments: Mapping[str, Source]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPath:
+    """Calls in order. `turns` says how many of them the user asks for at a time."""
+
+    calls: tuple[PathCall, ...]
+    operation: Operation
+    turns: tuple[int, ...] = ()
+
+    @property
+    def tools(self) -> list[str]:
+        return [call.tool for call in self.calls]
+
+    @property
+    def user_values(self) -> list[tuple[str, Any]]:
+        """What the user has to say, as (parameter, value), in order and once each."""
+        found = [
+            (name, source.value)
+            for call in self.calls
+            for name, source in call.arguments.items()
+            if isinstance(source, FromUser)
+        ]
+        return [pair for place, pair in enumerate(found) if pair not in found[:place]]
+
+    def by_turn(self) -> Iterator[range]:
+        """The numbers of the calls of each turn."""
+        start = 0
+        for count in self.turns or (len(self.calls),):
+            yield range(start, start + count)
+            start += count
+
+
+class NoValue(Exception):
+    """A result does not hold what a later call needs of it; the text says which."""
+
+
+def bound_arguments(call: PathCall, results: Sequence[Any]) -> Json:
+    """The arguments of a call, given what the earlier ones returned."""
+    return {
+        name: source.value if isinstance(source, FromUser) else _at(results[source.call], source.place)
+        for name, source in call.arguments.items()
+    }
+
+
+def value_of(result: ToolResult, returns: Json | None) -> Any:
+    """What a result's text holds: as it is where the tool returns text, else the JSON in it."""
+    if returns is not None and returns.get("type") == "string":
+        return result.content
+    try:
+        return json.loads(result.content)
+    except (ValueError, RecursionError):
+        return result.content
+
+
+def _at(value: Any, place: Place) -> Any:
+    for step in place:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            shown = "".join(f"[{one!r}]" for one in place)
+            raise NoValue(f"the result has no {shown}") from None
+    if value is None:
+        raise NoValue("the result is null where a later call needs a value")
+    return value
+
+
+def illegalities(path: CallPath, graph: SignatureGraph) -> list[str]:
+    """Why a path is not legal; nothing for every path that is made here. Written apart from the planner."""
+    found: list[str] = []
+    if sum(path.turns) not in (0, len(path.calls)):
+        found.append("the turns do not add up to the calls")
+    for number, call in enumerate(path.calls):
+        if call.tool not in graph.specs:
+            found.append(f"call {number}: there is no tool {call.tool!r}")
+            continue
+        known = {node.name: node for node in graph.parameters[call.tool]}
+        required = {node.name for node in known.values() if node.is_required}
+        found += [f"call {number}: {name!r} is not bound" for name in required - call.arguments.keys()]
+        for name, source in call.arguments.items():
+            if name not in known:
+                found.append(f"call {number}: {call.tool!r} takes no {name!r}")
+            elif isinstance(source, FromResult):
+                found += _wrong_source(number, source, known[name], path, graph)
+    return found
+
+
+def _wrong_source(
+    number: int, source: FromResult, taken: ParameterNode, path: CallPath, graph: SignatureGraph
+) -> list[str]:
+    if not 0 <= source.call < number:
+        return [f"call {number}: {taken.name!r} comes from call {source.call}, which is not earlier"]
+    tool = path.calls[source.call].tool
+    node = next((one for one in graph.returns[tool] if one.place == source.place), None)
+    if node is None:
+        return [f"call {number}: {tool!r} returns nothing at {source.place}"]
+    if not (names_fit(node, taken) and fits(node.schema, taken.schema)):
+        return [f"call {number}: {source.place} of {tool!r} does not fit {taken.name!r}"]
+    return []
+
+
+def schema_values(pools: Mapping[str, Sequence[Any]] | None = None) -> Values:
+    """Values from `pools`, by parameter or "tool.parameter"; else from what the schema itself suggests."""
+    given = dict(pools or {})
+
+    def value(node: ParameterNode, draw: Random) -> Any:
+        known = given.get(f"{node.tool}.{node.name}", given.get(node.name))
+        options = (
+            known or choices_of(node.schema) or node.schema.get("examples") or _defaults(node.schema)
+        )
+        if isinstance(options, list | tuple) and options:
+            return draw.choice(list(options))
+        return example_of(node.schema, draw.randrange(100))
+
+    return value
+
+
+def _defaults(schema: Json) -> list[Any]:
+    return [schema["default"]] if schema.get("default") is not None else []
+
+
+@dataclass(slots=True)
+class PathPlanner:
+    """Plans paths. The same draw plans the same path."""
+
+    graph: SignatureGraph
+    values: Values
+    draw: Random
+    max_calls: int = 8
+    optional: float = 0.3
+    """How often an optional parameter is given."""
+
+    def magnify(self, tool: str, depth: int = 3) -> CallPath:
+        """A tool, with the calls that find out what it takes."""
+        calls: list[PathCall] = []
+        self._add(tool, calls, depth, frozenset())
+        return CallPath(tuple(calls), "magnify")
+
+    def connect(self, first: str, last: str, depth: int = 1) -> CallPath | None:
+        """Calls that lead from one tool to another; None where no data flows, or it takes too many calls."""
+        route = self.graph.route(first, last)
+        if route is None or first == last:
+            return None
+        calls: list[PathCall] = []
+        before = self._add(first, calls, depth, frozenset())
+        for tool in route[1:]:
+            if len(calls) >= self.max_calls:
+                return None
+            link = self._link(route, calls, before, tool)
+            before = self._add(tool, calls, depth, frozenset(route), link)
+        return CallPath(tuple(calls), "connect") if len(calls) <= self.max_calls else None
+
+    def through(
+        self, first: str | None, last: str, given: frozenset[str] = frozenset(), depth: int = 2
+    ) -> CallPath:
+        """Calls that end with `first` and then `last`, side by side; `last` is given these parameters too.
+
+        What of the first result fits the last call is taken from it. Without a `first`, `last` begins.
+        """
+        calls: list[PathCall] = []
+        depth = depth if first is not None else 0
+        wanted = [
+            taken
+            for taken in self.graph.parameters[last]
+            if taken.is_required or taken.name in given or self.draw.random() < self.optional
+        ]
+        linked = {
+            taken.name: sources
+            for taken in wanted
+            if (sources := [node for node in self.graph.feeders[taken] if node.tool == first])
+        }
+        above = frozenset({last}) if first is None else frozenset({first, last})
+        arguments: dict[str, Source] = {
+            taken.name: self._source(taken, calls, depth, above)
+            for taken in wanted
+            if taken.name not in linked
+        }
+        if first is not None:
+            before = self._add(first, calls, depth, frozenset({last}))
+            for name, sources in linked.items():
+                arguments[name] = FromResult(before, self.draw.choice(sources).place)
+        return CallPath((*calls, PathCall(last, arguments)), "connect" if first else "magnify")
+
+    def in_turns(self, path: CallPath, most: int) -> CallPath:
+        """The same path, asked for in up to so many turns."""
+        count = self.draw.randint(1, max(1, min(most, len(path.calls))))
+        ends = sorted(self.draw.sample(range(1, len(path.calls)), count - 1))
+        sizes = [b - a for a, b in zip([0, *ends], [*ends, len(path.calls)], strict=True)]
+        return replace(path, turns=tuple(sizes))
+
+    def _link(
+        self, route: Sequence[str], calls: Sequence[PathCall], before: int, tool: str
+    ) -> dict[str, Source]:
+        """The argument of `tool` that must come from the call before it on the route."""
+        pairs = [
+            (taken.name, source)
+            for taken in self.graph.parameters[tool]
+            for source in self.graph.feeders[taken]
+            if source.tool == calls[before].tool
+        ]
+        name, source = self.draw.choice(pairs)
+        return {name: FromResult(before, source.place)}
+
+    def _add(
+        self,
+        tool: str,
+        calls: list[PathCall],
+        depth: int,
+        above: frozenset[str],
+        given: Mapping[str, Source] | None = None,
+    ) -> int:
+        """Plan a call after those that it needs; its number."""
+        arguments: dict[str, Source] = dict(given or {})
+        for taken in self.graph.parameters[tool]:
+            is_wanted = taken.is_required or self.draw.random() < self.optional
+            if is_wanted and taken.name not in arguments:
+                arguments[taken.name] = self._source(taken, calls, depth, above | {tool})
+        calls.append(PathCall(tool, arguments))
+        return len(calls) - 1
+
+    def _source(
+        self, taken: ParameterNode, calls: list[PathCall], depth: int, above: frozenset[str]
+    ) -> Source:
+        feeders = self.graph.feeders[taken]
+        there = [
+            FromResult(number, node.place)
+            for number, call in enumerate(calls)
+            for node in feeders
+            if node.tool == call.tool
+        ]
+        if there:
+            return self.draw.choice(there)
+        # those that every result has come first; a loop of tools that feed each other ends at the user
+        behind = [node for node in feeders if node.tool not in above]
+        best = [node for node in behind if node.is_certain] or behind
+        if best and depth > 0 and len(calls) + len(above) < self.max_calls:
+            node: ReturnNode = self.draw.choice(best)
+            return FromResult(self._add(node.tool, calls, depth - 1, above), node.place)
+        return FromUser(self.values(taken, self.draw))
+
+
+def plan_paths(
+    planner: PathPlanner, count: int, *, max_turns: int = 1, operations: Sequence[Operation] = ()
+) -> list[CallPath]:
+    """Different paths, about half by each operation; fewer where the graph has no more."""
+    tools = list(planner.graph.specs)
+    wanted = operations or ("magnify", "connect")
+    found: dict[str, CallPath] = {}
+    for number in range(20 * count):
+        if len(found) >= count:
+            break
+        path: CallPath | None
+        if wanted[number % len(wanted)] == "connect":
+            path = planner.connect(planner.draw.choice(tools), planner.draw.choice(tools))
+        else:
+            path = planner.magnify(planner.draw.choice(tools), planner.draw.randint(0, 3))
+        if path is not None and len(path.calls) <= planner.max_calls:
+            path = planner.in_turns(path, max_turns)
+            found.setdefault(path_text(path), path)
+    return list(found.values())
+
+
+def path_text(path: CallPath) -> str:
+    """The path as text that is the same for equal ones."""
+    return json.dumps([[call.tool, _shown(call.arguments)] for call in path.calls], sort_keys=True)
+
+
+def _shown(arguments: Mapping[str, Source]) -> Json:
+    return {
+        name: {"user": one.value} if isinstance(one, FromUser) else {"call": one.call, "at": one.place}
+        for name, one in arguments.items()
+    }
+
+
+def planned_calls(path: CallPath, results: Sequence[Any]) -> list[ToolCall]:
+    """The calls of a path as they are once all results are known."""
+    return [
+        ToolCall(call.tool, bound_arguments(call, results[:number]))
+        for number, call in enumerate(path.calls)
+    ]

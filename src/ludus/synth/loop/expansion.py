@@ -1,0 +1,140 @@
+"""Error-driven data expansion (EDDE): new examples where the model fails, in proportion to how much it does.
+
+Where they come from: further tasks of the recipe that an expert solves; a language model that writes tasks like
+those that failed; or a function of the user's, `(capability, count, seed) -> tasks`. A task that comes with its
+label has it as `target`, a list of calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from pydantic import BaseModel
+
+from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Message, ToolCall, ToolSpec
+from ludus.core.random import key, shuffled
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.core.user_code import error_with_location
+from ludus.llm import ask_json
+from ludus.synth.allocation import allocate
+from ludus.synth.loop.labels import CallLabel, LabelledTask
+from ludus.synth.loop.probing import CapabilityRate, capability_of_task
+
+_WRITER = """You write training tasks for an assistant that uses tools. You are given, as JSON, the tools and
+some
+tasks that the assistant failed at. Write new tasks that need the same skill, with other facts, each with the
+calls that are right for it. Every value of the calls must be said in the task. Do not name tools in the task.
+Answer with JSON: {"tasks": [{"task": "...", "calls": [{"name": "...", "arguments": {...}}]}]}"""
+_SHOWN = 4
+
+
+class WrittenTask(BaseModel):
+    """A task with its label."""
+
+    task: str
+    calls: list[CallLabel]
+
+
+class WrittenTasks(BaseModel):
+    """What a language model wrote."""
+
+    tasks: list[WrittenTask]
+
+
+Generator = Callable[[str, int, int], Iterable[Any]]
+"""A user's function: (capability, count, seed) to tasks."""
+
+
+def plan_expansion(rates: Mapping[str, CapabilityRate], count: int) -> dict[str, int]:
+    """How many new examples each capability gets: in proportion to its rate of failure.
+
+    None where it never fails; equal shares where nothing was measured to fail, so that a loop goes on.
+    """
+    weights = {name: one.failure_rate for name, one in rates.items()}
+    return allocate(count, weights)
+
+
+def from_pool(
+    pool: Sequence[Task], wanted: Mapping[str, int], by: str, used: set[str], seed: int
+) -> list[LabelledTask]:
+    """Tasks that have not been used, drawn by capability; fewer where the pool has no more."""
+    found: list[LabelledTask] = []
+    for name, count in wanted.items():
+        free = [task for task in pool if capability_of_task(task, by) == name and task.id not in used]
+        order = shuffled(len(free), key(seed, "expansion", name))
+        found += [
+            LabelledTask(free[place], calls_of_target(free[place].target), name)
+            for place in order[:count]
+        ]
+    used.update(one.task.id for one in found)
+    return found
+
+
+def from_function(
+    function: Generator, wanted: Mapping[str, int], by: str, prefix: str, seed: int
+) -> list[LabelledTask]:
+    """Tasks that a user's function makes; a target that is a list of calls is the label."""
+    found: list[LabelledTask] = []
+    for name, count in wanted.items():
+        if not count:
+            continue
+        try:
+            made = [Task.parse(one) for one in function(name, count, key(seed, prefix, name))]
+        except Exception as error:
+            raise ConfigError(f"the generator raised {error_with_location(error)}") from error
+        for number, task in enumerate(made[:count]):
+            metadata = {**task.metadata, by: name}
+            own = Task(f"{prefix}-{name}-{number}", task.messages, task.target, task.envs, metadata)
+            found.append(LabelledTask(own, calls_of_target(task.target), name))
+    return found
+
+
+def calls_of_target(target: Any) -> tuple[ToolCall, ...] | None:
+    """The calls of a target that is a list of calls; None for any other."""
+    if not isinstance(target, list | tuple) or not target:
+        return None
+    if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in target):
+        return None
+    return tuple(ToolCall(one["name"], dict(one.get("arguments") or {})) for one in target)
+
+
+async def from_writer(
+    writer: ChatModel,
+    specs: Sequence[ToolSpec],
+    failed: Sequence[Trajectory],
+    capability: str,
+    count: int,
+    by: str,
+    prefix: str,
+    seed: int,
+    options: ChatOptions,
+) -> list[LabelledTask]:
+    """Tasks that a language model writes after some that failed."""
+    shown = [failed[place] for place in shuffled(len(failed), key(seed, prefix))[:_SHOWN]]
+    given = {
+        "tools": [spec.as_openai()["function"] for spec in specs],
+        "failed": [one.task.messages[-1].content for one in shown],
+        "skill": capability,
+        "count": count,
+    }
+    asked = [
+        Message("system", _WRITER),
+        Message("user", json.dumps(given, ensure_ascii=False, default=str)),
+    ]
+    written = (await ask_json(writer, asked, WrittenTasks, options)).value.tasks[:count]
+    base = Random(key(seed, prefix)).choice(shown).task if shown else Task()
+    system = [message for message in base.messages if message.role == "system"]
+    found = []
+    for number, one in enumerate(written):
+        calls = tuple(ToolCall(call.name, call.arguments) for call in one.calls)
+        target = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        messages = (*system, Message("user", one.task))
+        task = Task(f"{prefix}-{number}", messages, target, base.envs, {by: capability})
+        found.append(LabelledTask(task, calls, capability))
+    return found

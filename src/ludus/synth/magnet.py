@@ -1,0 +1,185 @@
+"""Magnet: from the signatures of tools to multi-turn examples of their use (`signature_graph`, `call_paths`).
+
+Paths are planned over the graph, put into words, and played with the real tools. Needs no tasks and no model
+that can do anything yet; a language model that writes the user's messages makes them less wooden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from ludus.core.chat import ChatModel, ChatOptions
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json, Message
+from ludus.core.random import key
+from ludus.core.task import Task
+from ludus.observe import ReportTable
+from ludus.rollouts.episode import Episode
+from ludus.synth.call_paths import CallPath, Operation, PathPlanner, plan_paths, schema_values
+from ludus.synth.folder import ItemResult
+from ludus.synth.instructions import template_turns, written_turns
+from ludus.synth.method import ModelSpec, SynthConfig, SynthContext, SynthMethod, TaskSource
+from ludus.synth.path_episodes import PathTask, Reply, offered_tools, plain_reply, play_path
+from ludus.synth.result import PROVENANCE, Rejected, SynthResult
+from ludus.synth.signature_graph import SignatureGraph
+
+_ANSWERER = """You are the assistant in the conversation below. Answer the user's last request in one or two
+sentences, from the results of the tools and from nothing else."""
+
+
+class PathConfig(SynthConfig):
+    """How paths are planned and told."""
+
+    count: int = Field(default=100, ge=1)
+    """How many paths to plan; those that the tools refuse are left out."""
+    max_calls: int = Field(default=6, ge=1)
+    """Most calls of a path."""
+    max_turns: int = Field(default=3, ge=1)
+    """Most messages of the user in an example."""
+    optional: float = Field(default=0.3, ge=0, le=1)
+    """How often an optional parameter is given."""
+    values: dict[str, list[Any]] = Field(default_factory=dict)
+    """What a user may say, by "parameter" or "tool.parameter": { city = ["Rome", "Oslo"] }."""
+    writer: ModelSpec | None = None
+    """The language model that writes the messages; a template does when left out."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Of the writer."""
+
+
+class MagnetConfig(PathConfig):
+    """Magnet: examples from the signatures of tools."""
+
+    operations: tuple[Operation, ...] = ("magnify", "connect")
+    """How paths are found: behind one tool, or from one tool to another."""
+
+
+class Magnet(SynthMethod[MagnetConfig]):
+    """Examples from signatures alone."""
+
+    title = "Magnet"
+    settings_type = MagnetConfig
+    needs_policy = False
+
+    async def run(self, context: SynthContext) -> SynthResult:
+        settings = self.settings
+        source, graph = await graph_of(context)
+        planner = planner_of(graph, settings, context.seed)
+        paths = plan_paths(
+            planner, settings.count, max_turns=settings.max_turns, operations=settings.operations
+        )
+        told = [{"operation": path.operation} for path in paths]
+        result = await play_examples(context, "magnet", settings, source, graph, paths, told)
+        if len(paths) < settings.count:
+            result.warnings.append(
+                f"the tools allow {len(paths)} different paths of at most {settings.max_calls} calls; "
+                "give more values, or more tools whose results feed others"
+            )
+        result.numbers["edges"] = len(graph.edges)
+        if not graph.edges:
+            result.warnings.append(
+                "no tool's result fits another one's parameter, so that every path is a single call: annotate "
+                "what tools return (-> dict with named fields), and name what is the same thing the same"
+            )
+        return result
+
+
+async def graph_of(context: SynthContext) -> tuple[TaskSource, SignatureGraph]:
+    """The tools of the first task set, and the graph of their signatures."""
+    if not context.sources:
+        raise ConfigError("there are no tools: set agent.tools or agent.envs")
+    source = context.sources[0]
+    base = source.tasks[0] if source.tasks else None
+    rollout = source.rollout
+    return source, SignatureGraph.of(await offered_tools(rollout.tools, rollout.pools, base))
+
+
+def planner_of(graph: SignatureGraph, settings: PathConfig, seed: int) -> PathPlanner:
+    """A planner by these settings."""
+    draw = Random(key(seed, "paths"))
+    values = schema_values(settings.values)
+    return PathPlanner(graph, values, draw, settings.max_calls, settings.optional)
+
+
+async def play_examples(
+    context: SynthContext,
+    method: str,
+    settings: PathConfig,
+    source: TaskSource,
+    graph: SignatureGraph,
+    paths: Sequence[CallPath],
+    provenance: Sequence[Json],
+) -> SynthResult:
+    """Put paths into words and play them; `provenance` says of each how it came about."""
+    writer = await context.model(settings.writer) if settings.writer else None
+    options = ChatOptions(temperature=settings.temperature)
+    reply = answered_by(writer) if writer is not None else plain_reply
+
+    async def make(number: int) -> ItemResult:
+        path = paths[number]
+        turns = template_turns(path, graph)
+        if writer is not None:
+            turns = await written_turns(path, graph, writer, replace(options, seed=number))
+        facts = {"method": method, "capability": capability_of(path, graph), "tools": path.tools}
+        base = source.tasks[number % len(source.tasks)] if source.tasks else Task()
+        planned = path_task(f"{method}-{number}", path, turns, base, facts | provenance[number])
+        played = await play_path(planned, graph, source.rollout.tools, source.rollout.pools, reply=reply)
+        return ItemResult(
+            [played.trajectory], {"problem": played.problem, "schema": played.schema_faults}
+        )
+
+    numbers = list(range(len(paths)))
+    pieces = await context.each("paths", numbers, make, name=lambda number: f"{method}-{number}")
+    context.check_made(pieces)
+    result = SynthResult()
+    for piece in pieces:
+        for trajectory in piece.trajectories:
+            if problem := piece.notes["problem"]:
+                result.rejected.append(Rejected(trajectory, "refused", problem))
+            else:
+                result.kept.append(trajectory)
+    faults = sum(piece.notes.get("schema", 0) for piece in pieces)
+    result.numbers["schema_faults"] = float(faults)
+    lengths = Counter(len(paths[number].calls) for number in numbers)
+    rows: list[list[Any]] = [[count, lengths[count]] for count in sorted(lengths)]
+    result.tables.append(ReportTable("Paths by length", ("calls", "paths"), rows))
+    return result
+
+
+def path_task(
+    name: str, path: CallPath, turns: Sequence[str], base: Task, facts: Mapping[str, Any]
+) -> PathTask:
+    """A path as a task: the first turn is its message, after the base task's system message."""
+    system = [message for message in base.messages if message.role == "system"]
+    messages = (*system, Message("user", turns[0]))
+    told = dict(facts)
+    metadata = {"capability": told.pop("capability"), PROVENANCE: told}
+    return PathTask(Task(name, messages, None, base.envs, metadata), path, tuple(turns[1:]))
+
+
+def capability_of(path: CallPath, graph: SignatureGraph) -> str:
+    """What an example is practice in, in a word: what loops measure failure by."""
+    if len(path.turns) > 1:
+        return "several_turns"
+    if len(path.calls) > 1:
+        return "chained_calls"
+    [call] = path.calls
+    required = {node.name for node in graph.parameters[call.tool] if node.is_required}
+    return "optional_parameters" if call.arguments.keys() - required else "one_call"
+
+
+def answered_by(writer: ChatModel) -> Reply:
+    """The assistant's words at the end of a turn, by a language model."""
+
+    async def reply(episode: Episode, results: Sequence[str]) -> str:
+        lines = [f"{message.role}: {message.content}" for message in episode.messages]
+        asked = [Message("system", _ANSWERER), Message("user", "\n".join(lines))]
+        said = (await writer.chat(asked, ChatOptions(max_tokens=256))).text.strip()
+        return said or await plain_reply(episode, results)
+
+    return reply
