@@ -260,3 +260,14 @@ def test_the_command_replays_with_a_recipe(tmp_path: Path, monkeypatch: pytest.M
 
 async def _all(played, tasks) -> list[Trajectory]:  # type: ignore[no-untyped-def]
     return [await played.play(task, 0, 0) for task in tasks]
+
+
+async def test_copies_are_replayed_apart(tmp_path: Path) -> None:
+    """The same attempt in several files: played again at once, each in an environment of its own."""
+    plan = [turn("red", 1), turn("green", 2), turn("blue", 3), open_door()]
+    plays = rollout(lambda task, attempt: plan)
+    file = [await plays.play(safe_task("a"), 0, 0)] * 6
+    result = await QualityPipeline(QualityConfig(), rollouts={"": plays}).run(
+        file, context(tmp_path / "s")
+    )
+    assert len(result.kept) == 1 and result.reasons == {"duplicate": 5}

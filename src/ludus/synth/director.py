@@ -201,7 +201,7 @@ class DirectorActor(SynthMethod[DirectorConfig]):
     async def _episodes(self, context: SynthContext, one: SourcedTask, number: int) -> ItemResult:
         settings, rollout = self.settings, one.source.rollout
         seed = key(context.seed, one.name, number)
-        specs = await offered(one)
+        specs = await offered(one, key(seed, "tools"))
         director = await context.model(settings.director)
         question = [
             Message("system", _DIRECTOR + rollout.renderer.bound(specs).format.describe(specs)),
@@ -241,7 +241,7 @@ class DirectorActor(SynthMethod[DirectorConfig]):
             result.kept.append(trajectory)
 
 
-async def offered(one: SourcedTask) -> list[ToolSpec]:
+async def offered(one: SourcedTask, seed: int) -> list[ToolSpec]:
     """The tools that an episode at this task has, its environments' included."""
     found: list[ToolSpec] = []
 
@@ -249,7 +249,8 @@ async def offered(one: SourcedTask) -> list[ToolSpec]:
         async def run(self, episode: Episode) -> None:
             found.extend(episode.specs)
 
-    played = await replace(one.source.rollout, agent=Listing(), scorer=Scorer(())).play(one.task, 0, 0)
+    listing = replace(one.source.rollout, agent=Listing(), scorer=Scorer(()))
+    played = await listing.play(one.task, 0, seed)
     if played.failure is not None:
         raise InfraError(
             played.failure.boundary, f"the tools cannot be listed: {played.failure.message}"

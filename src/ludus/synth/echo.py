@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
+from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
@@ -75,7 +76,7 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
         verifier = load_reference(settings.verifier) if settings.verifier else None
 
         async def relabel(one: SourcedEpisode) -> ItemResult:
-            return await self._relabelled(one, model, verifier)
+            return await self._relabelled(one, model, verifier, key(context.seed, one.name))
 
         pieces = await context.each("hindsight", failed, relabel, name=lambda one: one.name)
         context.check_made(pieces)
@@ -95,14 +96,16 @@ class HindsightRelabelling(SynthMethod[EchoConfig]):
         }
         return result
 
-    async def _relabelled(self, one: SourcedEpisode, model: ChatModel, verifier: Any) -> ItemResult:
+    async def _relabelled(
+        self, one: SourcedEpisode, model: ChatModel, verifier: Any, seed: int
+    ) -> ItemResult:
         recorded, rollout = one.trajectory, one.source.rollout
         told = await account_of(model, recorded, self.settings.max_tokens)
         if not told.achieved or not told.instruction.strip():
             return _out("nothing_achieved", told.instruction[:200])
         task = new_task(recorded.task, told, recorded.attempt)
         actions = recorded_actions(recorded, rollout.renderer)
-        played = await replay(rollout, task, actions, attempt=recorded.attempt)
+        played = await replay(rollout, task, actions, seed=seed, attempt=recorded.attempt)
         if played.failure is not None:
             return ItemResult([played])
         difference = first_difference(recorded, played)

@@ -117,12 +117,15 @@ async def replay(
     task: Task,
     actions: Sequence[Completion],
     *,
+    seed: int,
     attempt: int = 0,
-    seed: int = 0,
     then: Engine | None = None,
     max_turns: int | None = None,
 ) -> Trajectory:
-    """Play these actions at a task, and score them; `then` goes on, for `max_turns` in all."""
+    """Play these actions at a task, and score them; `then` goes on, for `max_turns` in all.
+
+    What is played at the same time needs different seeds: they name the episodes, and so their environments.
+    """
     turns = len(actions) if then is None else max_turns or rollout.budgets.max_turns
     playing = replace(
         rollout,

@@ -47,7 +47,8 @@ async def episodes_of(context: SynthContext, settings: EpisodesConfig) -> list[S
         found = _read(Path(settings.source))
         places = {task.id: one for one in context.sources for task in (*one.tasks, *one.held_out)}
         own = [SourcedEpisode(places.get(one.task.id, context.sources[0]), one) for one in found]
-        return [one for one in own if not is_lost(one.trajectory)]
+        # an episode that several files of a run have is one
+        return list({one.name: one for one in own if not is_lost(one.trajectory)}.values())
     tasks = context.tasks(settings.tasks)
 
     async def play(one: SourcedTask) -> ItemResult:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.generation import Completion
 from ludus.core.messages import Message, ToolCall
+from ludus.core.random import key
 from ludus.core.registry import load_reference
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm import ask_json
@@ -106,7 +107,8 @@ class StepCalibration(SynthMethod[StecaConfig]):
     async def _calibrated(self, one: SourcedEpisode, context: SynthContext, rule: Any) -> ItemResult:
         settings, recorded, rollout = self.settings, one.trajectory, one.source.rollout
         actions = recorded_actions(recorded, rollout.renderer)
-        values = await self._values(recorded, actions, rollout, context)
+        seed = key(context.seed, one.name)
+        values = await self._values(recorded, actions, rollout, context, seed)
         bad = bad_steps(values, settings)
         was_success = is_success(recorded, settings.threshold)
         scores = [round(value, 4) for value in values]
@@ -124,7 +126,7 @@ class StepCalibration(SynthMethod[StecaConfig]):
             text = await self._better(best, place, rollout, context, rule)
             if text is None:
                 continue
-            made = await self._played(best, current, place, text, rollout, was_success)
+            made = await self._played(best, current, place, text, rollout, was_success, key(seed, place))
             if isinstance(made, str):
                 return _out("replay_differs", made)
             if made is not None:
@@ -141,6 +143,7 @@ class StepCalibration(SynthMethod[StecaConfig]):
         actions: Sequence[Completion],
         rollout: Rollout,
         context: SynthContext,
+        seed: int,
     ) -> list[float]:
         """What each step is worth."""
         if self.settings.score == "turns":
@@ -148,14 +151,14 @@ class StepCalibration(SynthMethod[StecaConfig]):
         if self.settings.score == "model":
             return await model_scores(await context.model(self.settings.judge), recorded, len(actions))
         rates = [
-            await self._success_after(actions[:place], recorded, rollout, context)
+            await self._success_after(actions[:place], recorded, rollout, key(seed, "after", place))
             for place in range(len(actions))
         ]
         rates.append(float(is_success(recorded, self.settings.threshold)))
         return [after - before for before, after in pairwise(rates)]
 
     async def _success_after(
-        self, prefix: Sequence[Completion], recorded: Trajectory, rollout: Rollout, context: SynthContext
+        self, prefix: Sequence[Completion], recorded: Trajectory, rollout: Rollout, seed: int
     ) -> float:
         """How often the policy succeeds from there on."""
         played = [
@@ -163,8 +166,8 @@ class StepCalibration(SynthMethod[StecaConfig]):
                 rollout,
                 recorded.task,
                 prefix,
+                seed=seed,
                 attempt=1000 + number,
-                seed=context.seed,
                 then=rollout.engine,
             )
             for number in range(self.settings.rollouts)
@@ -195,10 +198,11 @@ class StepCalibration(SynthMethod[StecaConfig]):
         text: str,
         rollout: Rollout,
         was_success: bool,
+        seed: int,
     ) -> Trajectory | str | None:
         """The repaired episode; None where it is no better; a text where the environment has changed."""
         changed = [*actions[:place], written_action(text, rollout.renderer), *actions[place + 1 :]]
-        played = await replay(rollout, best.task, changed, attempt=best.attempt)
+        played = await replay(rollout, best.task, changed, seed=seed, attempt=best.attempt)
         if played.failure is not None:
             return None
         shared = len(_observed_before(best, place))
@@ -213,7 +217,12 @@ class StepCalibration(SynthMethod[StecaConfig]):
         if not self.settings.regrow:
             return None
         grown = await replay(
-            rollout, best.task, changed[: place + 1], attempt=best.attempt, then=rollout.engine
+            rollout,
+            best.task,
+            changed[: place + 1],
+            seed=key(seed, "grow"),
+            attempt=best.attempt,
+            then=rollout.engine,
         )
         return grown if is_success(grown, self.settings.threshold) else None
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field
 
 from ludus.core.chat import ChatModel
 from ludus.core.messages import Message, ToolSpec
+from ludus.core.random import key
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm import ask_json
 from ludus.observe import episode_text
@@ -167,13 +168,15 @@ class QualityPipeline:
         if not (self.settings.replay and self.rollouts):
             return
         left = [one for one in examples if one.finding is None and self._rollout(one) is not None]
+        names = _numbered_names(left)
 
         async def check(one: Example) -> ItemResult:
             rollout = self._rollout(one)
             assert rollout is not None
             recorded = one.trajectory
             actions = recorded_actions(recorded, rollout.renderer)
-            played = await replay(rollout, recorded.task, actions, attempt=recorded.attempt)
+            seed = key(context.seed, "check", names[id(one)])
+            played = await replay(rollout, recorded.task, actions, seed=seed, attempt=recorded.attempt)
             if played.failure is not None:
                 return ItemResult([played])
             return ItemResult(notes={"finding": _replay_finding(recorded, played, self.settings)})
