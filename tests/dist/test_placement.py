@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludus.core import ConfigError
+from ludus.core import ConfigError, Task, ToolCall, ToolContext
+from ludus.dist import RayPlacement
 from ludus.dist.cluster import Claim, Node, check_room, interface_of, join_ray
+from ludus.dist.status import look
 from ludus.training import Recipe
 
 MINIMAL = {"name": "x", "model": {"scratch": {}}, "tasks": {"train": "x.py:y"}, "rl": {"steps": 1}}
@@ -76,3 +79,31 @@ def test_tools_on_a_cluster_need_one() -> None:
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.77") is None
+
+
+@pytest.mark.timeout(120)
+async def test_a_cluster_of_our_own_hosts_tools_and_is_gone_afterwards() -> None:
+    """The one test of the default suite that starts Ray: on this machine, for a few seconds."""
+    ray = pytest.importorskip("ray")
+    placement = RayPlacement(
+        "mine", address="local", nodes=1, ranks=1, engines=0, tools=1, hosts=1, gpus=False
+    )
+    try:
+        tools = await placement.host_tools(["calculator"])
+        episode = ToolContext("e", Task.of("go"))
+        await tools.open(episode)
+        answer = await tools.call(ToolCall("calculator", {"expression": "6 * 7"}), episode)
+        assert answer.content == "42" and answer.fault is None
+        placement.report("RL", 3, 9, {})
+        while not (found := look().actors)[0].facts:  # the report is on its way
+            pass
+        assert [(one.run, one.role, one.state) for one in found] == [
+            ("mine", "trainer", "alive"),
+            ("mine", "tools", "alive"),
+        ]
+        assert found[0].facts == {"phase": "RL", "step": 3, "steps": 9}
+        assert found[0].pid == os.getpid() != found[1].pid
+    finally:
+        await placement.close()
+    assert not ray.is_initialized()
+    assert not os.path.exists(f"/proc/{found[1].pid}")  # noqa: ASYNC240, PTH110
