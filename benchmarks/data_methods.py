@@ -165,7 +165,8 @@ async def demonstrations(seed: int) -> list[Trajectory]:
     rows = training()
     Random(seed).shuffle(rows)
     tasks = [ludus.Task.parse(row) for row in rows[:EPISODES]]
-    return [one async for group in demonstrating().groups(tasks, seed) for one in group.trajectories]
+    played = [one async for group in demonstrating().groups(tasks, seed) for one in group.trajectories]
+    return sorted(played, key=lambda one: int(one.task.id))  # not in the order in which they ended
 
 
 async def repaired(shown: list[Trajectory], folder: Path) -> list[Trajectory]:
