@@ -115,6 +115,20 @@ def test_an_asynchronous_run_outlives_its_server(server: VllmTestServer, tmp_pat
     assert deaths == [2] and rows[-1]["engine/replicas"] == 1
 
 
+def test_two_servers_share_a_run(
+    server: VllmTestServer, begun: tuple[Any, Any, Path], tmp_path: Path
+) -> None:
+    """Each episode stays on one of them, and both have every version."""
+    _, tokenizer, folder = begun
+    with vllm_server(server.model, tokenizer, folder) as other:
+        run = train(tmp_path / "run", [server.url, other.url])
+        sessions = [{session for session, _ in one.asked if session} for one in (server, other)]
+        assert all(sessions) and not sessions[0] & sessions[1]
+        assert server.engine.policy_version == other.engine.policy_version > 2
+    rows = [row for row in run.metrics() if "engine/replicas" in row]
+    assert all(row["engine/replicas"] == 2 and row["failures"] == 0 for row in rows)
+
+
 def test_the_canary_refuses_a_half_applied_update(
     server: VllmTestServer, begun: tuple[Any, Any, Path], tmp_path: Path
 ) -> None:
