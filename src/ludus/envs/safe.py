@@ -44,6 +44,18 @@ class Safe(Env):
         self.found = set()
         self.opened = self.tried = False
 
+    async def render(self) -> str:
+        """The dials: the numbers that are left of each, and what was found."""
+        lines = []
+        for dial in DIALS:
+            low, high = self.left[dial]
+            found = dial in self.found
+            left = [n == self.combination[dial] if found else low <= n <= high for n in range(NUMBERS)]
+            numbers = " ".join(str(n) if is_left else "·" for n, is_left in enumerate(left))
+            lines.append(f"{dial:<6}{numbers}{'  click' if found else ''}")
+        door = "open" if self.opened else "locked for good" if self.tried else "closed"
+        return "\n".join([*lines, f"door  {door}"])
+
     async def snapshot(self) -> dict[str, Any]:
         return copy.deepcopy(vars(self))
 

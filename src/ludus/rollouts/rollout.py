@@ -373,7 +373,7 @@ async def _rendered(envs: Mapping[str, Any], access: EnvAccess, turn: int) -> li
         if isinstance(shown, bytes) and len(shown) <= _MOST_RENDER_BYTES:
             picture = Media("image", hashlib.sha256(shown).hexdigest(), shown)
             found.append(EnvRender(turn, name, picture=picture))
-        elif not isinstance(shown, bytes) and shown is not None:
+        elif not isinstance(shown, bytes) and shown is not None and shown != repr(env):
             found.append(EnvRender(turn, name, str(shown)[:_MOST_RENDER_CHARS]))
     return found
 

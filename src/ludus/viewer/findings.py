@@ -335,7 +335,7 @@ def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     )
     yield Finding(
         "malformed",
-        "error",
+        "error" if worst or hit >= 0.3 * count else "warning",
         f"{hit} of {count} episodes write tool calls that cannot be read",
         f"From step {rows[0]['first']} on.{places} The model writes calls in another form than agent.format "
         "reads: compare what the prompt shows it (Prompt, in the replay) with what it writes.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,15 @@ class ViewerServer:
 async def serve_viewer(config: ViewerConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; `on_ready` gets the address to open."""
     server = ViewerServer(config)
-    from ludus.serve.server import serve_until_told
-
-    await serve_until_told(server, on_ready)
+    told = asyncio.Event()
+    address = await server.start()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):  # after loading, which may set handlers of its own
+        loop.add_signal_handler(number, told.set)
+    try:
+        on_ready(address)
+        await told.wait()
+    finally:
+        await server.drain_and_stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -65,7 +65,8 @@ export function chart(lines, options) {
 function draw(box, tip, lines, options, WIDTH, height, signal) {
   const steps = lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]);
   const first = Math.min(...steps), last = Math.max(...steps);
-  const curves = lines.map((line) => ({ ...line, smooth: smoothed(line.values, options.smooth || 0) }));
+  // evaluations are few and each is a measurement: they are not smoothed
+  const curves = lines.map((line) => ({ ...line, few: line.values.length < 12, smooth: smoothed(line.values, line.values.length < 12 ? 0 : options.smooth || 0) }));
   let low = Infinity, high = -Infinity;
   for (const line of curves) for (const value of options.smooth ? [...line.smooth, ...line.values] : line.values) { if (value < low) low = value; if (value > high) high = value; }
   if (options.share) { low = Math.min(0, low); high = Math.max(1, high); }
@@ -81,7 +82,8 @@ function draw(box, tip, lines, options, WIDTH, height, signal) {
   for (const line of curves) {
     const kind = `${line.colour} ${line.dash ? `dash${line.dash}` : ""}`;
     if (line.values.length === 1) box.append(s("circle", { class: `series ${kind}`, cx: x(line.steps[0]), cy: y(line.values[0]), r: 3 }));
-    if (options.smooth) box.append(s("path", { class: `raw ${kind}`, d: path(line, line.values), "vector-effect": "non-scaling-stroke" }));
+    if (line.few) line.values.forEach((value, n) => box.append(s("circle", { class: `dot ${line.colour}`, cx: x(line.steps[n]), cy: y(value), r: 3.2 })));
+    else if (options.smooth) box.append(s("path", { class: `raw ${kind}`, d: path(line, line.values), "vector-effect": "non-scaling-stroke" }));
     box.append(s("path", { class: `series ${kind}`, d: path(line, line.smooth), "vector-effect": "non-scaling-stroke" }));
   }
   const cross = s("line", { class: "cross", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
@@ -160,6 +162,7 @@ export function families(names) {
     if (!charts.has(key)) charts.set(key, []);
     charts.get(key).push(name);
   }
+  for (const members of charts.values()) members.sort((a, b) => a.startsWith("eval/") - b.startsWith("eval/"));
   return charts;
 }
 

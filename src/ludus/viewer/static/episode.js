@@ -100,7 +100,7 @@ export async function episodePage(context) {
     if (key === "tree") { clear(view, treeView(data, episode, state)); return; }
     if (key === "details") { clear(view, details(data, episode)); return; }
     clear(view, h("div", { class: "episode" }, messages, rail));
-    step(turn, follows);
+    step(turn, follows && turn > 0);
   };
 
   context.onKey((event) => {

@@ -77,7 +77,7 @@ export async function episodesPage(context) {
       h("div", { class: "table-wrap" }, h("table", {},
         h("thead", {}, h("tr", {}, COLUMNS.map(([key, title, kind]) => h("th", { class: kind, "aria-sort": sort === key ? (ascending ? "ascending" : "descending") : null }, h("button", { type: "button", onclick: () => change({ sort: key, order: sort === key && !ascending ? "asc" : null }) }, `${title}${sort === key ? (ascending ? " ↑" : " ↓") : ""}`))), h("th", {}, "How it went"))),
         h("tbody", {}, rows.map((row, place) => line(row, place === selected, state))))),
-      total > PAGE && h("nav", { class: "pager", "aria-label": "Pages" }, h("span", { class: "soft" }, `${number(first)}–${number(last)} of ${number(total)}`), h("button", { class: "button", type: "button", disabled: found.offset === 0, onclick: () => page(Math.max(0, found.offset - PAGE)) }, "← Previous"), h("button", { class: "button", type: "button", disabled: last >= total, onclick: () => page(found.offset + PAGE) }, "Next →")));
+      total > PAGE && h("nav", { class: "pager", "aria-label": "Page of the list" }, h("span", { class: "soft" }, `${number(first)}–${number(last)} of ${number(total)}`), h("button", { class: "button", type: "button", disabled: found.offset === 0, onclick: () => page(Math.max(0, found.offset - PAGE)) }, "← Previous"), h("button", { class: "button", type: "button", disabled: last >= total, onclick: () => page(found.offset + PAGE) }, "Next →")));
   };
   const mark = (place) => {
     selected = Math.max(0, Math.min(rows.length - 1, place));

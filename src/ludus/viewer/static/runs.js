@@ -27,7 +27,7 @@ export async function runsPage(context) {
     clear(context.frame,
       h("div", { class: "spread" }, h("h1", {}, "Runs"), h("span", { class: "soft" }, `${found.runs.length} run${found.runs.length === 1 ? "" : "s"}${live ? `, ${live} training now` : ""}`)),
       found.runs.length === 0 && h("div", { class: "panel empty" }, h("h2", {}, "No runs here yet"), h("p", {}, `${found.root} holds no runs. `, h("code", {}, "ludus train recipe.toml"), " makes one; this page will show it.")),
-      urgent.length > 0 && h("section", { class: "stack", "aria-labelledby": "needs" }, h("h2", { id: "needs" }, "What needs a person"), urgent.slice(0, 12).map(([run, one]) => findingList([one], run.name))),
+      urgent.length > 0 && h("section", { class: "stack", "aria-labelledby": "needs" }, h("h2", { id: "needs" }, "What needs a person"), h("div", { class: "findings" }, urgent.slice(0, 4).map(([run, one]) => findingList([one], run.name))), urgent.length > 4 && h("details", {}, h("summary", { class: "soft" }, `${urgent.length - 4} more`), h("div", { class: "findings", style: { "margin-top": "10px" } }, urgent.slice(4, 40).map(([run, one]) => findingList([one], run.name))))),
       found.runs.length > 0 && urgent.length === 0 && h("div", { class: "panel all-well" }, "✓", "Nothing needs a person right now."),
       found.runs.length > 0 && h("section", { class: "stack", "aria-labelledby": "all" },
         h("div", { class: "spread" }, h("h2", { id: "all" }, "All runs"), compareButton(chosen)),
@@ -119,7 +119,7 @@ async function curves(body, name, others, all, detail, state, redraw, context) {
   const wanted = (title, members) => !state.search || [title, ...members].some((one) => one.toLowerCase().includes(state.search.toLowerCase()));
   const has = (one) => names.includes(one);
   const key = [["Success", ["success", "eval/success"].filter(has)], ["Reward", ["reward", "eval/reward"].filter(has)], ["Loss", ["loss", "sft/loss", "dpo/loss"].filter(has)]].filter(([, members]) => members.length).slice(0, 2);
-  const sections = detail.sections.map((one) => [one.title, [...families(one.names)].filter(([title, members]) => wanted(title, members))]).filter(([, list]) => list.length);
+  const sections = detail.sections.map((one) => [one.title, [...families(one.names)].filter(([title, members]) => wanted(title, members) && (state.search || !key.some(([, shown]) => members.every((one) => shown.includes(one)))))]).filter(([, list]) => list.length);
   clear(body,
     h("div", { class: "row" },
       h("label", { class: "range" }, "Smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, onchange: (event) => { state.smooth = Number(event.target.value); remember({ smooth: state.smooth }); redraw(); } }), h("output", {}, state.smooth.toFixed(2))),

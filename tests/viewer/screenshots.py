@@ -1,0 +1,65 @@
+"""Make the pictures of docs/viewer.md: python tests/viewer/screenshots.py RUNS.
+
+RUNS holds helpdesk-001, safe-001 and babyai-001. Needs Chromium, playwright and Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from test_viewer_browser import CHROMIUM, FLAGS
+from viewer_runs import running_viewer
+
+IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
+LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 780}
+STEP = "helpdesk-001/step-000016.parquet"
+PAIRED = "a_run=helpdesk-001&a_split=eval&a_step=16&b_run=helpdesk-001&b_split=eval&b_step=0"
+PAGES = {
+    "runs": ("/", LAPTOP, "dark"),
+    "run": ("/run/helpdesk-001?smooth=0.4", LAPTOP, "light"),
+    "episodes": ("/episodes?run=helpdesk-001&faulted=stock", LAPTOP, "light"),
+    "replay": ("/episode/{babyai}", LAPTOP, "dark"),
+    "tokens": ("/episode/{safe}?view=tokens&colour=entropy", LAPTOP, "dark"),
+    "compare": (f"/compare?episode={STEP}/4&episode={STEP}/5", LAPTOP, "light"),
+    "paired": (f"/compare?{PAIRED}", LAPTOP, "dark"),
+    "phone": (f"/episode/{STEP}/32", PHONE, "dark"),
+}  # fmt: skip
+
+
+def main(root: Path) -> None:
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    IMAGES.mkdir(exist_ok=True)
+    with running_viewer(root) as viewer, sync_playwright() as driver:
+        viewer.settled()
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        for name, (path, size, scheme) in PAGES.items():
+            for run in ("babyai", "safe"):
+                if f"{{{run}}}" in path:
+                    split = "train" if run == "safe" else "eval"
+                    [row] = viewer.get("/api/episodes", run=f"{run}-001", split=split, limit=1).json[
+                        "episodes"
+                    ]
+                    path = path.replace(f"{{{run}}}", f"{row['run']}/{row['file']}/{row['row']}")
+            page = browser.new_page(viewport=size, color_scheme=scheme)
+            page.goto(viewer.address + path)
+            page.wait_for_load_state("networkidle")
+            page.wait_for_timeout(600)
+            if name == "tokens":
+                page.locator(".segment.action .tok").nth(1).hover()
+            if name == "run":
+                page.evaluate("() => window.scrollTo(0, 470)")
+            page.wait_for_timeout(300)
+            picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+            picture.quantize(96, dither=Image.Dither.NONE).save(
+                IMAGES / f"viewer-{name}.png", optimize=True
+            )
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
