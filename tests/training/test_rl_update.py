@@ -193,6 +193,30 @@ def test_a_masked_episode_is_in_the_baseline_and_not_in_the_loss(algorithm: str)
     check(model, masked, settings(algorithm), slopes)
 
 
+@pytest.mark.parametrize("budget", [1, 40, 1000])
+def test_actions_carry_what_they_were_trained_with(budget: int) -> None:
+    """Advantages by the formula, entropies row by row; nothing on an episode that was masked."""
+    model = tiny_model()
+    given = replace(played(model, seed=4), masked=frozenset({(0, 0)}))
+    spared = given.groups[0].trajectories[0]
+    entropies = {}
+    for one in scored(given):
+        with torch.no_grad():
+            logprobs = plain(model)(input_ids=torch.tensor([one.tokens])).logits[0].log_softmax(-1)
+        entropies[id(one)] = [0.0, *(-(logprobs.exp() * logprobs).sum(-1)).tolist()[:-1]]
+    policy_update(tiny_learner(model, budget), given, settings("grpo"), reference=None, critic=None)
+    for one, expected in zip(scored(given), advantages.grpo(attempts_of(given)), strict=True):
+        place = 0
+        for segment in one.sequences[0].segments:
+            own = slice(place, place + len(segment.tokens))
+            place = own.stop
+            if segment.logprobs is None or one is spared:
+                assert segment.advantages is None and segment.entropies is None
+                continue
+            assert segment.advantages == pytest.approx(expected[own], abs=1e-5)
+            assert segment.entropies == pytest.approx(entropies[id(one)][own], abs=1e-4)
+
+
 def test_a_step_of_masked_episodes_changes_nothing() -> None:
     model = tiny_model()
     given = played(model, groups=1)
