@@ -111,25 +111,34 @@ async def test_a_model_decides_what_rules_cannot() -> None:
 
 
 def test_numbers_by_hand() -> None:
-    found = compare([0, 0, 1, 1], [0, 1, 0, 1], [1, 2, 3, 4])
+    found = compare([0, 0, 1, 1], [0, 1, 0, 1], ["a", "bb", "ccc", "dddd"])
     assert (found.accuracy, found.kappa, found.pearson) == (0.5, 0.0, 0.0)
-    perfect = compare([0.1, 0.2, 0.8, 0.9], [1, 2, 3, 4], [5, 5, 5, 5])
+    perfect = compare([0.1, 0.2, 0.8, 0.9], [1, 2, 3, 4], ["same!"] * 4)
     assert (perfect.accuracy, perfect.kappa, perfect.spearman) == (1.0, 1.0, pytest.approx(1.0))
     assert perfect.length_bias is None
-    constant = compare([1, 1, 1], [1, 1, 1], [1, 2, 3])
+    constant = compare([1, 1, 1], [1, 1, 1], ["a", "bb", "ccc"])
     assert (constant.accuracy, constant.kappa, constant.pearson) == (1.0, None, None)
 
 
 def test_length_bias_is_what_labels_do_not_explain() -> None:
     labels = [0, 1] * 20
-    lengths = [float(n // 2) for n in range(40)]
-    fair = compare([0.9 * one + 0.01 * (n % 3) for n, one in enumerate(labels)], labels, lengths)
-    biased = compare(
-        [0.5 * one + 0.05 * length for one, length in zip(labels, lengths, strict=True)], labels, lengths
-    )
+    texts = ["x" * (n // 2) for n in range(40)]
+    fair = compare([0.9 * one + 0.01 * (n % 3) for n, one in enumerate(labels)], labels, texts)
+    by_length = [0.5 * one + 0.05 * len(text) for one, text in zip(labels, texts, strict=True)]
+    biased = compare(by_length, labels, texts)
     assert abs(fair.length_bias or 0) < 0.3 < 0.9 < (biased.length_bias or 0)
     assert not fair.warnings()
     assert any("longer" in text for text in biased.warnings())
+
+
+def test_politeness_that_pays_is_seen() -> None:
+    labels = [0, 1] * 20
+    texts = ["Thank you, glad to help!" if n % 4 < 2 else "No, this is how to do it" for n in range(40)]
+    flattered = compare(
+        [0.5 * one + 0.4 * ("Thank" in t) for one, t in zip(labels, texts, strict=True)], labels, texts
+    )
+    assert (flattered.politeness_bias or 0) > 0.9
+    assert any("polite" in text for text in flattered.warnings())
 
 
 async def test_what_cannot_be_scored_is_counted() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from ludus.rewards.scorer import RewardLike, Scorer
 
 _AT_ONCE = 16
 _FAIR_KAPPA, _NOTABLE_BIAS, _NOTABLE_SHARE = 0.4, 0.3, 0.05
+_POLITE = re.compile(
+    r"\b(please|thanks?|sorry|apolog\w*|happy to|glad to|kindly|welcome|hope this)\b", re.I
+)
 _KEYS = {"task", "messages", "answer", "label", "target", "metadata", "text"}
 
 
@@ -51,6 +55,8 @@ class Agreement:
     spearman: float | None
     length_bias: float | None
     """Correlation of length with what the score has beyond the label (partial correlation): 0 is none."""
+    politeness_bias: float | None
+    """The same for how many polite words an answer has (please, thank you, sorry, happy to help)."""
     label_length: float | None
     """Correlation of length with the labels themselves, for comparison."""
     tokens: float
@@ -63,7 +69,7 @@ class Agreement:
             f"accuracy {self.accuracy:.3f}, Cohen's kappa {_shown(self.kappa)}",
             f"correlation {_shown(self.pearson)} (Pearson), {_shown(self.spearman)} (Spearman)",
             f"length bias {_shown(self.length_bias)} (the labels' own correlation with length is "
-            f"{_shown(self.label_length)})",
+            f"{_shown(self.label_length)}), politeness bias {_shown(self.politeness_bias)}",
         ]
         if self.tokens:
             shown.append(f"{self.tokens:.0f} tokens and {self.money:.2g} of money for each label")
@@ -78,6 +84,8 @@ class Agreement:
             )
         if self.length_bias is not None and self.length_bias > _NOTABLE_BIAS:
             found.append(f"longer answers score higher than people think ({self.length_bias:+.2f})")
+        if self.politeness_bias is not None and self.politeness_bias > _NOTABLE_BIAS:
+            found.append(f"polite answers score higher than people think ({self.politeness_bias:+.2f})")
         if self.unscored > _NOTABLE_SHARE * (self.labels + self.unscored):
             found.append(f"{self.unscored} answers could not be scored")
         return found
@@ -147,7 +155,7 @@ async def measure_agreement(
     return compare(
         [s for s, _ in pairs],
         [one.label for _, one in pairs],
-        [float(len(one.text or one.answer)) for _, one in pairs],
+        [one.text or one.answer for _, one in pairs],
         threshold=threshold,
         unscored=len(labels) - len(pairs),
         **spent,
@@ -157,7 +165,7 @@ async def measure_agreement(
 def compare(
     scores: Sequence[float],
     labels: Sequence[float],
-    lengths: Sequence[float],
+    texts: Sequence[str],
     *,
     threshold: float | None = None,
     unscored: int = 0,
@@ -172,7 +180,9 @@ def compare(
     theirs = [label > middle if middle == min(labels) else label >= middle for label in labels]
     accuracy = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
     pearson = _pearson(scores, labels)
-    by_length, label_length = _pearson(scores, lengths), _pearson(labels, lengths)
+    lengths = [float(len(text)) for text in texts]
+    manners = [float(len(_POLITE.findall(text))) for text in texts]
+    label_length = _pearson(labels, lengths)
     return Agreement(
         labels=len(scores),
         unscored=unscored,
@@ -180,7 +190,8 @@ def compare(
         kappa=_kappa(ours, theirs, accuracy),
         pearson=pearson,
         spearman=_pearson(_ranks(scores), _ranks(labels)),
-        length_bias=_partial(by_length, pearson, label_length),
+        length_bias=_partial(_pearson(scores, lengths), pearson, label_length),
+        politeness_bias=_partial(_pearson(scores, manners), pearson, _pearson(labels, manners)),
         label_length=label_length,
         tokens=tokens,
         money=money,
