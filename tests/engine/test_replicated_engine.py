@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -272,6 +273,20 @@ async def test_a_pause_holds_all_and_new_ones_too(tmp_path: Path) -> None:
         kept = [one for one in done if isinstance(one, Completion)]
         assert len(kept) == 3
         assert {span.version for one in kept for span in one.versions if one.tokens} == {1}
+
+
+async def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    """Also what was too young to be told from the folder of a process that is just starting."""
+    async with replicated(1, tmp_path) as (engine, _, source):
+        left = tmp_path / "ludus-weights-left"
+        left.mkdir()
+        source.learn(1)
+        await engine.update_weights()
+        assert left.is_dir()
+        os.utime(left, (0, 0))
+        source.learn(2)
+        await engine.update_weights()
+        assert not left.exists() and len(list(tmp_path.iterdir())) == 1  # noqa: ASYNC240
 
 
 async def test_a_cancelled_request_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_an_asynchronous_run_that_is_killed_at_any_moment_trains_every_group_onc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_takes_its_engines_with_it(tmp_path: Path) -> None:
-    """Every group is trained once, no engine's process lives on, and no weights stay in shared memory."""
+    """Every group is trained once, and no engine's process lives on."""
     killer = Killer("forkserver", ASYNC, engines=2)
     for step in (1, 4, 8):
         killer.kill_after(tmp_path / "cut", step)

@@ -309,13 +309,16 @@ class ScratchFolder:
     process that makes a folder of the same prefix."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        parent = parent or Path(tempfile.gettempdir())
-        for other in parent.glob(f"{prefix}*"):
-            _remove_if_left(other)
+        self._prefix, parent = prefix, parent or Path(tempfile.gettempdir())
+        _remove_left(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(self.path, os.O_RDONLY)  # it ends with the process, however that ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._finalizer = weakref.finalize(self, _remove_held, self.path, lock)
+
+    def remove_others(self) -> None:
+        """Look again for what killed processes have left: the newest of it was too young at first."""
+        _remove_left(self.path.parent, self._prefix)
 
     def remove(self) -> None:
         """Remove it with all that is in it; safe from any thread, and more than once."""
@@ -329,6 +332,11 @@ def _remove_held(folder: Path, lock: int) -> None:
             break
         time.sleep(0.1)  # a process that was killed may still be at its last write
     os.close(lock)
+
+
+def _remove_left(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        _remove_if_left(folder)
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -90,6 +90,7 @@ class WeightFolders:
         return self.newest
 
     def _write(self, folder: Path) -> None:
+        self._scratch.remove_others()
         shutil.rmtree(folder, ignore_errors=True)  # an attempt that failed
         folder.mkdir()
         self._source.write(folder)
