@@ -162,9 +162,9 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes
     assert first["write"] == 1 and first["answer"] == 6 and first["judge"] >= 1
     folder = tmp_path / "made"
     tasks = load_tasks(str(folder / "train.jsonl"))
-    assert len(tasks) == 4 and tasks[0].target[0]["tool"] == "add"
-    held_out = {json.dumps(task.target) for task in load_tasks(str(folder / "held_out.jsonl"))}
-    assert len(held_out) == 2 and not held_out & {json.dumps(task.target) for task in tasks}
+    assert len(tasks) == 4 and tasks[0].metadata["plan"][0]["tool"] == "add"
+    held_out = {json.dumps(task.metadata["plan"]) for task in load_tasks(str(folder / "held_out.jsonl"))}
+    assert len(held_out) == 2 and not held_out & {json.dumps(task.metadata["plan"]) for task in tasks}
     run = RunFolder(folder / "run")
     assert run.recipe()["group_rewards"][0]["reward"] == "ruler"
     [played] = [file for file in run.trajectory_files() if file.split == "train"]

@@ -199,7 +199,7 @@ def _train(folder: Path, settings: McpRlSettings, overrides: Sequence[str], cons
     rows = [
         json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    most = max(len(row["target"]) for row in rows)
+    most = max(len(row["plan"]) for row in rows)
     atomic_write(folder / RECIPE, toml_text(recipe_of_scenarios(settings, len(rows), most)))
     run_training(folder / RECIPE, [f"run.folder={json.dumps(str(run.path))}", *overrides], None)
 

@@ -85,7 +85,7 @@ class Scenario:
 
     def as_task(self, id: str) -> Json:
         """A row of a task file."""
-        return {"id": id, "prompt": self.task, "target": self.plan, "difficulty": self.difficulty}
+        return {"id": id, "prompt": self.task, "plan": self.plan, "difficulty": self.difficulty}
 
     def as_demonstration(self) -> Json:
         """A row of a file of demonstrations."""
@@ -285,7 +285,8 @@ def split_by_difficulty(
 
 
 @reward(name="success", weight=0.0)
-def planned_calls(trajectory: Trajectory, target: list[Json]) -> float:
+def planned_calls(trajectory: Trajectory) -> float:
     """The share of a scenario's planned calls that were made; logged beside the judge, and not counted."""
+    plan: list[Json] = trajectory.task.metadata.get("plan", [])
     made = [{"tool": call.name, "arguments": call.arguments} for call in trajectory.calls]
-    return sum(call in made for call in target) / max(1, len(target))
+    return sum(call in made for call in plan) / max(1, len(plan))
