@@ -508,6 +508,27 @@ def test_recorded_annotations_come_back_from_files(tmp_path: Path) -> None:
         assert "sandbox" in answer.headers["content-security-policy"]
 
 
+def test_pictures_are_kept_once_and_up_to_a_limit(tmp_path: Path) -> None:
+    import hashlib
+
+    from ludus.core import EnvRender, Media
+    from ludus.observe.media import MediaStore
+
+    def shown(*pictures: bytes) -> Group:
+        one = episode()
+        media = [Media("image", hashlib.sha256(data).hexdigest(), data) for data in pictures]
+        one.renders = [EnvRender(0, "grid", picture=picture) for picture in media]
+        return Group(one.task, [one])
+
+    store = MediaStore(tmp_path / "media", most_bytes=25)
+    store.keep([shown(b"1" * 10, b"1" * 10), shown(b"1" * 10, b"2" * 10)])
+    assert len(list((tmp_path / "media").iterdir())) == 2
+    again = MediaStore(tmp_path / "media", most_bytes=25)  # as a resumed run has it
+    again.keep([shown(b"2" * 10, b"3" * 10)])
+    assert len(list((tmp_path / "media").iterdir())) == 2, "there is no room for a third"
+    assert again.path("../" + "0" * 64) is None and again.path("0" * 64) is None
+
+
 def test_files_from_before_still_open(tmp_path: Path) -> None:
     """Files whose writer did not know advantages, timings and branches."""
     import pyarrow.parquet as pq

@@ -25,7 +25,8 @@ class MediaStore:
     def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
         self.folder = folder
         self._most = most_bytes
-        self._kept: dict[str, int] | None = None
+        self._kept: set[str] | None = None
+        self._bytes = 0
         self._is_full = False
 
     def path(self, sha256: str) -> Path | None:
@@ -41,19 +42,22 @@ class MediaStore:
             name = hashlib.sha256(media.data).hexdigest()
             if name != media.sha256 or name in self._known() or self._is_full:
                 continue
-            if sum(self._known().values()) + len(media.data) > self._most:
+            if self._bytes + len(media.data) > self._most:
                 self._is_full = True
                 _log.warning(
                     "%s is full (%d bytes): later pictures are not kept", self.folder, self._most
                 )
                 return
             atomic_write(self.folder / name, media.data)
-            self._known()[name] = len(media.data)
+            self._known().add(name)
+            self._bytes += len(media.data)
 
-    def _known(self) -> dict[str, int]:
+    def _known(self) -> set[str]:
         if self._kept is None:
-            files = self.folder.iterdir() if self.folder.is_dir() else ()
-            self._kept = {file.name: file.stat().st_size for file in files if _NAME.fullmatch(file.name)}
+            entries = self.folder.iterdir() if self.folder.is_dir() else ()
+            files = [file for file in entries if _NAME.fullmatch(file.name)]
+            self._kept = {file.name for file in files}
+            self._bytes = sum(file.stat().st_size for file in files)
         return self._kept
 
 

@@ -34,6 +34,8 @@ class RunReader:
 
     def __init__(self, workspace: Workspace, index: EpisodeIndex) -> None:
         self._workspace, self._index = workspace, index
+        self._found: dict[str, tuple[tuple[int, int, bool], list[Json]]] = {}
+        """The findings of each run, and what they were made from."""
 
     def overview(self) -> Json:
         """All runs, the newest first, and what needs a person in each."""
@@ -99,7 +101,12 @@ class RunReader:
 
     def _findings(self, name: str, rows: Sequence[Json], recipe: Json) -> list[Json]:
         live = self._workspace.status(name).is_live
-        return run_findings(name, rows, self._index, is_live=live, planned=planned_steps(recipe))
+        source = self._index.state.version, len(rows), live
+        if self._found.get(name, (None,))[0] != source:
+            planned = planned_steps(recipe)
+            found = run_findings(name, rows, self._index, is_live=live, planned=planned)
+            self._found[name] = source, found
+        return self._found[name][1]
 
 
 def sections_of(names: Sequence[str]) -> list[Json]:
