@@ -25,6 +25,8 @@ PAGES = {
     "compare": (f"/compare?episode={STEP}/4&episode={STEP}/5", LAPTOP, "light"),
     "paired": (f"/compare?{PAIRED}", LAPTOP, "dark"),
     "phone": (f"/episode/{STEP}/32", PHONE, "dark"),
+    "play": ("/play", LAPTOP, "light"),
+    "labels": ("/labels", LAPTOP, "dark"),
 }  # fmt: skip
 
 
@@ -32,8 +34,11 @@ def main(root: Path) -> None:
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
+    from ludus.training import load_parts, load_recipe
+
     IMAGES.mkdir(exist_ok=True)
-    with running_viewer(root) as viewer, sync_playwright() as driver:
+    recipe = load_recipe("safe", [])
+    with running_viewer(root, play=(recipe, load_parts(recipe))) as viewer, sync_playwright() as driver:
         viewer.settled()
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         for name, (path, size, scheme) in PAGES.items():
@@ -50,6 +55,12 @@ def main(root: Path) -> None:
             page.wait_for_timeout(600)
             if name == "tokens":
                 page.locator(".segment.action .tok").nth(1).hover()
+            if name == "play":
+                page.get_by_role("button", name="Start").click()
+                form = page.locator("form[aria-label='call turn']")
+                form.get_by_label("to", exact=True).fill("5")
+                form.get_by_role("button").click()
+                page.locator(".message.tool").wait_for()
             if name == "run":
                 page.evaluate("() => window.scrollTo(0, 470)")
             page.wait_for_timeout(300)

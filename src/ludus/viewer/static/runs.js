@@ -106,7 +106,7 @@ async function curves(body, name, others, all, detail, state, redraw, context) {
     for (const run of runs) found.series[run] = { ...found.series[run], ...part.series[run] };
     Object.assign(found.definitions, part.definitions);
   }
-  if (context.isOver()) return;
+  if (context.isOver() || state.tab !== "curves") return; // another tab was chosen meanwhile
   const zoom = (first, last) => { state.first = first; state.last = last; remember({ first, last }); redraw(); };
   const make = (title, members, large) => {
     const lines = runs.flatMap((run, r) => members.map((metric, m) => ({
