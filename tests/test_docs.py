@@ -39,7 +39,7 @@ BLOCKS = [
 
 
 README_BLOCK = BLOCKS[0].values[0]
-"""The twenty lines that learn. Here they run two steps a stage; test_quickstart_learns.py runs all of it."""
+"""The thirty lines that learn. Here they run two steps a stage; test_quickstart_learns.py runs all of it."""
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -101,7 +101,14 @@ def test_lost_episodes_are_in_what_people_look_at(project: Path) -> None:
 
 
 def test_going_on_with_a_finished_run(project: Path) -> None:
-    ludus("train", "recipe.toml", "rl.steps=1", "rl.tasks=2", 'rewards=["task.py:constant"]')
+    ludus(
+        "train",
+        "recipe.toml",
+        "rl.steps=1",
+        "rl.tasks=2",
+        'rewards=["task.py:constant"]',
+        "run.folder=wrong",
+    )
     run = RunFolder(project / "runs" / "adding-001")
     said = ludus("train", "--resume", "runs/adding-001")
     assert "is finished: all 1 steps are done" in said and "rl.steps=2" in said
@@ -264,11 +271,23 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     assert "<|im_start|>user\n2 plus 2?<|im_end|>" in said and "<tools>" in said, "what the model read"
     said = ludus("show", run, "--failed", "--task", "2")
     assert "no recorded episode" in said and "failed" in said and "=== task" not in said
+    assert "--wrong shows" in said
+    ludus(
+        "train",
+        "recipe.toml",
+        "rl.steps=1",
+        "rl.tasks=1",
+        'rewards=["task.py:constant"]',
+        "run.folder=wrong",
+    )
+    said = ludus("show", "wrong", "--wrong", "--split", "train", "--limit", "0")
+    assert said.count("=== task") == 2, "scored, and no success"
     file = next((project / run / "trajectories").glob("*1.parquet"))
     assert ludus("show", str(file), "--task", "[12]", "--full").count("=== task") == 4
     for words, problem in (
         ([run, "--step", "7"], "there are episodes of the steps 0, 1"),
         ([run, "--task", "nobody"], "no episode"),
+        ([run, "--wrong"], "no episode"),
         ([run, "--task", "nobody", "--failed"], "no episode"),
         (["runs/adding-01"], "did you mean runs/adding-001?"),
         (["runs/other"], "there is no run folder"),

@@ -13,6 +13,7 @@ from local_replica import TrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import FinishReason, Sampling
+from ludus.core.processes import ScratchFolder
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas import (
     Canary,
@@ -20,6 +21,7 @@ from ludus.engine.replicas import (
     ReplicaLimits,
     ReplicaSettings,
     ReplicatedEngine,
+    weight_folders,
 )
 from ludus.engine.replicas.process import visible_device
 from ludus.training.models.loading import fit_tokenizer
@@ -166,3 +168,18 @@ async def test_a_process_that_ends_or_hangs_comes_back(tmp_path: Path) -> None:
 )
 def test_a_process_sees_its_own_gpu_alone(device: str, visible: str | None, expected: object) -> None:
     assert visible_device(device, visible) == expected
+
+
+def test_weights_that_a_killed_trainer_left_are_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the next process, also by one that has no engines of its own; what a living one holds stays."""
+    monkeypatch.setattr(weight_folders, "_SHARED_MEMORY", tmp_path)
+    held = ScratchFolder(weight_folders.PREFIX, tmp_path)
+    left = tmp_path / f"{weight_folders.PREFIX}left"
+    left.mkdir()
+    for folder in (left, held.path):
+        os.utime(folder, (1, 1))
+    weight_folders.remove_left_weights()
+    assert held.path.exists() and not left.exists()
+    held.remove()

@@ -43,6 +43,12 @@ def settings(**given: Any) -> RejectionSamplingConfig:
     return RejectionSamplingConfig.parse({"attempts": len(PLANS), **given})
 
 
+async def test_where_nothing_is_kept_the_limit_is_named(tmp_path: Path) -> None:
+    made = context(tmp_path / "s", Source([safe_task("a")], rollout(plan)))
+    result = await RejectionSampling(settings(min_turns=50)).run(made)
+    assert not result.kept and any("min_turns" in warning for warning in result.warnings)
+
+
 async def test_planted_faults_are_left_out_each_with_its_reason(tmp_path: Path) -> None:
     made = context(tmp_path / "s", Source([safe_task("a")], rollout(plan)))
     result = await RejectionSampling(settings()).run(made)

@@ -237,13 +237,15 @@ def test_the_command_trains_and_measures(tmp_path: Path) -> None:
         for a in ANIMALS * 2
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ["steps=10", "batch=4", "optimizer.learning_rate=0.01", "model.scratch.layers=1"]
+    settings = ["steps=10", "batch=4", "optimizer.learning_rate=0.01", "--model", "scratch"]
     small = ["model.scratch.width=32", "model.scratch.heads=2", "model.scratch.vocabulary=300"]
     call = ["reward-model", str(file), *settings, *small, "--out", str(tmp_path / "rm")]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "held-out accuracy" in done.output, done.output
     assert "overall" in done.output and 'reward = "reward_model"' in done.output
     assert load_reward_model(tmp_path / "rm").about.heads == ("overall", "tone")
+    done = CliRunner().invoke(app, ["reward-model", "none.jsonl", "--out", str(tmp_path / "b")])
+    assert "there is no file" in str(done.exception)
     done = CliRunner().invoke(app, ["reward-model", str(file), "stepz=1", "--out", str(tmp_path / "b")])
     assert done.exit_code != 0 and isinstance(done.exception, ConfigError)
     assert "stepz" in str(done.exception)

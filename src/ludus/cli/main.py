@@ -442,6 +442,9 @@ def show(
     failed: Annotated[
         bool, typer.Option("--failed", help="Only those that failed through no fault of the model's.")
     ] = False,
+    wrong: Annotated[
+        bool, typer.Option("--wrong", help="Only those that were scored and did not succeed.")
+    ] = False,
     prompt: Annotated[
         bool, typer.Option("--prompt", help="Also print the tokens that the model read, decoded.")
     ] = False,
@@ -454,7 +457,7 @@ def show(
     """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
     from ludus.cli.show import EpisodeFilter, show_episodes, show_trees
 
-    wanted = EpisodeFilter(step, split, task, attempt, failed)
+    wanted = EpisodeFilter(step, split, task, attempt, failed, wrong)
     if tree:
         show_trees(run, wanted, limit=limit)
         return

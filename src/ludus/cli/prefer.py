@@ -187,7 +187,10 @@ def train_reward_model(data: Path, out: Path, model: str | None, settings: Seque
     from ludus.training.reward_models import RewardModelConfig, fit_reward_model
 
     console = Console()
-    given = {} if model is None else {"model": {"name": model}}
+    if not data.is_file():
+        raise ConfigError(not_there(data, beside_recipe=False))
+    named: dict[str, Any] = {"scratch": {}} if model == "scratch" else {"name": model}
+    given: dict[str, Any] = {} if model is None else {"model": named}
     config = RewardModelConfig.parse(apply_overrides(given, settings), "the reward model")
     with console.status("training") as status:
         result = fit_reward_model(

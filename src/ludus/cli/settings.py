@@ -189,7 +189,7 @@ _CODE = re.compile(r"\.\./examples/(\w+)\.py")
 def write_recipe(name: str | None, source: str | None) -> list[Path]:
     """A packaged recipe, the code that it names and a schema, as files in the working directory."""
     template = find_recipe(source or FIRST)
-    name = name or (template.stem if source else "agent")
+    name = name if name is not None else (template.stem if source else "agent")
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"a recipe is named by letters, digits, - and _, not {name!r}")
     text = template.read_text(encoding="utf-8")

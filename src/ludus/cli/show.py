@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.core.failures import ConfigError, not_there
-from ludus.core.trajectory import Trajectory
+from ludus.core.trajectory import Trajectory, is_success
 from ludus.observe import (
     RunFolder,
     TrajectoryFile,
@@ -40,6 +40,13 @@ class EpisodeFilter:
     task: str | None = None
     attempt: int | None = None
     failed: bool = False
+    """Those that failed through no fault of the model's."""
+    wrong: bool = False
+    """Those that were scored and did not succeed."""
+
+    def shows(self, trajectory: Trajectory) -> bool:
+        """What can be told only once an episode is read."""
+        return not self.wrong or (trajectory.is_trainable and not is_success(trajectory))
 
     def fits(self, task: str, attempt: int, has_failed: bool) -> bool:
         return (
@@ -54,7 +61,10 @@ def show_trees(source: Path, wanted: EpisodeFilter, *, limit: int) -> None:
     shown = 0
     for file in _files(source, wanted):
         for group in read_groups(file.path):
-            fits = (wanted.fits(t.task.id, t.attempt, t.failure is not None) for t in group.trajectories)
+            fits = (
+                wanted.fits(t.task.id, t.attempt, t.failure is not None) and wanted.shows(t)
+                for t in group.trajectories
+            )
             if not any(fits):
                 continue
             if limit and shown == limit:
@@ -88,7 +98,10 @@ def show_episodes(source: Path, wanted: EpisodeFilter, *, limit: int, prompt: bo
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader closed the pipe, as `head` does
         return
     if not shown and wanted.failed and any(_found(files, replace(wanted, failed=False))):
-        print(f"no recorded episode in {source} that was asked for failed")
+        print(
+            f"no recorded episode in {source} that was asked for failed through no fault of the model's; "
+            "--wrong shows those in which it was wrong"
+        )
     elif not shown:
         raise ConfigError(f"no episode in {source} is what was asked for{_hint(source, files, wanted)}")
     if more:
@@ -145,7 +158,8 @@ def _found(
 ) -> Iterator[tuple[TrajectoryFile, Trajectory]]:
     for file in files:
         for trajectory in select_trajectories(file.path, wanted.fits):
-            yield file, trajectory
+            if wanted.shows(trajectory):
+                yield file, trajectory
 
 
 def _hint(source: Path, files: list[TrajectoryFile], wanted: EpisodeFilter) -> str:

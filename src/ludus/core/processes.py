@@ -310,7 +310,7 @@ class ScratchFolder:
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         self._prefix, parent = prefix, parent or Path(tempfile.gettempdir())
-        _remove_left(parent, prefix)
+        remove_left_folders(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(self.path, os.O_RDONLY)  # it ends with the process, however that ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -318,7 +318,7 @@ class ScratchFolder:
 
     def remove_others(self) -> None:
         """Look again for what killed processes have left: the newest of it was too young at first."""
-        _remove_left(self.path.parent, self._prefix)
+        remove_left_folders(self.path.parent, self._prefix)
 
     def remove(self) -> None:
         """Remove it with all that is in it; safe from any thread, and more than once."""
@@ -334,7 +334,8 @@ def _remove_held(folder: Path, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_left(parent: Path, prefix: str) -> None:
+def remove_left_folders(parent: Path, prefix: str) -> None:
+    """Remove the scratch folders of this prefix that killed processes have left."""
     for folder in parent.glob(f"{prefix}*"):
         _remove_if_left(folder)
 

@@ -27,7 +27,7 @@ from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMeth
 from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
 from ludus.synth.quality.embedding import cluster, load_embedder, strategy_text
 from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
-from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _COMPARED = 500
@@ -155,6 +155,8 @@ def choose(
             "nothing was kept, and successes were too low in quality: without thoughts no turn is complete. "
             "For a model that does not think aloud, set needs_thought = false"
         )
+    elif not result.kept and (hint := nothing_kept_hint(result.reasons)) is not None:
+        result.warnings.append(hint)
     return result
 
 

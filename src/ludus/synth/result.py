@@ -24,8 +24,8 @@ class Cost:
     episodes: int = 0
     sampled_tokens: int = 0
     tool_calls: int = 0
-    seconds: float = 0.0
-    """The time of all episodes, one after the other."""
+    episode_seconds: float = 0.0
+    """The time of all episodes, one after the other; many are played at once."""
     model_calls: int = 0
     """Calls of language models; those answered from a cache are counted apart, and cost nothing."""
     cached_calls: int = 0
@@ -43,11 +43,30 @@ class Cost:
             self.episodes += 1
             self.sampled_tokens += sum(len(action.tokens) for action in actions)
             self.tool_calls += sum(len(action.calls) for action in actions)
-            self.seconds += one.seconds.get("total", 0.0)
+            self.episode_seconds += one.seconds.get("total", 0.0)
 
     def as_json(self) -> Json:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
+
+def nothing_kept_hint(reasons: Mapping[str, int]) -> str | None:
+    """What to say where nothing was kept, and a limit is what most examples did not meet."""
+    if not reasons:
+        return None
+    most = max(reasons, key=lambda reason: reasons[reason])
+    setting = _LIMITS.get(most)
+    if setting is None:
+        return None
+    counted = f"{reasons[most]} were {most.replace('_', ' ')}"
+    return f"nothing was kept: {counted}. {setting} may be what this data needs"
+
+
+_LIMITS = {
+    "too_short": "min_turns = 1 (synth.min_turns=1 on the command line of ludus synth)",
+    "too_long": "a larger max_turns",
+    "too_many_calls": "a larger max_calls",
+    "low_quality": "a lower min_quality, or needs_thought = false for a model that does not think aloud",
+}
 
 current_cost: ContextVar[Cost | None] = ContextVar("current_cost", default=None)
 """Where the calls of language models are counted: the cost of the item that is being made."""

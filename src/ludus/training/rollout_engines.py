@@ -39,6 +39,7 @@ from ludus.engine.replicas import (
     ReplicaSettings,
     ReplicatedEngine,
 )
+from ludus.engine.replicas.weight_folders import remove_left_weights
 from ludus.engine.replicas.weight_loading import WEIGHTS
 from ludus.kernels import on_device, token_logprobs
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -60,6 +61,7 @@ async def start_engine(
     placement: Placement | None = None,
 ) -> RolloutEngine:
     """The engine that a recipe asks for; on this machine, `trainer_ranks` processes have the first devices."""
+    remove_left_weights()
     cluster = recipe.cluster
     if not (cluster.engines or cluster.servers):
         return EmbeddedEngine(model, tokenizer, recipe.engine, version=version)

@@ -167,7 +167,7 @@ class ReplicatedEngine:
                 try:
                     await self._bring_up(member)
                     self._restarts += 1
-                    log.info("%s serves again", member.replica.name)
+                    log.warning("%s serves again", member.replica.name)
                 except Exception as error:  # noqa: BLE001 - whatever a replica's start raises
                     member.failures += 1
                     member.reason = f"{type(error).__name__}: {error}"

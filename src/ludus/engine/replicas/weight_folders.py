@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from ludus.core.processes import ScratchFolder
+from ludus.core.processes import ScratchFolder, remove_left_folders
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,12 @@ class WeightFolders:
 
     def close(self) -> None:
         self._scratch.remove()
+
+
+def remove_left_weights() -> None:
+    """Remove what killed trainers have left in shared memory, where a model's weights are gigabytes."""
+    if _SHARED_MEMORY.is_dir():
+        remove_left_folders(_SHARED_MEMORY, PREFIX)
 
 
 def _roomy_place(size: int) -> Path:

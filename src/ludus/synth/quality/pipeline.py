@@ -41,7 +41,7 @@ from ludus.synth.quality.difficulty import (
 from ludus.synth.quality.embedding import Clusters, cluster, load_embedder, strategy_text
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
 from ludus.synth.replaying import first_difference, recorded_actions, replay
-from ludus.synth.result import Rejected, SynthResult, with_provenance
+from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
 
 _MOST_JUDGED = 24_000
@@ -284,6 +284,8 @@ class QualityPipeline:
         }
         result.tables.append(difficulty_table(levels))
         result.warnings += self._not_checked()
+        if not result.kept and (hint := nothing_kept_hint(result.reasons)) is not None:
+            result.warnings.append(hint)
         return result
 
     def _not_checked(self) -> list[str]:
