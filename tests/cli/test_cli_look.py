@@ -101,14 +101,7 @@ def test_lost_episodes_are_in_what_people_look_at(project: Path) -> None:
 
 
 def test_going_on_with_a_finished_run(project: Path) -> None:
-    ludus(
-        "train",
-        "recipe.toml",
-        "rl.steps=1",
-        "rl.tasks=2",
-        'rewards=["task.py:constant"]',
-        "run.folder=wrong",
-    )
+    ludus("train", "recipe.toml", "rl.steps=1", "rl.tasks=2", 'rewards=["task.py:constant"]')
     run = RunFolder(project / "runs" / "adding-001")
     said = ludus("train", "--resume", "runs/adding-001")
     assert "is finished: all 1 steps are done" in said and "rl.steps=2" in said
@@ -272,14 +265,8 @@ def test_recorded_episodes_are_shown(project: Path) -> None:
     said = ludus("show", run, "--failed", "--task", "2")
     assert "no recorded episode" in said and "failed" in said and "=== task" not in said
     assert "--wrong shows" in said
-    ludus(
-        "train",
-        "recipe.toml",
-        "rl.steps=1",
-        "rl.tasks=1",
-        'rewards=["task.py:constant"]',
-        "run.folder=wrong",
-    )
+    wrong = ["rl.tasks=1", 'rewards=["task.py:constant"]', "run.folder=wrong"]
+    ludus("train", "recipe.toml", "rl.steps=1", *wrong)
     said = ludus("show", "wrong", "--wrong", "--split", "train", "--limit", "0")
     assert said.count("=== task") == 2, "scored, and no success"
     file = next((project / run / "trajectories").glob("*1.parquet"))
