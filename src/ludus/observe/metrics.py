@@ -242,6 +242,10 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "share"),
     Metric("policy_version", "How many times the weights have been updated.", "updates", "last"),
     Metric("step_seconds", "Wall time of the whole step.", "seconds"),
+    Metric("gpu/utilisation", "Mean share of the time in which the GPUs that this process may see computed "
+           "anything, since the row before (NVML's utilization.gpu).", "share"),
+    Metric("gpu/memory_gb", "The most memory that was in use on one of them, by whatever process.", "GiB",
+           "max"),
     Metric("custom/<name>", "A number of the user's own.", "any"),
 )  # fmt: skip
 

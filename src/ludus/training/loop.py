@@ -28,6 +28,7 @@ from typing import Any
 from ludus.core.failures import failed_episodes_warning
 from ludus.core.trajectory import Group
 from ludus.observe import Checkpoint, RunWriter, prefixed, remove_directory
+from ludus.observe.gpu import GpuMonitor
 from ludus.training.checkpoint import (
     RunProgress,
     load_progress,
@@ -77,11 +78,20 @@ class Trainer:
         """The steps after which the held-out tasks have been played."""
         self._warned: set[str] = set()
         """What has been warned of, which is done once."""
+        self._gpus: GpuMonitor | None = None
         self._silent = 0
         """Steps in a row from which nothing could be learned."""
 
     async def train(self, checkpoint: Checkpoint | None = None) -> None:
         """All stages, or what is left of them after a checkpoint."""
+        self._gpus = GpuMonitor.start() if _is_on_gpu(self.context) else None
+        try:
+            await self._run_stages(checkpoint)
+        finally:
+            if self._gpus is not None:
+                self._gpus.close()
+
+    async def _run_stages(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is None:
             if text := idle_patience(self.recipe):
                 log.warning("%s", text)
@@ -281,5 +291,10 @@ class Trainer:
             self.save()
 
     def _log(self, phase: str, number: int, total: int, metrics: dict[str, float]) -> None:
+        metrics |= {} if self._gpus is None else self._gpus.take()
         self.run.log(self.progress.step, metrics)
         self._on_step(phase, number, total, metrics)
+
+
+def _is_on_gpu(context: RunContext) -> bool:
+    return next(context.model.parameters()).device.type == "cuda"
