@@ -165,6 +165,61 @@ def test_filters_are_in_the_address_and_come_back(viewer: RunningViewer, page: A
     assert "text=arrives" in page.url, "back to the same list"
 
 
+def test_filters_keep_the_focus_while_they_are_filled_in(viewer: RunningViewer, page: Any) -> None:
+    page.goto(f"{viewer.address}/episodes")
+    page.locator("tr.item").first.wait_for()
+    page.get_by_label("First step").click()
+    page.keyboard.type("3")
+    page.keyboard.press("Tab")
+    page.keyboard.type("12")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/episodes?first_step=3&last_step=12")
+    assert page.get_by_label("Last step").input_value() == "12", "what was typed has arrived"
+    page.get_by_label("Least reward").click()
+    page.keyboard.type("1")
+    page.get_by_label("Most reward").click()
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**least_reward=1&most_reward=2")
+    fault = page.get_by_label("Fault")
+    fault.focus()
+    fault.select_option("malformed_call")
+    page.wait_for_url("**fault=malformed_call**")
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("document.activeElement.name") == "fault"
+    page.get_by_role("button", name="Clear all").click()
+    page.wait_for_url("**/episodes")
+    assert page.get_by_label("Last step").input_value() == "" and fault.input_value() == ""
+
+
+@pytest.mark.parametrize("query", ["", "?split=train&offset=50"])
+def test_a_list_comes_back_where_it_was_left(viewer: RunningViewer, page: Any, query: str) -> None:
+    page.goto(f"{viewer.address}/episodes{query}")
+    page.locator("tr.item").first.wait_for()
+    for _ in range(15):
+        page.keyboard.press("j")
+    row = page.locator("tr.item").nth(15)
+    assert row.get_attribute("aria-selected") == "true"
+    until(page, "() => scrollY > 100")
+    page.wait_for_timeout(100)  # the page hears of its own scrolling with the next frame
+    text, place = row.inner_text(), page.evaluate("scrollY")
+    for way in ("u", "back"):
+        page.keyboard.press("Enter")
+        page.locator(".message").first.wait_for()
+        if way == "u":
+            page.keyboard.press("u")
+        else:
+            page.go_back()
+        selected = page.locator("tr.item[aria-selected='true']")
+        selected.wait_for()
+        assert selected.inner_text() == text and page.url.endswith(f"/episodes{query}"), way
+        until(page, "(place) => Math.abs(scrollY - place) < 2", place)
+    page.get_by_role("link", name="Runs", exact=True).click()
+    page.get_by_role("link", name="Episodes", exact=True).click()
+    page.locator("tr.item").first.wait_for()
+    assert page.locator("tr.item").first.get_attribute("aria-selected") == "true", "a fresh list"
+
+
 EPISODE = "/episode/helpdesk-001/step-000016.parquet/4"
 
 
@@ -216,6 +271,14 @@ def test_attempts_side_by_side_and_a_preference(
     page.locator(".pair").first.wait_for()
     assert page.locator(".column-head").count() == 4
     assert "differ" in page.locator(".divider").inner_text()
+    for width in (1360, 1000, 390):
+        page.set_viewport_size({"width": width, "height": 860})
+        page.locator(".side-by-side").evaluate("(one) => one.scrollTo(one.scrollWidth, 0)")
+        head = page.locator(".column-head").last.bounding_box()
+        turn = page.locator(".aligned .pair").first.locator("> *").last.bounding_box()
+        assert head["x"] == turn["x"] and head["width"] == turn["width"], "they scroll together"
+        assert head["x"] + head["width"] <= width, "the last column is reached"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
     page.goto(
         f"{viewer.address}/compare?episode=helpdesk-001/step-000016.parquet/4&episode=helpdesk-001/step-000016.parquet/5"
     )

@@ -19,12 +19,14 @@ const ROUTES = [
   [/^\/labels$/, labelsPage, "Labels"],
   [/^\/play$/, playPage, "Play"],
 ];
-let leave = [];
+let leave = [], shown = "";
 
 // What a page gets: where to draw, its parts of the address, and how to hear of its end.
-async function route() {
+async function route(event) {
   for (const end of leave) end();
   leave = [];
+  const before = shown;
+  shown = location.pathname;
   const found = ROUTES.map(([pattern, page, name]) => [location.pathname.match(pattern), page, name]).find(([match]) => match);
   bar(found?.[2]);
   if (!found) { clear(main, h("div", { class: "empty" }, h("h2", {}, "There is no such page"), h("a", { class: "link", href: "/" }, "All runs"))); return; }
@@ -36,6 +38,7 @@ async function route() {
     frame,
     parts: match.slice(1).map(decodeURIComponent),
     query: parameters(),
+    returns: event?.type === "popstate" || before.startsWith("/episode/"), // to a list that was left for one of its rows
     isOver: () => over,
     title: (text) => { document.title = `${text} · Ludus`; },
     onEnd: (end) => leave.push(end),
@@ -98,7 +101,7 @@ const KEYS = [
 ];
 function help() {
   const close = h("button", { class: "button", type: "button" }, "Close");
-  const made = h("dialog", { "aria-label": "Keyboard shortcuts" }, h("h2", {}, "Keys"), h("div", { class: "keys" }, KEYS.flatMap(([keys, what]) => [h("span", {}, keys.split("  ").map((one) => [h("kbd", {}, one), " "])), h("span", { class: "soft" }, what)])), h("p", { style: { "margin-top": "18px" } }, close));
+  const made = h("dialog", { class: "help", "aria-label": "Keyboard shortcuts" }, h("h2", {}, "Keys"), h("div", { class: "keys" }, KEYS.flatMap(([keys, what]) => [h("span", {}, keys.split("  ").map((one) => [h("kbd", {}, one), " "])), h("span", { class: "soft" }, what)])), h("p", { style: { "margin-top": "18px" } }, close));
   close.addEventListener("click", () => made.close());
   made.addEventListener("close", () => made.remove());
   document.body.append(made);
@@ -114,6 +117,8 @@ document.addEventListener("click", (event) => {
   go(url.pathname + url.search);
 });
 document.addEventListener("keydown", (event) => {
+  const keys = document.querySelector("dialog.help[open]");
+  if (event.key === "?" && keys) { event.preventDefault(); keys.close(); return; }
   if (typing(event)) return;
   if (event.key === "?") { event.preventDefault(); help(); }
   else if (event.key === "/") {

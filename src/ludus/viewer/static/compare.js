@@ -31,7 +31,7 @@ async function episodes(context, chosen) {
   };
   clear(context.frame,
     h("div", { class: "spread" }, h("h1", {}, `${found.length} episodes side by side`), h("div", { class: "row" }, h("a", { class: "button", href: address("/export/episode.html", { episode: chosen }), download: "comparison.html" }, "HTML"), h("a", { class: "button", href: address("/export/episode.json", { episode: chosen }), download: "comparison.json" }, "JSON"))),
-    h("div", { class: "columns" }, found.map((one) => {
+    h("div", { class: "side-by-side", tabindex: 0, role: "region", "aria-label": "The episodes, side by side" }, h("div", { class: "stack", style: { "min-width": `${316 * found.length - 16}px` } }, h("div", { class: "columns" }, found.map((one) => {
       const own = one.attempts.find((other) => other.row === one.row);
       return h("section", { class: "panel column-head", "aria-label": `attempt ${one.attempt}` },
         h("div", { class: "spread" }, h("div", {}, h("a", { class: "link", href: episodeUrl(one) }, h("b", {}, `attempt ${one.attempt}`)), h("div", { class: "small faint" }, `${plain(one.run)} · step ${one.step} · ${plain(one.task.id)}`)), h("span", { class: `big ${rewardClass(one.reward, own?.success)}`, style: { "font-size": "1.8rem" } }, one.reward === null ? "–" : number(one.reward))),
@@ -41,7 +41,7 @@ async function episodes(context, chosen) {
     h("div", { class: "aligned" }, Array.from({ length: most }, (_, n) => [
       n === apart && apart > 0 && h("div", { class: "divider" }, `from here on they differ (turn ${n})`),
       h("div", { class: "pair" }, turns.map((one, side) => (one[n] ? h("div", { class: "messages" }, one[n].map((message) => messageView(message, { turn: message.role === "assistant" ? found[side].turns[n - 1] : null, number: message.role === "assistant" ? n - 1 : undefined, episode: found[side], media: { url: (sha256) => `/api/media/${encodeURIComponent(found[side].run)}/${sha256}` } }))) : h("div", { class: "gone" }, "over by now")))),
-    ])));
+    ])))));
 }
 
 // The messages by turn: first what was asked, then each action with what followed it.

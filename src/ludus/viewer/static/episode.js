@@ -22,7 +22,7 @@ export async function episodePage(context) {
   const own = data.attempts.find((one) => one.row === episode.row);
   const header = h("div", { class: "stack", style: { gap: "14px" } }), view = h("div", { class: "stack" });
   clear(context.frame, header, view);
-  const back = state.from !== undefined ? `/episodes?${state.from}` : address("/episodes", { run });
+  const back = state.from === undefined ? address("/episodes", { run }) : state.from === "?" ? "/episodes" : `/episodes?${state.from.replace(/^\?/, "")}`;
   const setLabel = async (value) => {
     try { await post("/api/label", { episode, label: value === label ? null : value }); label = value === label ? null : value; toast(label === null ? "Label taken back" : label ? "Labelled good: SFT and KTO can learn from it" : "Labelled bad: KTO can learn from it"); drawHeader(); }
     catch (error) { toast(error.message); }
@@ -138,7 +138,7 @@ async function promptView(view, episode) {
   const found = await get(`/api/tokens/${place(episode)}`, { sequence: 0, offset: 0 });
   clear(view, h("p", { class: "soft" }, "What the model read and wrote, decoded from the recorded tokens, special tokens included: nothing was rendered again."),
     !found.decoded && h("div", { class: "error-box" }, "The run has no checkpoint with a tokenizer, so tokens cannot be shown as text."),
-    found.segments.map((segment) => h("div", { class: `segment ${segment.kind}` }, h("span", { class: "label" }, `${segment.kind} · ${segment.ids.length} tokens`), h("pre", { class: "said", style: { margin: "4px 0 0" } }, segment.texts ? said(segment.texts.join("")) : segment.ids.join(" ")))));
+    found.segments.map((segment) => h("div", { class: `segment whole ${segment.kind}` }, h("span", { class: "label" }, `${segment.kind} · ${segment.ids.length} tokens`), h("pre", { class: "said", style: { margin: "4px 0 0" } }, segment.texts ? said(segment.texts.join("")) : segment.ids.join(" ")))));
 }
 
 function details(data, episode) {
