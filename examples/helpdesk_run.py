@@ -7,10 +7,10 @@ you find them? docs/viewer.md has the answers.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,5 +199,7 @@ async def play(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    made = asyncio.run(play(Path(sys.argv[1] if len(sys.argv) > 1 else "runs")))
+    parser = argparse.ArgumentParser(description="Write a run with three planted failures.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where to (runs)")
+    made = asyncio.run(play(parser.parse_args().folder))
     print(f"{made}: now look at it with: ludus view {made.parent}")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from viewer_runs import RunningViewer, episode, ordinary_groups, running_viewer, write_run
+from viewer_runs import LOST, RunningViewer, episode, ordinary_groups, running_viewer, write_run
 
-from ludus.core import ConfigError, Group, Message, Task, Trajectory
-from ludus.observe import RunFolder
+from ludus.core import ConfigError, Fault, Group, Message, Task, Trajectory
+from ludus.observe import RunFolder, RunWriter
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
 from ludus.viewer.findings import metric_findings
 from ludus.viewer.workspace import MetricsTail, thinned
@@ -165,6 +165,60 @@ def test_two_sides_are_compared_by_task(viewer: RunningViewer) -> None:
     assert one["tasks"] == 2 and {row["task"] for row in one["by_task"]} == {"sum-1", "product-2"}
     history = viewer.get("/api/history/first", task="sum-1").json["episodes"]
     assert [row["step"] for row in history] == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_a_difference_is_the_second_minus_the_first(tmp_path: Path) -> None:
+    for name, success in (("bad", 0.0), ("good", 1.0)):
+        played = [episode(f"sum-{n}", success=success) for n in range(3)]
+        write_run(tmp_path / name, {1: [Group(one.task, [one]) for one in played]})
+    with running_viewer(tmp_path) as viewer:
+        viewer.settled()
+        found = viewer.get("/api/paired", a_run="bad", b_run="good").json["statistics"]["success"]
+    assert (found["first"], found["second"], found["difference"]) == (0, 1, 1)
+    assert (found["wins"], found["losses"]) == (3, 0)
+
+
+def test_findings_count_the_episodes_that_they_open(tmp_path: Path) -> None:
+    def groups() -> list[Group]:
+        found = [
+            *(episode(f"sum-{n}", fault=Fault.MALFORMED_CALL, success=0.0) for n in range(4)),
+            episode("other-1", fault=Fault.MALFORMED_CALL),
+            *(episode(f"other-{n}", tool="slow", fault=Fault.TOOL_TIMEOUT) for n in range(2, 5)),
+            episode("other-5", tool="slow", fault=Fault.TOOL_RAISED, failure=LOST),
+            episode("other-6", success=0.0, style=1.0 / 3 + 1),
+        ]
+        return [Group(one.task, [one]) for one in found]
+
+    with RunWriter.create(tmp_path / "run", {"name": "run"}) as run:
+        for step in range(5):
+            run.write_groups(groups(), step, "eval" if step == 0 else "train")
+            run.log(step, {"reward": 0.0})
+    with running_viewer(tmp_path) as viewer:
+        viewer.settled()
+        findings = {
+            (one["kind"], one["query"].get("tool")): (one["title"], one["query"])
+            for one in viewer.get("/api/run/run").json["findings"]
+            if one["query"]
+        }
+        numbers = {
+            ("malformed", None): 25, ("tool", "slow"): 20, ("tool", "add"): 25, ("lost", None): 5,
+            ("paid_for_nothing", None): 5,
+        }  # fmt: skip
+        assert numbers.keys() <= findings.keys()
+        for kind, expected in numbers.items():
+            title, query = findings[kind]
+            assert f"{expected} " in title and count(viewer, **query) == expected, (kind, title)
+
+
+def test_a_wrong_address_is_a_page_and_a_wrong_request_an_error(viewer: RunningViewer) -> None:
+    page = viewer.get("/no/such/page")
+    assert page.status == 404 and page.headers["content-type"].startswith("text/html")
+    assert "content-security-policy" in page.headers
+    assert viewer.get("/api/nothing").status == 404 and viewer.get("/api/nothing").json["error"]
+    wrong = viewer.get("/api/episodes", success="maybe")
+    assert wrong.status == 400 and "success is yes or no, not 'maybe'" in wrong.json["error"]
+    found = viewer.get("/api/episodes", text="i ADD.", limit=1).json["episodes"]
+    assert "I add." in found[0]["found"], "an excerpt keeps its case"
 
 
 def test_exports_are_whole_and_safe(viewer: RunningViewer) -> None:

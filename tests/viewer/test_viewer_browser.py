@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,13 @@ def test_the_three_planted_failures_are_found_from_the_first_page(
     }
     for title, seen in evidence.items():
         page.goto(viewer.address)
+        counted = re.search(
+            r"(?:in )?(\d+) of ", page.locator(".finding h3", has_text=title).inner_text()
+        )
         page.locator(".finding", has_text=title).get_by_text("Show episodes").click()
+        page.locator("tr.item").first.wait_for()
+        if counted:
+            assert page.locator("#count").inner_text() == f"{counted[1]} episodes", title
         page.locator("tr.item").first.click()
         page.locator(".message").first.wait_for()
         assert seen in page.locator(".messages").inner_text(), title
@@ -190,6 +197,18 @@ def test_filters_keep_the_focus_while_they_are_filled_in(viewer: RunningViewer, 
     page.get_by_role("button", name="Clear all").click()
     page.wait_for_url("**/episodes")
     assert page.get_by_label("Last step").input_value() == "" and fault.input_value() == ""
+
+
+def test_a_search_keeps_the_case_and_is_taken_away_like_a_filter(
+    viewer: RunningViewer, page: Any
+) -> None:
+    page.goto(f"{viewer.address}/episodes?text=arrives+on+friday")
+    page.locator("mark").first.wait_for()
+    assert page.locator("mark").first.inner_text() == "arrives on Friday"
+    page.get_by_role("button", name="text: arrives on friday").wait_for()
+    page.get_by_role("button", name="Clear all").click()
+    page.wait_for_url("**/episodes")
+    assert page.locator("#search").input_value() == ""
 
 
 @pytest.mark.parametrize("query", ["", "?split=train&offset=50"])
@@ -298,10 +317,11 @@ def test_one_task_over_time_and_two_checkpoints(viewer: RunningViewer, page: Any
     page.get_by_role("button", name="Compare the chosen").click()
     page.locator(".pair").first.wait_for()
     page.goto(
-        f"{viewer.address}/compare?a_run=helpdesk-001&a_split=eval&a_step=16&b_run=helpdesk-001&b_split=eval&b_step=0"
+        f"{viewer.address}/compare?a_run=helpdesk-001&a_split=eval&a_step=0&b_run=helpdesk-001&b_split=eval&b_step=16"
     )
-    page.get_by_text("chance alone is unlikely").wait_for()
-    assert "12 tasks better" in page.locator("main").inner_text()
+    page.get_by_text("the second is better: chance alone is unlikely").wait_for()
+    assert "The second is better on 12 tasks" in page.locator("main").inner_text()
+    assert page.locator(".big.good").inner_text().startswith("+")
 
 
 def test_labels_by_keys(root: Path, viewer: RunningViewer, page: Any) -> None:
@@ -380,7 +400,12 @@ def test_pages_are_whole_on_a_phone_and_in_both_themes(viewer: RunningViewer, pa
         assert page.locator("main").count() == page.locator("nav[aria-label='Pages']").count() == 1
     page.keyboard.press("?")
     page.locator("dialog").wait_for()
-    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    page.locator("dialog").wait_for(state="detached")
+    labels, end = (
+        page.locator(one).bounding_box() for one in (".bar nav a[href='/labels']", ".bar .end")
+    )
+    assert labels["x"] + labels["width"] <= end["x"], "all pages are in the bar"
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.get_by_label("Change between dark and light").click()
     changed = page.evaluate("getComputedStyle(document.body).backgroundColor")

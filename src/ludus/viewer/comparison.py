@@ -39,7 +39,7 @@ def recipe_difference(recipes: Mapping[str, Json]) -> list[Json]:
 
 
 def paired_runs(index: EpisodeIndex, first: Mapping[str, Any], second: Mapping[str, Any]) -> Json:
-    """Two sides, each a run, a split and a step, on the tasks that both have: `first` minus `second`.
+    """Two sides, each a run, a split and a step, on the tasks that both have: `second` minus `first`.
 
     The numbers of a task are means over its scored attempts, as in `ludus eval`; lost episodes are left out.
     """
@@ -66,10 +66,10 @@ def paired_runs(index: EpisodeIndex, first: Mapping[str, Any], second: Mapping[s
     ]
     measured = {
         "success": paired_test(
-            [one[task]["success"] for task in shared], [other[task]["success"] for task in shared]
+            [other[task]["success"] for task in shared], [one[task]["success"] for task in shared]
         ),
         "reward": paired_test(
-            [one[task]["reward"] for task in shared], [other[task]["reward"] for task in shared]
+            [other[task]["reward"] for task in shared], [one[task]["reward"] for task in shared]
         ),
     }
     means = {
@@ -137,6 +137,7 @@ def evaluated_steps(index: EpisodeIndex, run: str) -> list[Json]:
 def task_history(index: EpisodeIndex, run: str, task: str) -> list[Json]:
     """All attempts at a task in a run, in the order of the steps: the same task at several checkpoints."""
     return index.rows(
-        "SELECT * EXCLUDE (text) FROM episodes WHERE run = ? AND task = ? ORDER BY step, attempt LIMIT 500",
+        "SELECT * EXCLUDE (spoken, text) FROM episodes WHERE run = ? AND task = ? "
+        "ORDER BY step, attempt LIMIT 500",
         [run, task],
     )

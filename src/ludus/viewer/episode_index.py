@@ -76,17 +76,17 @@ _READ = f"""
         __ADVANTAGE__ AS advantage, __BRANCH__ AS branch,
         list_max(flatten(list_transform(segments,
             lambda s: list_transform(coalesce(s.versions, []), lambda v: v.version)))) AS version,
-        lower(array_to_string(list_transform(messages, lambda m:
+        array_to_string(list_transform(messages, lambda m:
             left(coalesce(m.content, ''), {_MOST_MESSAGE_TEXT}) || ' '
-            || left(coalesce(m.tool_calls, ''), {_MOST_MESSAGE_TEXT})), chr(10))) AS whole
+            || left(coalesce(m.tool_calls, ''), {_MOST_MESSAGE_TEXT})), chr(10)) AS whole
     FROM read_parquet(?, filename=true, file_row_number=true, union_by_name=true)
 """
 _INSERT = f"""
-    WITH found AS ({_READ})
-    SELECT * EXCLUDE (whole),
+    WITH found AS ({_READ}), short AS (SELECT * EXCLUDE (whole),
         CASE WHEN length(whole) <= {_MOST_TEXT} THEN whole
-             ELSE left(whole, {_MOST_TEXT // 2}) || ' … ' || right(whole, {_MOST_TEXT // 2}) END AS text
-    FROM found
+             ELSE left(whole, {_MOST_TEXT // 2}) || ' … ' || right(whole, {_MOST_TEXT // 2}) END AS spoken
+    FROM found)
+    SELECT *, lower(spoken) AS text FROM short
 """
 _NEWER = {
     "__ADVANTAGE__": ("list_avg(list_filter(advantages, lambda a: a IS NOT NULL))", "NULL::DOUBLE"),
@@ -231,7 +231,7 @@ class EpisodeIndex:
             "preserve_insertion_order": False,
         }
         self._database = duckdb.connect(str(self._folder / "episodes.duckdb"), config=settings)
-        self._database.execute(f"CREATE TABLE episodes ({_COLUMNS}, text VARCHAR)")
+        self._database.execute(f"CREATE TABLE episodes ({_COLUMNS}, spoken VARCHAR, text VARCHAR)")
         self._known: dict[Key, tuple[int, int]] = {}
         self._syncing = threading.Lock()
         self.state = IndexState()
@@ -344,14 +344,14 @@ class EpisodeIndex:
         limit, offset = max(0, min(query.limit, MOST_ROWS)), max(0, query.offset)
         found, needle = "NULL AS found", []
         if query.text:  # what stands around the place where the text was found
-            found = "substr(text, greatest(1, strpos(text, ?) - 60), 200) AS found"
+            found = "substr(spoken, greatest(1, strpos(text, ?) - 60), 200) AS found"
             needle = [query.text.lower()]
         rows = self.rows(
             f"WITH hit AS MATERIALIZED (SELECT rowid AS id, run, file, row, step, reward, success, failure, "
             f"task, turns, action_tokens, seconds, advantage, version FROM episodes WHERE {where}), "
             f"page AS MATERIALIZED (SELECT id, row_number() OVER () AS place FROM "
             f"(SELECT id FROM hit ORDER BY {query.order()} LIMIT {limit} OFFSET {offset})), "
-            f"shown AS (SELECT place, * EXCLUDE (text, id, place), {found} FROM page "
+            f"shown AS (SELECT place, * EXCLUDE (spoken, text, id, place), {found} FROM page "
             f"JOIN episodes ON rowid = id), "
             f"total AS (SELECT {_SUMMARY} FROM hit) "
             f"SELECT total.*, shown.* FROM total LEFT JOIN shown ON true ORDER BY place",
@@ -389,7 +389,7 @@ class EpisodeIndex:
     def group(self, run: str, file: str, group: int) -> list[Json]:
         """The attempts of a group."""
         return self.rows(
-            "SELECT * EXCLUDE (text) FROM episodes WHERE run = ? AND file = ? AND grp = ? ORDER BY row "
+            "SELECT * EXCLUDE (spoken, text) FROM episodes WHERE run = ? AND file = ? AND grp = ? ORDER BY row "
             f"LIMIT {MOST_ROWS}",
             [run, file, group],
         )

@@ -1,7 +1,8 @@
 """What needs a person, found in a run's metrics and episodes, the worst first; each with a way to look at it.
 
 A finding is a suspicion with its evidence, in numbers, and a link to the episodes that show it. The functions
-on metrics are pure; those on episodes are queries of the index.
+on metrics are pure; those on episodes are queries of the index, and count what their links open: training and
+evaluation alike.
 """
 
 from __future__ import annotations
@@ -242,7 +243,9 @@ def episode_findings(run: str, index: EpisodeIndex) -> Iterator[Finding]:
 
 def _lost(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     [total] = index.rows(
-        "SELECT count(*) AS n, count(failure) AS lost FROM episodes WHERE run = ?", [run]
+        "SELECT count(*) AS n, count(failure) AS lost, count(DISTINCT failure) AS boundaries "
+        "FROM episodes WHERE run = ?",
+        [run],
     )
     if not total["lost"] or total["lost"] < NOTABLE_SHARE * total["n"]:
         return
@@ -258,7 +261,7 @@ def _lost(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         f"{total['lost']} of {total['n']} episodes were lost",
         f"Most often ({worst['n']} times, from step {worst['first']} on), at the boundary "
         f"“{worst['failure']}”: {worst['message']}. They are in no loss and no baseline.",
-        {"failure": worst["failure"]},
+        {"failure": worst["failure"] if total["boundaries"] == 1 else "any"},
         "failure_share",
     )
 
@@ -289,7 +292,7 @@ def _tools(run: str, index: EpisodeIndex) -> Iterator[Finding]:
                 "warning",
                 f"The model calls “{name}”, which does not exist, in {hit} episodes",
                 "Tell it which tools there are, or give it this one.",
-                {"tool": name, "fault": "unknown_tool"},
+                {"tool": name, "faulted": name},
             )
             continue
         slow = (row["slow"] or 0) > 0.5 * (row["errors"] or 1)
@@ -304,7 +307,7 @@ def _tools(run: str, index: EpisodeIndex) -> Iterator[Finding]:
                 if slow
                 else "Look at what it is given and what it answers."
             ),
-            {"faulted": name, **({"fault": "tool_timeout"} if slow else {})},
+            {"tool": name, "faulted": name},
             f"tool/{name}/errors",
         )
 
@@ -314,8 +317,7 @@ def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         "SELECT count(*) AS n, sum(list_contains(faults, 'malformed_call')::INTEGER) AS hit, "
         "min(step) FILTER (list_contains(faults, 'malformed_call')) AS first, "
         "avg(list_contains(faults, 'malformed_call')::INTEGER) FILTER (step >= (SELECT max(step) - 5 "
-        "FROM episodes WHERE run = $1 AND split = 'train')) AS late "
-        "FROM episodes WHERE run = $1 AND split = 'train'",
+        "FROM episodes WHERE run = $1)) AS late FROM episodes WHERE run = $1",
         [run],
     )
     hit, count = rows[0]["hit"] or 0, rows[0]["n"]
@@ -339,10 +341,7 @@ def _malformed(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         f"{hit} of {count} episodes write tool calls that cannot be read",
         f"From step {rows[0]['first']} on.{places} The model writes calls in another form than agent.format "
         "reads: compare what the prompt shows it (Prompt, in the replay) with what it writes.",
-        {
-            "fault": "malformed_call",
-            **({"task": f"{worst['kind']}*"} if worst and worst["kind"] else {}),
-        },
+        {"fault": "malformed_call"},
         "fault_share/malformed_call",
     )
 
@@ -367,7 +366,7 @@ def _paid_for_nothing(run: str, index: EpisodeIndex) -> Iterator[Finding]:
         f"{row['paid']} episodes were paid like a success and did not succeed",
         f"A success usually has a reward of {row['usual']:.3g}; {row['paid']} of {row['failed']} failures have "
         f"that or more, from step {row['first']} on.{part} This is what reward hacking looks like.",
-        {"success": "no", "least_reward": f"{row['usual']:.6g}", "sort": "reward"},
+        {"success": "no", "least_reward": repr(row["usual"]), "sort": "reward"},
         "reward",
     )
 
@@ -389,8 +388,8 @@ def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
     rows = index.rows(
         "WITH own AS (SELECT * FROM episodes WHERE run = $1 AND answer IS NOT NULL AND trim(answer) <> '' AND "
         "target IS NOT NULL AND target <> 'null' AND step >= (SELECT max(step) - 10 FROM episodes "
-        "WHERE run = $1)) SELECT answer, count(*) AS n, count(DISTINCT target) AS targets, "
-        "(SELECT count(*) FROM own) AS total, "
+        "WHERE run = $1)) SELECT answer, (SELECT max(step) - 10 FROM episodes WHERE run = $1) AS since, "
+        "count(*) AS n, count(DISTINCT target) AS targets, (SELECT count(*) FROM own) AS total, "
         "avg(success::INTEGER) AS success FROM own GROUP BY answer ORDER BY n DESC LIMIT 1",
         [run],
     )
@@ -404,5 +403,5 @@ def _one_answer(run: str, index: EpisodeIndex) -> Iterator[Finding]:
             f"One answer to everything: {row['n']} of {row['total']} recent episodes say "
             f"“{row['answer'][:60]}”",
             f"{row['targets']} different targets get the same answer; {row['success'] or 0:.0%} succeed.",
-            {"answer": row["answer"]},
+            {"answer": row["answer"], "first_step": str(max(0, row["since"]))},
         )

@@ -59,6 +59,8 @@ _HEADERS = {
 _MOST_BODY = 1_000_000
 _THREADS = 4
 _STATIC_FILES = {file.name: file for file in STATIC.iterdir() if file.is_file()}
+_DATA = re.compile("/(api|static|export)(/|$)")
+"""What programs ask for; all else is a page."""
 _PAGES = ("/", "/run/{run}", "/episodes", "/episode/{run}/{file}/{row}", "/compare", "/play", "/labels")
 
 
@@ -155,6 +157,12 @@ class ViewerApi:
             answer = self._refused(request)
             if answer is None:
                 answer = await handler(request)
+        except web.HTTPNotFound as error:
+            if _DATA.match(request.path):
+                answer = _error(error.status, error.reason)
+            else:  # the page says so, with a way home
+                answer = await self._page(request)
+                answer.set_status(404)
         except web.HTTPException as error:
             answer = _error(error.status, error.reason)
         except NotFound as error:
@@ -447,7 +455,9 @@ class ViewerApi:
 def episode_query(request: web.Request) -> EpisodeQuery:
     """The filters of an address."""
     given = request.query
-    success = {"yes": True, "no": False}.get(given.get("success", ""))
+    success = given.get("success") or None
+    if success not in (None, "yes", "no"):
+        raise FilterError(f"success is yes or no, not {success[:40]!r}")
 
     def text(name: str, most: int = 500) -> str | None:
         return given[name][:most] if given.get(name) else None
@@ -460,7 +470,7 @@ def episode_query(request: web.Request) -> EpisodeQuery:
         task=text("task"),
         least_reward=_number(request, "least_reward"),
         most_reward=_number(request, "most_reward"),
-        success=success,
+        success=None if success is None else success == "yes",
         stop=text("stop"),
         failure=text("failure"),
         tool=text("tool"),

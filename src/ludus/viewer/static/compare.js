@@ -68,7 +68,10 @@ async function history_(context, run, task) {
 
 async function runs(context, query) {
   const all = (await get("/api/runs")).runs.map((one) => one.name);
-  const sides = { a: { run: query.a_run || all[0] || "", split: query.a_split || "", step: query.a_step || "" }, b: { run: query.b_run || all[1] || all[0] || "", split: query.b_split || "", step: query.b_step || "" } };
+  // Without a choice: the newest run (second) against the one before it, never a run against itself if there is another.
+  const another = (run) => all.find((one) => one !== run) || run || "";
+  const second = query.b_run || (query.a_run ? another(query.a_run) : all[0] || ""), first = query.a_run || another(second);
+  const sides = { a: { run: first, split: query.a_split || "", step: query.a_step || "" }, b: { run: second, split: query.b_split || "", step: query.b_step || "" } };
   const steps = {};
   for (const side of ["a", "b"]) if (sides[side].run) steps[side] = (await get(`/api/steps/${encodeURIComponent(sides[side].run)}`)).steps;
   if (context.isOver()) return;
@@ -81,7 +84,7 @@ async function runs(context, query) {
       h("label", { class: "field" }, "Checkpoint (step)", h("select", { onchange: (event) => set({ [`${side}_step`]: event.target.value }) }, h("option", { value: "" }, "all"), list.filter((one) => !own.split || one.split === own.split).map((one) => h("option", { value: one.step, selected: String(one.step) === String(own.step) }, `step ${one.step} (${one.tasks} tasks)`)))));
   };
   const result = h("div", { class: "stack" });
-  clear(context.frame, h("h1", {}, "Compare"), h("p", { class: "soft" }, "Two sides on the tasks that both have played: the paired statistics of ludus eval. To see attempts side by side, open an episode and choose “Compare attempts”; to overlay curves, choose runs on the first page."),
+  clear(context.frame, h("h1", {}, "Compare"), h("p", { class: "soft" }, "Two sides on the tasks that both have played: the paired statistics of ludus eval. Differences are second minus first: green where the second is better. To see attempts side by side, open an episode and choose “Compare attempts”; to overlay curves, choose runs on the first page."),
     h("div", { class: "charts large" }, pick("a", "First"), pick("b", "Second")), result);
   if (!all.length) { clear(result, h("p", { class: "empty" }, "There are no runs.")); return; }
   const found = await get("/api/paired", { a_run: sides.a.run, a_split: sides.a.split, a_step: sides.a.step, b_run: sides.b.run, b_split: sides.b.split, b_step: sides.b.step });
@@ -91,8 +94,8 @@ async function runs(context, query) {
   clear(result,
     h("div", { class: "charts" }, ["success", "reward"].map((metric) => statistic(metric, found.statistics[metric], found.tasks))),
     h("h2", {}, "Task by task, the largest differences first"),
-    h("div", { class: "table-wrap" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Task"), ["First", "Second", "Difference"].map((one) => h("th", { class: "number" }, one)), h("th", {}, ""))),
-      h("tbody", {}, found.by_task.slice(0, 200).map((one) => h("tr", {}, h("td", { class: "task" }, plain(one.task)), h("td", { class: "number" }, percent(one.first)), h("td", { class: "number" }, percent(one.second)), h("td", { class: `number ${one.first > one.second ? "reward good" : one.first < one.second ? "reward bad" : ""}` }, `${one.first > one.second ? "+" : ""}${(100 * (one.first - one.second)).toFixed(0)} pts`), h("td", {}, h("a", { class: "link", href: address("/compare", { episode: [`${sides_[0]}/${one.first_episode.file}/${one.first_episode.row}`, `${sides_[1]}/${one.second_episode.file}/${one.second_episode.row}`] }) }, "side by side"))))))));
+    h("div", { class: "table-wrap" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Task"), ["First", "Second", "Second minus first"].map((one) => h("th", { class: "number" }, one)), h("th", {}, ""))),
+      h("tbody", {}, found.by_task.slice(0, 200).map((one) => h("tr", {}, h("td", { class: "task" }, plain(one.task)), h("td", { class: "number" }, percent(one.first)), h("td", { class: "number" }, percent(one.second)), h("td", { class: `number ${one.second > one.first ? "reward good" : one.second < one.first ? "reward bad" : ""}` }, `${one.second > one.first ? "+" : ""}${(100 * (one.second - one.first)).toFixed(0)} pts`), h("td", {}, h("a", { class: "link", href: address("/compare", { episode: [`${sides_[0]}/${one.first_episode.file}/${one.first_episode.row}`, `${sides_[1]}/${one.second_episode.file}/${one.second_episode.row}`] }) }, "side by side"))))))));
 }
 
 const parsedSide = (side) => side.run;
@@ -103,8 +106,8 @@ function statistic(metric, test, tasks) {
   const at = (value) => `${50 + (50 * value) / reach}%`;
   const sure = test.p_flip < 0.05;
   return h("div", { class: "panel stack", style: { gap: "8px" } }, h("h2", {}, metric === "success" ? "Success" : "Reward"),
-    h("div", { class: "row", style: { gap: "28px" } }, h("div", { class: "stat" }, h("span", { class: "label" }, "First"), h("span", { class: "value" }, shown(test.first))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second"), h("span", { class: "value" }, shown(test.second))), h("div", { class: "stat" }, h("span", { class: "label" }, "Difference"), h("span", { class: `big ${test.difference > 0 ? "reward good" : test.difference < 0 ? "reward bad" : ""}`, style: { "font-size": "1.9rem" } }, `${test.difference > 0 ? "+" : ""}${metric === "success" ? `${(100 * test.difference).toFixed(1)} pts` : number(test.difference)}`))),
+    h("div", { class: "row", style: { gap: "28px" } }, h("div", { class: "stat" }, h("span", { class: "label" }, "First"), h("span", { class: "value" }, shown(test.first))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second"), h("span", { class: "value" }, shown(test.second))), h("div", { class: "stat" }, h("span", { class: "label" }, "Second minus first"), h("span", { class: `big ${test.difference > 0 ? "reward good" : test.difference < 0 ? "reward bad" : ""}`, style: { "font-size": "1.9rem" } }, `${test.difference > 0 ? "+" : ""}${metric === "success" ? `${(100 * test.difference).toFixed(1)} pts` : number(test.difference)}`))),
     h("div", { class: "interval", role: "img", "aria-label": `95% interval from ${test.low} to ${test.high}` }, h("span", { class: "zero", style: { left: "50%" } }), test.low !== null && h("span", { class: "span", style: { left: at(test.low), width: `calc(${at(test.high)} - ${at(test.low)})` } }), h("span", { class: "point", style: { left: at(test.difference) } })),
-    h("p", { class: "soft small" }, test.low !== null ? `95% interval ${shown(test.low)} to ${shown(test.high)}. ` : "", `${test.wins} tasks better, ${test.losses} worse, ${test.ties} the same, of ${tasks}. p = ${number(test.p_flip, 4)} (sign-flip${test.is_exact ? ", exact" : ""}), ${number(test.p_sign, 4)} (signs).`),
-    h("p", {}, h("span", { class: `chip ${sure ? (test.difference > 0 ? "good" : "bad") : ""}` }, sure ? "chance alone is unlikely" : "could be chance")));
+    h("p", { class: "soft small" }, test.low !== null ? `95% interval ${shown(test.low)} to ${shown(test.high)}. ` : "", `The second is better on ${test.wins} tasks, worse on ${test.losses}, the same on ${test.ties}, of ${tasks}. p = ${number(test.p_flip, 4)} (sign-flip${test.is_exact ? ", exact" : ""}), ${number(test.p_sign, 4)} (signs).`),
+    h("p", {}, h("span", { class: `chip ${sure ? (test.difference > 0 ? "good" : "bad") : ""}` }, sure ? `the second is ${test.difference > 0 ? "better" : "worse"}: chance alone is unlikely` : "could be chance")));
 }
