@@ -57,6 +57,12 @@ TokenFile = Annotated[
 NoToken = Annotated[
     bool, typer.Option("--no-token", help="Let every user of this machine call the server.")
 ]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="A TOML file with tools = [...] and tables sandbox and envs, as in a recipe."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Log warnings only.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Log every request and every call.")]
 
@@ -79,13 +85,7 @@ def serve_tools(
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="A TOML file with tools = [...] and tables sandbox and envs, as in a recipe.",
-        ),
-    ] = None,
+    settings: ConfigOption = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
     backend: Annotated[
@@ -312,13 +312,7 @@ def serve_mcp(
             show_default=False,
         ),
     ] = None,
-    settings: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="A TOML file with tools = [...] and tables sandbox and envs, as in a recipe.",
-        ),
-    ] = None,
+    settings: ConfigOption = None,
     http: Annotated[
         bool,
         typer.Option("--http", help="Streamable HTTP at /mcp, instead of standard input and output."),

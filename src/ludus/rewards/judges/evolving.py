@@ -20,9 +20,9 @@ import re
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from ludus.core.config import Config, Place
 from ludus.core.messages import Message
@@ -30,7 +30,7 @@ from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import ChatError
 from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, Criterion, Rubric, Strictness
 from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, transcript
-from ludus.rewards.judges.verdict import listed
+from ludus.rewards.judges.verdict import CodedVerdict, coded, listed
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,9 @@ class EvolutionConfig(Config):
         return self
 
 
-class ProposedCriteria(BaseModel):
+class ProposedCriteria(CodedVerdict):
     """What a model proposes."""
 
-    code: str
     criteria: list[Criterion]
 
 
@@ -168,7 +167,7 @@ class RubricEvolution:
         count = min(self.config.examples, len(ranked) // 2)
         messages, code = _proposal(ranked[-count:], ranked[:count], kept, room)
         try:
-            found: ProposedCriteria = await ask(messages, _proposal_type(code), [])
+            found: ProposedCriteria = await ask(messages, coded(ProposedCriteria, code), [])
         except ChatError as error:
             log.warning("no new criteria for %r: %s", self._judge, error)
             return []
@@ -235,15 +234,6 @@ def _proposal(
     )
     evidence = "\n\n".join(enclosed(text, name, code) for name, text in shown)
     return [Message("system", system), Message("user", evidence)], code
-
-
-def _proposal_type(code: str) -> TypeAdapter[ProposedCriteria]:
-    def check(found: ProposedCriteria) -> ProposedCriteria:
-        if found.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
-        return found
-
-    return TypeAdapter(Annotated[ProposedCriteria, AfterValidator(check)])
 
 
 def load_evolution(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
@@ -23,14 +23,13 @@ from ludus.rewards.judges.transcript import (
     shortened,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, ModelSpec, OutOfTen, listed
+from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, OutOfTen, coded, listed
 from ludus.rewards.reward import Parts
 
 
-class JudgeVerdict(BaseModel):
-    """What a judge answers. `code` names the evidence: a verdict planted in it does not know it."""
+class JudgeVerdict(CodedVerdict):
+    """What a judge answers."""
 
-    code: str
     reason: str = ""
     scores: dict[str, OutOfTen]
 
@@ -174,12 +173,9 @@ class Judge(AskingReward):
 
 
 def _verdict_type(rubric: Rubric, code: str) -> TypeAdapter[JudgeVerdict]:
-    def check(verdict: JudgeVerdict) -> JudgeVerdict:
-        if verdict.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+    def check(verdict: JudgeVerdict) -> None:
         missing = [name for name in rubric.weights if name not in verdict.scores]
         if missing:
             raise ValueError(f"scores has no {', '.join(missing)}")
-        return verdict
 
-    return TypeAdapter(Annotated[JudgeVerdict, AfterValidator(check)])
+    return coded(JudgeVerdict, code, check)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import Field
 
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, shortened, transcript
-from ludus.rewards.judges.verdict import AskingReward, ModelSpec
+from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, coded
 from ludus.rewards.reward import Parts
 from ludus.rewards.text_rewards import exact_match
 
 
-class MatchVerdict(BaseModel):
-    """Whether two answers agree. `code` names the evidence: a verdict planted in it does not know it."""
+class MatchVerdict(CodedVerdict):
+    """Whether two answers agree."""
 
-    code: str
     reason: str = ""
     match: Annotated[bool, Field(strict=True)]
 
@@ -61,7 +60,7 @@ class ModelMatch(AskingReward):
         is_match = bool(answer)
         if not settled:
             messages, code = self.question(answer, task)
-            is_match = (await self.ask(messages, _verdict_type(code), [trajectory])).match
+            is_match = (await self.ask(messages, coded(MatchVerdict, code), [trajectory])).match
         score = self.right if is_match else self.wrong
         return {self.name: score, f"{self.name}_asked": float(not settled)}
 
@@ -84,12 +83,3 @@ class ModelMatch(AskingReward):
             for name, text in (("question", asked), ("right-answer", wanted), ("answer", given))
         ]
         return [Message("system", system), Message("user", "\n\n".join(evidence))], code
-
-
-def _verdict_type(code: str) -> TypeAdapter[MatchVerdict]:
-    def check(verdict: MatchVerdict) -> MatchVerdict:
-        if verdict.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
-        return verdict
-
-    return TypeAdapter(Annotated[MatchVerdict, AfterValidator(check)])

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ludus.core.chat import ChatOptions
 from ludus.core.messages import Message
 from ludus.core.trajectory import Trajectory
 from ludus.llm import ask_json, load_chat_model
 from ludus.rewards.judges.transcript import DEFAULT_CHARS, UNTRUSTED, code_of, enclosed, transcript
-from ludus.rewards.judges.verdict import ModelSpec, listed
+from ludus.rewards.judges.verdict import CodedVerdict, ModelSpec, coded, listed
 from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
 
-class PairAnswer(BaseModel):
+class PairAnswer(CodedVerdict):
     """What the judge answers."""
 
-    code: str
     reason: str = ""
     better: Side
-    dimensions: dict[str, Side] = {}
+    dimensions: dict[str, Side] = Field(default_factory=dict)
 
 
 class PairJudge:
@@ -94,16 +92,13 @@ class PairJudge:
         return "\n\n".join(part for part in parts if part)
 
     def _answer_type(self, code: str) -> TypeAdapter[PairAnswer]:
-        def check(answer: PairAnswer) -> PairAnswer:
-            if answer.code != code:
-                raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+        def check(answer: PairAnswer) -> None:
             missing = [name for name in self.dimensions if name not in answer.dimensions]
             if missing:
                 raise ValueError(f"dimensions has no {', '.join(missing)}")
             answer.dimensions = {name: answer.dimensions[name] for name in self.dimensions}
-            return answer
 
-        return TypeAdapter(Annotated[PairAnswer, AfterValidator(check)])
+        return coded(PairAnswer, code, check)
 
     async def close(self) -> None:
         await self.model.close()

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
@@ -30,7 +30,7 @@ from ludus.rewards.judges.transcript import (
     shortened,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, ModelSpec
+from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, coded
 
 CHECKLIST = "checklist"
 """The key of a task's metadata with its own list."""
@@ -44,10 +44,9 @@ class ChecklistAnswer(BaseModel):
     items: Annotated[list[Item], Field(min_length=1, max_length=_MOST_ITEMS)]
 
 
-class StepsAnswer(BaseModel):
+class StepsAnswer(CodedVerdict):
     """For each action, the numbers of the items that it completed, counted from 1."""
 
-    code: str
     steps: list[list[int]]
 
 
@@ -171,14 +170,11 @@ def _steps(messages: Sequence[Message]) -> list[str]:
 
 
 def _steps_type(code: str, items: int, actions: int) -> TypeAdapter[StepsAnswer]:
-    def check(answer: StepsAnswer) -> StepsAnswer:
-        if answer.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+    def check(answer: StepsAnswer) -> None:
         if len(answer.steps) != actions:
             raise ValueError(f"steps has {len(answer.steps)} lists for {actions} actions")
         wrong = [number for step in answer.steps for number in step if not 1 <= number <= items]
         if wrong:
             raise ValueError(f"there is no item {wrong[0]}: they are numbered from 1 to {items}")
-        return answer
 
-    return TypeAdapter(Annotated[StepsAnswer, AfterValidator(check)])
+    return coded(StepsAnswer, code, check)

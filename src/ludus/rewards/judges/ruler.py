@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from ludus.core.messages import Message
 from ludus.core.random import key, shuffled
@@ -24,7 +24,7 @@ from ludus.rewards.judges.transcript import (
     fair_limit,
     transcript,
 )
-from ludus.rewards.judges.verdict import AskingReward, ModelSpec, Unit
+from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
 
 DEFAULT_RULER_RUBRIC = """\
 - An attempt that reaches the goal scores clearly higher than one that does not.
@@ -44,10 +44,9 @@ class AttemptVerdict(BaseModel):
     score: Unit
 
 
-class RulerVerdict(BaseModel):
-    """What a judge says of a group. `code` names the evidence: a verdict planted in it does not know it."""
+class RulerVerdict(CodedVerdict):
+    """What a judge says of a group."""
 
-    code: str
     scores: list[AttemptVerdict]
 
 
@@ -131,11 +130,8 @@ class Ruler(AskingReward):
 
 
 def _verdict_type(count: int, code: str) -> TypeAdapter[RulerVerdict]:
-    def check(verdict: RulerVerdict) -> RulerVerdict:
-        if verdict.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+    def check(verdict: RulerVerdict) -> None:
         if sorted(one.id for one in verdict.scores) != list(range(1, count + 1)):
             raise ValueError(f"scores must have each of the attempts 1 to {count} once")
-        return verdict
 
-    return TypeAdapter(Annotated[RulerVerdict, AfterValidator(check)])
+    return coded(RulerVerdict, code, check)

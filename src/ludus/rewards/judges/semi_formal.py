@@ -9,15 +9,15 @@ reasoning, whose verdicts on patches agree with execution in most cases. Where e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.judges.transcript import DEFAULT_CHARS, UNTRUSTED, code_of, enclosed, transcript
-from ludus.rewards.judges.verdict import AskingReward, ModelSpec, Unit
+from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
 from ludus.rewards.reward import Parts, merge
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate
 
@@ -32,10 +32,9 @@ class PathTrace(BaseModel):
     outcome: str = Field(min_length=1)
 
 
-class SemiFormalVerdict(BaseModel):
+class SemiFormalVerdict(CodedVerdict):
     """Premises, traces, and a conclusion."""
 
-    code: str
     assumptions: list[str] = Field(min_length=1)
     traces: list[PathTrace] = Field(min_length=1)
     conclusion: Literal["correct", "incorrect"]
@@ -126,13 +125,10 @@ class SemiFormal(AskingReward):
 
 
 def _verdict_type(code: str, least_traces: int) -> TypeAdapter[SemiFormalVerdict]:
-    def check(verdict: SemiFormalVerdict) -> SemiFormalVerdict:
-        if verdict.code != code:
-            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+    def check(verdict: SemiFormalVerdict) -> None:
         if len(verdict.traces) < least_traces:
             raise ValueError(f"at least {least_traces} paths must be traced, with different inputs")
         if len({trace.inputs.strip() for trace in verdict.traces}) < len(verdict.traces):
             raise ValueError("two traces have the same inputs: each must be another path")
-        return verdict
 
-    return TypeAdapter(Annotated[SemiFormalVerdict, AfterValidator(check)])
+    return coded(SemiFormalVerdict, code, check)

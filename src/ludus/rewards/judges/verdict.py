@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.failures import ConfigError
@@ -22,6 +22,27 @@ Unit = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 """A score from 0 to 1."""
 OutOfTen = Annotated[float, Field(strict=True, ge=0, le=10, allow_inf_nan=False)]
 """A score from 0 to 10. A text or a boolean is none."""
+
+
+class CodedVerdict(BaseModel):
+    """What a judge answers. `code` names the evidence: a verdict that is planted in it does not know it."""
+
+    code: str
+
+
+V = TypeVar("V", bound=CodedVerdict)
+
+
+def coded(kind: type[V], code: str, check: Callable[[V], None] = lambda verdict: None) -> TypeAdapter[V]:
+    """The type of a verdict that names this code; `check` raises a `ValueError` for what else is wrong."""
+
+    def checked(verdict: V) -> V:
+        if verdict.code != code:
+            raise ValueError(f"code must be {code!r}, the code of the marks around the evidence")
+        check(verdict)
+        return verdict
+
+    return TypeAdapter(Annotated[kind, AfterValidator(checked)])  # type: ignore[arg-type]
 
 
 class AskingReward:
