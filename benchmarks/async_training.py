@@ -3,6 +3,8 @@
     python benchmarks/async_training.py [--rounds 3] [--steps 12] [--staleness 0 1 2] [--deadline 4]
     python benchmarks/async_training.py --engines 0 1 [...]
     python benchmarks/async_training.py --learning [--seeds 0 1 2] [--staleness 0 1 2 4 8]
+    python benchmarks/async_training.py --recipe recipes/gsm8k.toml --model FOLDER --own-tools [KEY=VALUE]
+    python benchmarks/async_training.py --recipe recipes/textcraft.toml --model FOLDER --latency 2
 
 The task is the safe of the quickstart, after its warm start, which is done once. A step has 8 tasks × 8
 attempts = 64 episodes, one optimizer update, one thread (OMP_NUM_THREADS=1). Every turn's calls take a
@@ -13,6 +15,10 @@ step to the end of the last; success is over 200 held-out safes afterwards, with
 
 With `--engines N` the asynchronous runs sample in N further processes, each with one thread of its own; the run
 without staleness is in one process, as before.
+
+With `--recipe` another recipe is trained, from a model that you have, with its own batch: a pretrained one on a
+GPU. `--own-tools` adds no latency, so that its tools take what they take (programs that hang are GSM8K's
+stragglers); the table then has the GPU's utilisation too, by NVML.
 
 `--learning` leaves out the latency and asks what staleness does to learning, with and without importance
 correction, from the same warm start.
@@ -69,22 +75,23 @@ class SlowTools(ludus.Agent):
 
 def child(options: dict[str, Any]) -> dict[str, float]:
     """One run: its wall time, its lag, and the success afterwards."""
-    agent = SlowTools(options["latency"], options["deadline"])
+    agent = SlowTools(options["latency"], options["deadline"]) if options["latency"] else None
     times: list[float] = []
 
     def on_step(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
         times.append(time.perf_counter())
-        if phase == "evaluation":
-            agent.mean = options["latency"]  # the first one measures the warm start
-        if phase != "evaluation" and step == total:
+        if agent is not None and phase == "evaluation":
+            agent.mean = options["latency"]  # the first one measures the model that all begin with
+        if agent is not None and phase != "evaluation" and step == total:
             agent.mean = 0.0
 
-    agent.mean = 0.0
-    recipe = load_recipe(RECIPE, [f"seed={options['seed']}", "warm_start.steps=0", "threads=1"])
+    if agent is not None:
+        agent.mean = 0.0
+    settings = [f"seed={options['seed']}", "warm_start=none", "threads=1", "evaluation.every=0"]
+    recipe = load_recipe(options["recipe"], [*settings, *options["overrides"]])
     rl = {
         **recipe.model_dump()["rl"],
         "steps": options["steps"],
-        "tasks": options["tasks"],
         "updates": 1,
         "staleness": options["staleness"],
         "correction": options["correction"],
@@ -96,8 +103,8 @@ def child(options: dict[str, Any]) -> dict[str, float]:
         cluster={"engines": options.get("engines", 0)},
         rl=rl,
         run=run,
-        agent=agent,
         progress=False,
+        **({} if agent is None else {"agent": agent}),
         on_step=on_step,
     )
     rows = [row for row in result.metrics if "step_seconds" in row]
@@ -110,6 +117,8 @@ def child(options: dict[str, Any]) -> dict[str, float]:
         "sync": statistics.fmean(row.get("engine/sync_seconds", 0.0) for row in rows),
         "paused": statistics.fmean(row.get("paused_seconds", 0.0) for row in rows),
         "training": statistics.fmean(row["time_share/training"] * row["step_seconds"] for row in rows),
+        "busy": statistics.fmean(row.get("gpu/utilisation", 0.0) for row in rows),
+        "slowest": max(row["step_seconds"] for row in rows),
         "ess": min(row.get("ess", 1.0) for row in rows),
         "before": measured[0],
         "success": measured[-1],
@@ -139,14 +148,17 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
         for staleness, engines in cases:
             place = folder / f"{number}-{staleness}-{engines}"
             found = run_child(
-                model=model, folder=str(place), staleness=staleness, seed=number, steps=options.steps, tasks=8,
-                correction=None, latency=options.latency, deadline=options.deadline, engines=engines,
+                model=model, folder=str(place), staleness=staleness, seed=number, steps=options.steps,
+                correction=None, latency=0.0 if options.own_tools else options.latency,
+                deadline=options.deadline, engines=engines, recipe=options.recipe,
+                overrides=options.overrides,
             )  # fmt: skip
             base = base or found["seconds"]
             rows.append([
                 str(number), "sync" if staleness == 0 else f"S = {staleness}", str(1 + engines),
                 f"{found['seconds']:.1f} s",
-                f"{base / found['seconds']:.2f}", f"{found['training']:.2f} s",
+                f"{base / found['seconds']:.2f}", f"{found['slowest']:.1f} s", f"{found['training']:.2f} s",
+                f"{found['busy']:.0%}" if found["busy"] else "–",
                 f"{found['lag_mean']:.2f} / {found['lag_max']:.0f}", f"{found['versions']:.2f}",
                 f"{found['before']:.1%} → {found['success']:.1%}",
             ])  # fmt: skip
@@ -157,7 +169,9 @@ def speed(options: argparse.Namespace, folder: Path, model: str) -> None:
         "processes",
         "wall",
         "times as fast",
+        "slowest step",
         "update",
+        "GPU busy",
         "lag mean / max",
         "versions an episode",
     ]
@@ -171,8 +185,8 @@ def learning(options: argparse.Namespace, folder: Path, model: str) -> None:
             found = [
                 run_child(
                     model=model, folder=str(folder / f"{staleness}-{correction}-{seed}"), seed=seed,
-                    staleness=staleness, steps=options.steps, tasks=8, correction=correction,
-                    latency=0.0, deadline=0.0,
+                    staleness=staleness, steps=options.steps, correction=correction,
+                    latency=0.0, deadline=0.0, recipe=options.recipe, overrides=options.overrides,
                 )
                 for seed in options.seeds
             ]  # fmt: skip
@@ -207,12 +221,19 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=4.0)
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--model", help="a folder with the warm-started model")
+    parser.add_argument("--model", help="a folder with the model that all runs begin with")
+    parser.add_argument("--recipe", default=str(RECIPE))
+    parser.add_argument("--own-tools", action="store_true", help="add no latency")
+    parser.add_argument("overrides", nargs="*", default=[], help="settings of the recipe: KEY=VALUE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.child is not None:
         print(json.dumps(child(json.loads(options.child))))
         return
+    if options.recipe == str(RECIPE):
+        options.overrides = ["rl.tasks=8", *options.overrides]
+    elif not options.model:
+        parser.error("--recipe needs --model: a folder, or a name on the hub")
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or warm_start(Path(folder) / "warm-start")
         (learning if options.learning else speed)(options, Path(folder), model)
