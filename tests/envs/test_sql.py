@@ -17,6 +17,8 @@ from ludus.envs.sql import (
     Sql,
     dbbench_tasks,
     expert,
+    hard_held_out_tasks,
+    hard_training_tasks,
     held_out_tasks,
     same_values,
     spider_held_out_tasks,
@@ -146,8 +148,58 @@ async def test_the_expert_solves_them_with_the_agents_tools() -> None:
 
 @pytest.mark.slow
 async def test_the_expert_solves_all_of_them() -> None:
-    played = await play_expert("sql", [*held_out_tasks(), *training_tasks()[::4]])
+    hard = [*hard_held_out_tasks(), *hard_training_tasks()[::4]]
+    played = await play_expert("sql", [*held_out_tasks(), *training_tasks()[::4], *hard])
     assert [t.task.id for t in played if t.rewards["success"] != 1.0 or t.faults] == []
+
+
+def question_of(task: Task) -> str:
+    return task.messages[0].content.partition("Question: ")[2]
+
+
+def test_hard_tasks_share_neither_databases_nor_wordings_between_the_splits() -> None:
+    train, held_out = hard_training_tasks(), hard_held_out_tasks()
+    assert len(train) == 774 and len(held_out) == 74
+    wanted = {"correlated", "difference", "having", "pair", "second", "set", "share", "top_per_group"}
+    assert {t.metadata["subtask"] for t in held_out} == {t.metadata["subtask"] for t in train} == wanted
+    used = [{t.envs["sql"]["database"].partition("-")[0] for t in tasks} for tasks in (train, held_out)]
+    assert used == [set(NAMES) - set(HELD_OUT), set(HELD_OUT)]
+    # the first words of a question belong to its wording, not to its database
+    starts = [{" ".join(question_of(t).split()[:2]) for t in tasks} for tasks in (train, held_out)]
+    assert {"Out of", "Break the", "By how"} <= starts[1] and not {"Out of", "By how"} & starts[0]
+    easy = {question_of(t) for t in [*training_tasks(), *held_out_tasks()]}
+    assert not easy & {question_of(t) for t in [*train, *held_out]}
+
+
+def test_the_rows_of_hard_questions_differ_between_the_databases_that_they_are_checked_on() -> None:
+    for task in hard_held_out_tasks():
+        results = []
+        for name in task.metadata["database"]:
+            connection = sqlite3.connect(":memory:")
+            connection.executescript(script_of(name))
+            results.append(connection.execute(task.target).fetchall())
+            connection.close()
+        assert len(results) == 3 and all(results), question_of(task)
+        assert not results[0] == results[1] == results[2], question_of(task)
+
+
+async def test_a_hard_answer_that_is_right_by_luck_on_the_shown_rows_does_not_pass() -> None:
+    task = next(t for t in hard_held_out_tasks() if t.metadata["subtask"] == "difference")
+    shown = task.envs["sql"]["database"]
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(script_of(shown))
+    ((number,),) = connection.execute(task.target).fetchall()
+    connection.close()
+    assert (await scored(success, task, task.target))["success"] == 1.0
+    assert (await scored(success, task, f"select {number}"))["success"] == 0.0
+    seen = Task.of("?", task.target, envs=task.envs, metadata={"database": shown})
+    assert (await scored(success, seen, f"select {number}"))["success"] == 1.0
+
+
+async def test_the_expert_solves_hard_tasks() -> None:
+    chosen = hard_held_out_tasks()[::9]
+    played = await play_expert("sql", chosen)
+    assert [t.rewards["success"] for t in played] == [1.0] * len(chosen)
 
 
 def spider(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from typing import Any
@@ -31,7 +31,8 @@ from ludus.envs.sql.files import (
     spider_rows,
     table_names,
 )
-from ludus.envs.sql.questions import questions
+from ludus.envs.sql.hard_questions import CHECKED_ON, hard_questions
+from ludus.envs.sql.questions import SqlQuestion, questions
 from ludus.rewards.code_tests.sql_match import ResultTable, SqlMatch, TableRules, equal_tables
 from ludus.rewards.reward import Parts
 from ludus.sandbox import Sandbox, Session, shared_sandbox
@@ -153,7 +154,10 @@ class ExecutionMatch(SqlMatch):
         return {**parts, self.name: 1.0 if matched else self.otherwise, "success": matched}
 
     def _databases(self, given: Any) -> list[Database]:
-        return [find_database(given)] if isinstance(given, str) else super()._databases(given)
+        several = [given] if isinstance(given, str) else given
+        if isinstance(several, list | tuple) and several:
+            return [find_database(str(one)) for one in several]
+        return super()._databases(given)
 
     def _readable(self, database: Database) -> tuple[str, ...]:
         return readable_of(database)
@@ -208,17 +212,33 @@ def _changed_table(database: Database, statement: str, query: str) -> ResultTabl
 
 def training_tasks() -> list[Task]:
     """Questions about eight databases, each filled in four ways."""
-    names = [name for name in NAMES if name not in HELD_OUT]
-    return _own("train", [f"{name}-{n}" for n in range(1, VARIANTS + 1) for name in names])
+    return _own("train", [(name, one) for name in _TRAINED for one in questions(name)])
 
 
 def held_out_tasks() -> list[Task]:
     """Questions about three other databases."""
-    return _own("held-out", [f"{name}-1" for name in HELD_OUT])
+    return _own("held-out", [(name, one) for name in _MEASURED for one in questions(name)])
 
 
-def _own(split: str, names: list[str]) -> list[Task]:
-    pairs = [(name, question) for name in names for question in questions(name)]
+def hard_training_tasks() -> list[Task]:
+    """Questions of two steps (`hard_questions`) about the eight databases."""
+    pairs = [(name, one) for name in _TRAINED for one in hard_questions(name, "train")]
+    return _own("hard-train", pairs, CHECKED_ON)
+
+
+def hard_held_out_tasks() -> list[Task]:
+    """The same about the three others, in other words. Answers are compared on hidden rows too."""
+    pairs = [(name, one) for name in _MEASURED for one in hard_questions(name, "held_out")]
+    return _own("hard-held-out", pairs, CHECKED_ON)
+
+
+_TRAINED = [f"{name}-{n}" for n in range(1, VARIANTS + 1) for name in NAMES if name not in HELD_OUT]
+_MEASURED = [f"{name}-1" for name in HELD_OUT]
+
+
+def _own(
+    split: str, pairs: list[tuple[str, SqlQuestion]], checked_on: tuple[int, ...] = ()
+) -> list[Task]:
     return [
         _query_task(
             f"sql-{split}-{number}",
@@ -227,19 +247,28 @@ def _own(split: str, names: list[str]) -> list[Task]:
             question.text,
             question.query,
             question.subtask,
+            [f"{name.partition('-')[0]}-{variant}" for variant in checked_on],
         )
         for number, (name, question) in enumerate(pairs)
     ]
 
 
-def _query_task(own: str, database: str, tables: str, question: str, query: str, subtask: str) -> Task:
+def _query_task(
+    own: str,
+    database: str,
+    tables: str,
+    question: str,
+    query: str,
+    subtask: str,
+    hidden: Sequence[str] = (),
+) -> Task:
     return Task.of(
         _PROMPT.format(name=database.partition("-")[0], tables=tables, question=question),
         query,
         id=own,
         envs={"sql": {"database": database}},
         subtask=subtask,
-        database=database,
+        database=[database, *hidden] if hidden else database,
     )
 
 
