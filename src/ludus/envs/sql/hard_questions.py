@@ -194,17 +194,17 @@ def _sets(table: Table, reference: Column, parent: Table, draw: Random) -> Itera
             where = f"id in ({of} = '{first}') and id not in ({of} = '{other}')"
             yield "set", wordings, f"select {label.name} from {p} where {where}"
     for c in table.of("category"):
-        for one, other in draw.sample(list(combinations(c.values, 2)), _DRAWS):
+        for left, right in draw.sample(list(combinations(c.values, 2)), _DRAWS):
             wordings = (
-                f"Give the {named} of all {owners} with {rows} of the {c.phrase} {one} and with "
-                f"{rows} of the {c.phrase} {other}.",
-                f"Which {owners} have both {one} and {other} among the {c.phrase} of their {rows}? "
+                f"Give the {named} of all {owners} with {rows} of the {c.phrase} {left} and with "
+                f"{rows} of the {c.phrase} {right}.",
+                f"Which {owners} have both {left} and {right} among the {c.phrase} of their {rows}? "
                 f"Give the {named}.",
-                f"Name ({named}) every {owner} whose {rows} include a {c.phrase} of {one} as well "
-                f"as one of {other}.",
+                f"Name ({named}) every {owner} whose {rows} include a {c.phrase} of {left} as well "
+                f"as one of {right}.",
             )
             of = f"select {reference.name} from {t} where {c.name}"
-            where = f"id in ({of} = '{one}') and id in ({of} = '{other}')"
+            where = f"id in ({of} = '{left}') and id in ({of} = '{right}')"
             yield "set", wordings, f"select {label.name} from {p} where {where}"
 
 
