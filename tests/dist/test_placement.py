@@ -25,7 +25,7 @@ def node(cpus: float, gpus: float = 0.0, name: str = "n") -> Node:
 def test_what_does_not_fit_is_refused_with_both_sides() -> None:
     ranks, engines = Claim("trainer rank", 2, gpus=1), Claim("engine", 2, gpus=1)
     there = [node(8, 2, "a"), node(8, 1, "b")]
-    with pytest.raises(ConfigError, match=r"no room for a engine") as caught:
+    with pytest.raises(ConfigError, match=r"no room for one more engine") as caught:
         check_room([ranks, engines], there)
     told = str(caught.value)
     assert "2 x trainer rank (1 CPU and 1 GPU each), 2 x engine (1 CPU and 1 GPU each)" in told

@@ -142,7 +142,7 @@ def test_what_has_no_place_is_refused_before_the_run(folder: Path, cluster: Any)
     _, told = process.communicate(timeout=60)
     words = " ".join(told.split())
     assert process.returncode == 2 and not (folder / "run").exists()
-    assert "no room for a trainer rank. Asked for: 20 x trainer rank (1 CPU each)" in words
+    assert "no room for one more trainer rank. Asked for: 20 x trainer rank (1 CPU each)" in words
     assert "8 CPUs (8 free)" in words
 
 

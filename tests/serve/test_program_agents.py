@@ -140,6 +140,20 @@ time.sleep(60)
     assert ends(child)
 
 
+@pytest.mark.parametrize("own_session", [False, True])
+async def test_a_program_that_leaves_a_child_behind_has_ended(tmp_path: Path, own_session: bool) -> None:
+    code = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "600"], start_new_session={own_session})  # it holds stdout and stderr open
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+{SAYS}
+"""
+    agent = ProgramAgent(program(tmp_path, code), ProgramConfig(answer="stdout", timeout=30))
+    (played,) = await play(agent, lambda tokens, sampling, session: "fine")
+    assert (played.failure, played.answer) == (None, "fine")
+    assert ends(int((tmp_path / "child").read_text()))
+
+
 def ends(process: int, seconds: float = 20.0) -> bool:
     """Whether it is gone, or will be in a moment: a killed process is not gone at once."""
     deadline = time.monotonic() + seconds

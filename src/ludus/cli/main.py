@@ -530,9 +530,9 @@ def simulate(
     ] = None,
 ) -> None:
     """What would more GPUs do? Asynchronous training with its real controller and simulated engines."""
-    from ludus.cli.simulate import simulation_table
+    from ludus.cli.simulate import print_simulation
 
-    Console().print(simulation_table(settings or [], sweep or []))
+    print_simulation(settings or [], sweep or [])
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from ludus.core.config import apply_overrides
@@ -11,11 +12,20 @@ from ludus.core.failures import ConfigError
 from ludus.training.simulation import SimulationConfig, simulate
 
 _COLUMNS = ("s/step", "gain", "eps/s", "tok/s", "play", "train", "lag", "deaths", "ms/group")
+_FEWEST_STEPS = 5
+_WIDTH = 110
 CAPTION = (
     "gain: seconds a step with staleness 0, divided by these. eps/s, tok/s: episodes and tokens trained. "
     "play, train: share of the time in which engines and trainer were busy. lag: mean, and largest of its "
     "bound, in steps. ms/group: CPU time of controller and simulation."
 )
+
+
+def print_simulation(settings: Sequence[str], sweep: Sequence[str]) -> None:
+    """Print the table, whole: a narrow terminal would cut its numbers."""
+    console = Console()
+    console = console if console.width >= _WIDTH else Console(width=_WIDTH)
+    console.print(simulation_table(settings, sweep))
 
 
 def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> Table:
@@ -25,6 +35,11 @@ def simulation_table(settings: Sequence[str], sweep: Sequence[str]) -> Table:
     for values in rows:
         chosen = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         config = SimulationConfig.parse(apply_overrides({}, [*settings, *chosen]), "the simulation")
+        if config.steps < _FEWEST_STEPS:
+            raise ConfigError(
+                f"steps = {config.steps} is too few to compare: rates leave out the first step, and one slow "
+                f"tool decides about so few. Simulate at least {_FEWEST_STEPS}"
+            )
         run = simulate(config)
         waiting = simulate(config.model_copy(update={"staleness": 0, "staleness_window": 1}))
         table.add_row(

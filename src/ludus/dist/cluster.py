@@ -151,7 +151,7 @@ def check_room(claims: Sequence[Claim], nodes: Sequence[Node]) -> None:
                 break
         else:
             raise ConfigError(
-                f"the cluster has no room for a {claim.role}. {asked_and_there(claims, nodes)}"
+                f"the cluster has no room for one more {claim.role}. {asked_and_there(claims, nodes)}"
             )
 
 

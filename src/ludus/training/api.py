@@ -315,6 +315,9 @@ async def train_async(
             f"the run could not be written to {writer.path.absolute()}, where {free:,.0f} MiB are free: "
             f"{error}. Make room, then go on with: {again.format(path=str(writer.path))}"
         ) from error
+    except RankError as error:
+        how = again.format(path=str(writer.path))
+        raise RankError(f"{error}. To go on from the last checkpoint: {how}") from error
     except (ConfigError, MissingExtraError):
         writer.discard()  # if nothing was recorded: the corrected command finds the place as this one did
         raise

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.core.failures import Boundary, EngineError, Failure
@@ -103,6 +103,13 @@ class SimulationConfig(Config):
     """Until a dead engine plays again."""
     seed: int = 0
     """Of every draw."""
+
+    @model_validator(mode="after")
+    def _has_turns(self) -> SimulationConfig:
+        fewest, most = self.turns
+        if not 1 <= fewest <= most:
+            raise ValueError(f"turns = [{fewest}, {most}] must be the fewest and the most, at least 1")
+        return self
 
     def update_seconds(self, tokens: int) -> float:
         """How long an update on so many tokens takes."""

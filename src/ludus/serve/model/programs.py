@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 TASK = "LUDUS_TASK"
 _MOST_VARIABLE = 100_000
 """Linux takes no environment variable longer than 128 KiB."""
+_POLL_SECONDS = 0.01
+_HELD_SECONDS = 1.0
+"""How long the output of a program that has ended may be held open by what it left behind."""
 _SHOWN = 1_500
 _PYTHON = ("python", "python3")
 
@@ -189,17 +193,26 @@ class ProgramAgent(Agent):
         except OSError as error:
             raise ConfigError(f"agent.loop: {self._argv[0]!r} cannot be run: {error}") from None
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        printed, complained = bytearray(), bytearray()
+        streams = [
+            asyncio.ensure_future(_read(process.stdout, printed, limit, keeps_end=False)),
+            asyncio.ensure_future(_read(process.stderr, complained, limit, keeps_end=True)),
+            asyncio.ensure_future(_write(process.stdin, told.encode())),
+        ]
         try:
-            stdout, stderr, _, _ = await asyncio.gather(
-                _read(process.stdout, limit, keeps_end=False),
-                _read(process.stderr, limit, keeps_end=True),
-                _write(process.stdin, told.encode()),
-                process.wait(),
-            )
+            await _ended(process)
+            _kill_group(process.pid)
+            _, held = await asyncio.wait(streams, timeout=_HELD_SECONDS)
+            if held:  # by a child that left the group
+                _kill_marked(f"LUDUS_KEY={key}")
+                await asyncio.wait(held, timeout=_HELD_SECONDS)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too
-            await asyncio.shield(process.wait())
+            for stream in streams:
+                stream.cancel()
+            _kill_group(process.pid)
+            await asyncio.shield(_ended(process))
+            process._transport.close()  # type: ignore[attr-defined]  # whoever else holds its pipes
+        stdout, stderr = (kept.decode("utf-8", "replace") for kept in (printed, complained))
         code = process.returncode
         if code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -283,15 +296,33 @@ def _argv(command: str, is_sandboxed: bool) -> list[str]:
     return [sys.executable, *words[1:]] if own else words
 
 
-async def _read(stream: asyncio.StreamReader, limit: int, *, keeps_end: bool) -> str:
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for the program itself. `process.wait()` also waits for whoever holds its pipes open."""
+    while process.returncode is None:  # noqa: ASYNC110  asyncio tells of it behind its pipes alone
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _kill_marked(variable: str) -> None:
+    """Kill the processes that were started with this environment variable."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+async def _read(stream: asyncio.StreamReader, kept: bytearray, limit: int, *, keeps_end: bool) -> None:
     """All that a program prints is taken, and so much of it is kept."""
-    kept = bytearray()
     while chunk := await stream.read(65_536):
         if keeps_end:
-            kept = (kept + chunk)[-limit:]
+            kept[:] = (kept + chunk)[-limit:]
         else:
             kept += chunk[: limit - len(kept)]
-    return kept.decode("utf-8", "replace")
 
 
 async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
