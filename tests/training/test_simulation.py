@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from ludus.cli.simulate import simulation_table
+from ludus.core import ConfigError
 from ludus.training.async_rollouts import StalledError
 from ludus.training.simulation import SimulationConfig, run_virtually, simulate
 
@@ -132,3 +134,12 @@ def test_gpus_that_train_leave_the_engines_playing() -> None:
     assert apart.step_seconds <= shared.step_seconds
     synced = simulate(config(**load, trainers=1, weight_gb=40.0, sync_gb_per_second=8.0))
     assert synced.step_seconds > apart.step_seconds + 3
+
+
+def test_turns_in_the_wrong_order_and_too_few_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"turns = \[5, 2\] must be the fewest and the most"):
+        config(turns=[5, 2])
+    with pytest.raises(ConfigError, match="turns"):
+        config(turns=[0, 2])
+    with pytest.raises(ConfigError, match="steps = 2 is too few to compare"):
+        simulation_table(["steps=2"], [])
