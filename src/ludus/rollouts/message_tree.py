@@ -26,7 +26,7 @@ from typing import Any
 
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault, LudusError
-from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.messages import Message, ToolCall, ToolSpec
 from ludus.core.random import key
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
@@ -34,6 +34,7 @@ from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.chat_template import tools_key
 from ludus.rollouts.formats.base import split_thinking
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.streaming import ReplyView, TokenFeed
 
 MessageKey = tuple[Any, ...]
 Position = tuple[int, int]
@@ -81,7 +82,8 @@ def read_completion(
     """A completion as a reply. A call that cannot be read stays text, as does any call without tools."""
     whole = shown = renderer.text_of(completion)
     if completion.stop is not None and completion.stop in stop:
-        shown = whole[: whole.rfind(completion.stop)]  # a client's own stop is not part of its text
+        at = whole.rfind(completion.stop)  # a client's own stop is not part of its text
+        shown = whole[:at] if at >= 0 else whole
     thought, body, closed = split_thinking(shown)
     parsed = renderer.format.parse(shown)
     found = tuple(replace(one, id=f"call_{id}_{place}") for place, one in enumerate(parsed.calls))
@@ -207,8 +209,12 @@ class MessageTree:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         parses_calls: bool = True,
+        feed: TokenFeed | None = None,
     ) -> SampledTurn:
-        """A reply to a conversation. Raises `BudgetUsedUp`, and what the engine and the renderer raise."""
+        """A reply to a conversation. Raises `BudgetUsedUp`, and what the engine and the renderer raise.
+
+        `feed` gets the tokens while they are sampled.
+        """
         if len(self._actions) + len(self._busy) >= self._limits.turns:
             message = f"the episode has used up its {self._limits.turns} turns (budgets.max_turns)"
             raise BudgetUsedUp(message, StopReason.MAX_TURNS)
@@ -233,13 +239,18 @@ class MessageTree:
             stop_tokens=(*self._sampling.stop_tokens, *renderer.tokenizer.stop_tokens),
             seed=seed,
         )
+        id, parses = f"{seed:016x}", bool(tools) and parses_calls
         session = await self._take_session(spot)
+        reporting: dict[str, OnTokens] = {}
+        if feed is not None:
+            feed.open(id, len(context), lambda: ReplyView(renderer, stop, parses))
+            reporting["on_tokens"] = feed.push
         started = time.perf_counter()
         try:
             if self.expert is not None:
                 completion = await self._demonstrated(renderer, spot, self.expert)
             else:
-                completion = await self._engine.generate(context, sampling, session=session)
+                completion = await self._engine.generate(context, sampling, session=session, **reporting)
         finally:
             self._busy.discard(session)
             seconds = time.perf_counter() - started
@@ -247,7 +258,7 @@ class MessageTree:
             spent["generate"] = spent.get("generate", 0.0) + seconds
         if completion.finish is FinishReason.ABORTED:
             raise Aborted("the engine aborted the request")
-        read = read_completion(renderer, completion, f"{seed:016x}", stop, bool(tools) and parses_calls)
+        read = read_completion(renderer, completion, id, stop, parses)
         return SampledTurn(read, completion, len(context), seconds, session, spot)
 
     async def _demonstrated(self, renderer: Renderer, spot: _Spot, expert: ExpertMoves) -> Completion:
