@@ -1,10 +1,12 @@
-"""Streams of text are views of tokens: what they show early is a prefix of the finished reply, and all of it in the end."""
+"""Streams of text are views of tokens: what they show is a prefix of the finished reply, and all of it in the
+end."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,15 +37,16 @@ def byte_level() -> HFTokenizer:
 
 @cache
 def byte_fallback() -> HFTokenizer:
-    """As SentencePiece has it (Llama 2, Mistral, Gemma): a space that is written before a word, single bytes for
-    what the vocabulary lacks, and the first space left out."""
+    """As SentencePiece has it (Llama 2, Mistral): spaces before words, bytes for what the vocabulary lacks."""
     from tokenizers import AddedToken, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "▁Action"]
     words += sorted(set(string.printable) - set(string.whitespace))
-    model = models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    model = models.BPE(
+        {word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
     backend = Backend(model)
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.decoder = decoders.Sequence(
@@ -63,7 +66,7 @@ TOKENIZERS: dict[str, Any] = {
 def cut(items: Sequence[Any], edges: Sequence[int]) -> list[Sequence[Any]]:
     """`items` in pieces, as steps of an engine report them."""
     places = sorted({0, len(items), *(edge % (len(items) + 1) for edge in edges)})
-    return [items[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [items[a:b] for a, b in pairwise(places)]
 
 
 EDGES = st.lists(st.integers(0, 400), max_size=60)
@@ -129,7 +132,8 @@ PIECES = [
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<|python_tag|>", "<|python",
     "```", "```python\n", "\n```\n", "```json\n", "````", "``", "print(1)",
     "<python>", "</python>", "<sql>", "</sql>", "<answer>", "</answer>", "42", "<ans",
-    "Thought:", "Thought", "Action:", "Action: add\n", "Action Input:", "Action Input: {}", "Action ", "\nObservation:",
+    "Thought:", "Thought", "Action:", "Action: add\n", "Action Input:", "Action Input: {}", "Action ",
+    "\nObservation:",
     "Final Answer: 5", "ST", "STOP", "OP", "é", "日本", "😀",
 ]  # fmt: skip
 

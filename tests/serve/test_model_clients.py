@@ -31,10 +31,15 @@ PACKAGES = {
     "anthropic-stream": "anthropic",
     "openai-agents": "agents",
     "openai-agents-chat": "agents",
+    "openai-agents-stream": "agents",
+    "openai-agents-chat-stream": "agents",
     "langgraph": "langgraph.prebuilt",
+    "langgraph-stream": "langgraph.prebuilt",
     "pydantic-ai": "pydantic_ai",
+    "pydantic-ai-stream": "pydantic_ai",
     "smolagents": "smolagents",
     "litellm": "litellm",
+    "litellm-stream": "litellm",
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -84,7 +84,7 @@ class Completion:
 
 
 OnTokens = Callable[[Sequence[int]], None]
-"""Is given the tokens of a generation while it goes on: those sampled since the last call, on the caller's loop."""
+"""Is given the tokens of a generation while it goes on: those since the last call, on the caller's loop."""
 
 
 @runtime_checkable

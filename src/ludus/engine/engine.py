@@ -3,11 +3,11 @@
 Who waits for whom: callers live on event loops, the model on one thread of its own (`EngineThread`). A caller
 posts its request to the thread and awaits a future. The thread takes in what has arrived, runs a step, and
 delivers what is finished, and the new tokens of requests with `on_tokens`, with one wake-up per step and loop.
-Everything that touches the scheduler runs on the thread, between steps, in the order in which it was asked for.
-`max_waiting` bounds the scheduler's queue: callers beyond it wait in an `AdmissionQueue`. The thread ends after a
-while without work and starts again with the next request, so that a forgotten engine leaves no thread behind. On a
-GPU a step is launched while the one before it runs (see `engine_core`); a pause, new weights and a closing engine
-wait for both.
+Everything that touches the scheduler runs on the thread, between steps, in the order in which it was asked
+for. `max_waiting` bounds the scheduler's queue: callers beyond it wait in an `AdmissionQueue`. The thread ends
+after a while without work and starts again with the next request, so that a forgotten engine leaves no thread
+behind. On a GPU a step is launched while the one before it runs (see `engine_core`); a pause, new weights and a
+closing engine wait for both.
 """
 
 from __future__ import annotations

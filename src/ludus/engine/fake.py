@@ -36,8 +36,8 @@ class FakeEngine:
     `script` is a function of (tokens, sampling, session), or the replies in order. A reply is token ids,
     taken as they are, or text, which `tokenizer` encodes and which ends with the first stop token unless
     a stop string or the length ends it before. Stops and lengths are honoured as a real engine does.
-    Each request takes `seconds` (a number, or a function of the number of tokens produced), over which its tokens
-    come one by one. `failures` names the requests, counted from 0, that raise instead.
+    Each request takes `seconds` (a number, or a function of the number of tokens produced), over which its
+    tokens come one by one. `failures` names the requests, counted from 0, that raise instead.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """A reply while it is sampled: its tokens as they come, and how much of its text is certain.
 
 Tokens are the truth, and a stream is a view of them. What a view shows is a prefix of the finished reply
-(`read_completion`), whatever is sampled next: a character of which some bytes are missing, white space that may be
-stripped, the beginning of a tag or of a stop string, and all that might still become a call are held back.
+(`read_completion`), whatever is sampled next. So these are held back: a character of which some bytes are
+missing, white space that may be stripped, the beginning of a tag or of a stop string, and all that might still
+become a call.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _PATIENCE = 16
 class Detokenizer:
     """Text for tokens that arrive a few at a time: together exactly what `decode` gives for all of them.
 
-    Text is given out up to the last token that ends with a whole character. Decoding starts a few tokens earlier,
-    because some tokenizers write the first token of a text without its space. Tokens that stand for one byte
-    where a tokenizer has no other (`<0xE4>`) are decoded as a run: one wrong byte changes all characters of it.
+    Text is given out up to the last token that ends with a whole character. Decoding starts a few tokens
+    earlier, because some tokenizers write the first token of a text without its space. Tokens that stand for
+    one byte where a tokenizer has no other (`<0xE4>`) are decoded as a run: one wrong byte changes all of it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

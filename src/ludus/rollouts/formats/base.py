@@ -97,8 +97,8 @@ class ActionFormat(ABC):
     def certain(self, body: str) -> int:
         """How many characters of a reply's beginning are text in it, whatever follows them.
 
-        `body` is what comes after the thinking. Text that goes before calls is text, whether they can be read or
-        not. A stream shows so much early; a format that does not say holds all of it back until the end.
+        `body` is what comes after the thinking. A stream shows so much early; a format that does not say holds
+        all of it back until the end.
         """
         return 0
 

@@ -75,7 +75,7 @@ class FencedFormat(ActionFormat):
         return ParsedAction(text_outside, limited(calls), None, thought)
 
     def certain(self, body: str) -> int:
-        """Up to the first fence that opens a block in a known language, or might do so once its line is whole."""
+        """Up to the first fence that opens a block in a known language, or might once its line is whole."""
         last = body.rfind("\n") + 1
         whole, begun = body[:last], body[last:]
         for block in _blocks(whole):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
 from ludus.core.messages import Json, Message, ToolCall, ToolSpec
 from ludus.rollouts.message_tree import Reply
-from ludus.tools.wire import dump
 
 MOST_STOPS = 16
 _EMPTY = {"type": "object", "properties": {}}
@@ -62,6 +61,15 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What is known of a reply before it is sampled."""
+
+    id: str
+    prompt_tokens: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelReply:
     """A reply, with what APIs tell about it."""
 
@@ -78,6 +86,33 @@ class ModelReply:
     def is_cut(self) -> bool:
         return self.finish is FinishReason.LENGTH
 
+    @property
+    def head(self) -> ReplyHead:
+        return ReplyHead(self.reply.id, self.prompt_tokens, self.created)
+
+
+Event = tuple[str | None, Json | str]
+"""A server-sent event: its name, and its data."""
+
+
+class StreamWriter(Protocol):
+    """The events of one stream. Thoughts come before text; calls, and why a reply ended, come with the end."""
+
+    def start(self) -> Iterator[Event]:
+        """Before anything is said."""
+
+    def thought(self, index: int, piece: str) -> Iterator[Event]:
+        """The thought of a reply goes on."""
+
+    def text(self, index: int, piece: str) -> Iterator[Event]:
+        """The text of a reply goes on."""
+
+    def end(self, replies: Sequence[ModelReply]) -> Iterator[Event]:
+        """After the last piece: calls, usage, the end."""
+
+    def error(self, problem: Json) -> Event:
+        """Something failed after the stream had begun; `problem` is the API's form of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -86,24 +121,8 @@ class Dialect:
     name: str
     parse: Callable[[Json], ModelRequest]
     body: Callable[[ModelRequest, Sequence[ModelReply]], Json]
-    events: Callable[[ModelRequest, Sequence[ModelReply]], Iterator[tuple[str | None, Json | str]]]
-    """The reply as a stream of server-sent events: (name, data)."""
+    writer: Callable[[ModelRequest, Sequence[ReplyHead]], StreamWriter]
     error: Callable[[ApiError], Json]
-
-
-def event_bytes(events: Iterable[tuple[str | None, Json | str]]) -> bytes:
-    """Server-sent events."""
-    lines: list[bytes] = []
-    for name, data in events:
-        if name is not None:
-            lines.append(f"event: {name}\n".encode())
-        lines.append(b"data: " + (data.encode() if isinstance(data, str) else dump(data)) + b"\n\n")
-    return b"".join(lines)
-
-
-def pieces_of(text: str, size: int = 64) -> list[str]:
-    """A text in the pieces that a stream sends."""
-    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 # Reading fields. What is null is left out.
