@@ -86,8 +86,10 @@ def read_completion(
         shown = whole[:at] if at >= 0 else whole
     thought, body, closed = split_thinking(shown)
     parsed = renderer.format.parse(shown)
-    found = tuple(replace(one, id=f"call_{id}_{place}") for place, one in enumerate(parsed.calls))
-    found = found if parses_calls else ()
+    found = tuple(
+        ToolCall(one.name, one.arguments, f"call_{id}_{place}", one.fault, one.problem)
+        for place, one in enumerate(parsed.calls if parses_calls else ())
+    )
     calls = tuple(call for call in found if call.fault is None)
     text = (parsed.text if calls else body).strip() if closed else ""
     answer = parsed.answer if parsed.answer is not None else whole
@@ -121,6 +123,8 @@ class _Spot:
     """What is appended there; a whole prompt where `after` is None."""
     conversation: list[Message]
     """The known messages, replies as they were sampled."""
+    digest: blake2b
+    """Of all that the model reads."""
     kind: str | None = None
     """What it counts as: a restart, a branch, or neither so far."""
 
@@ -131,6 +135,15 @@ class _KnownTurn:
 
     position: Position
     conversation: list[Message]
+    digest: blake2b
+    """Of all tokens up to its end: what follows is added to a copy."""
+
+
+def _digest(tokens: Sequence[int], before: blake2b | None = None) -> blake2b:
+    """The digest of these tokens after those of another: a turn costs what is new in it."""
+    found = blake2b(digest_size=8) if before is None else before.copy()
+    found.update(array("q", tokens))
+    return found
 
 
 def message_key(message: Message) -> MessageKey:
@@ -146,13 +159,18 @@ def message_key(message: Message) -> MessageKey:
 
 def canonical_json(value: Any) -> str:
     """JSON that is the same for equal values: keys sorted, 2.0 written as 2."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _canonical(_plain(value))
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | int):  # most are
+        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
@@ -229,7 +247,7 @@ class MessageTree:
             )
             raise BudgetUsedUp(message, StopReason.MAX_TOKENS)
         limit = min(room, self._limits.turn_tokens, max_tokens or room)
-        digest = int.from_bytes(blake2b(array("q", context).tobytes(), digest_size=8).digest(), "big")
+        digest = int.from_bytes(spot.digest.digest(), "big")
         self._sampled[digest] = number = self._sampled.get(digest, -1) + 1
         seed = key(self.trajectory.seed, digest, number)
         sampling = replace(
@@ -290,16 +308,17 @@ class MessageTree:
         if last == root:
             tokens = renderer.prompt(messages, tools)
             kind = "restarts" if has_replies and self._actions else None
-            return _Spot(root, messages, 0, None, tokens, [], kind)
+            return _Spot(root, messages, 0, None, tokens, [], _digest(tokens), kind)
         turn = self._turns[last]
         new, conversation = messages[known:], turn.conversation
         action = self.trajectory.sequences[turn.position[0]].segments[turn.position[1]]
         step = renderer.next_context(TokenSequence([action]), conversation, new, tools)
         if step.restart:
             # the template rewrites earlier turns, and history = "split"
-            return _Spot(last, messages, known, None, step.tokens, conversation, "restarts")
-        kind = "branches" if has_replies else None
-        return _Spot(last, messages, known, turn.position, step.tokens, conversation, kind)
+            digest = _digest(step.tokens)
+            return _Spot(last, messages, known, None, step.tokens, conversation, digest, "restarts")
+        kind, digest = "branches" if has_replies else None, _digest(step.tokens, turn.digest)
+        return _Spot(last, messages, known, turn.position, step.tokens, conversation, digest, kind)
 
     async def _take_session(self, spot: _Spot) -> str:
         """A session of the engine for a request: the one that holds its sequence's KV, or a fork of it."""
@@ -388,7 +407,11 @@ class MessageTree:
             self._sessions[turn.session] = sequence
         end = self._new_state()
         conversation = [*spot.conversation, *spot.messages[spot.known :], turn.reply.message]
-        self._turns[end] = _KnownTurn((sequence, len(sequences[sequence].segments) - 1), conversation)
+        self._turns[end] = _KnownTurn(
+            (sequence, len(sequences[sequence].segments) - 1),
+            conversation,
+            _digest(action.tokens, spot.digest),
+        )
         # as clients echo it: with its text, or with its calls alone
         echoed = Message("assistant", turn.reply.text, turn.reply.calls)
         self._next[state, message_key(echoed)] = end

@@ -159,7 +159,7 @@ class ModelServer:
             finally:
                 release_bytes()
             status = response.outcome if isinstance(response, EventResponse) else response.status
-            self._service.metrics.requests.labels(dialect.name, status).inc()
+            self._service.metrics.count(dialect.name, status)
             return response
 
         return answer
@@ -228,11 +228,13 @@ class ModelServer:
         return stream.response
 
     def _note(self, dialect: Dialect, replies: Sequence[ModelReply], started: float) -> None:
-        metrics = self._service.metrics
-        metrics.seconds.labels(dialect.name).observe(time.perf_counter() - started)
-        metrics.tokens.labels("read").inc(replies[0].prompt_tokens)
-        metrics.tokens.labels("cached").inc(replies[0].cached_tokens)
-        metrics.tokens.labels("written").inc(sum(reply.completion_tokens for reply in replies))
+        self._service.metrics.note(
+            dialect.name,
+            time.perf_counter() - started,
+            read=replies[0].prompt_tokens,
+            cached=replies[0].cached_tokens,
+            written=sum(reply.completion_tokens for reply in replies),
+        )
 
     async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
         caller = self._authorize(request)
