@@ -106,8 +106,9 @@ class Engine(Protocol):
     ) -> Completion:
         """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
 
-        `on_tokens` sees tokens early and decides nothing: the completion has all of them again, and the last
-        ones alone. An engine that learns of tokens only at the end need not call it. It must not raise.
+        `on_tokens` sees tokens early and decides nothing: the completion has all of them again. The token that
+        ends the generation is not reported, and an engine that learns of tokens only at the end reports none.
+        It must not raise.
         """
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:

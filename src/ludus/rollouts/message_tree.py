@@ -214,6 +214,8 @@ class MessageTree:
         self._sessions: dict[str, int | None] = {}
         """The engine's sessions, and the sequence that each one holds the KV of."""
         self._busy: set[str] = set()
+        self._walked: tuple[int, list[tuple[Message, int]]] = (0, [])
+        """The root and the known messages of the request that was located last, with the state after each."""
         self._sampled: dict[int, int] = {}
         """How often each context was sampled from, by its digest."""
 
@@ -295,13 +297,9 @@ class MessageTree:
         name = tools_key(tools)
         if name not in self._roots:
             self._roots[name] = self._new_state()
-        root = state = self._roots[name]
+        root = self._roots[name]
         known, last = 0, root
-        for number, message in enumerate(messages, start=1):
-            found = self._next.get((state, message_key(message)))
-            if found is None:
-                break
-            state = found
+        for number, state in enumerate(self._walk(root, messages), start=1):
             if state in self._turns:
                 known, last = number, state
         has_replies = any(message.role == "assistant" for message in messages[known:])
@@ -319,6 +317,24 @@ class MessageTree:
             return _Spot(last, messages, known, None, step.tokens, conversation, digest, "restarts")
         kind, digest = "branches" if has_replies else None, _digest(step.tokens, turn.digest)
         return _Spot(last, messages, known, turn.position, step.tokens, conversation, digest, kind)
+
+    def _walk(self, root: int, messages: Sequence[Message]) -> list[int]:
+        """The states after these messages, as far as they are known.
+
+        Messages that are the very objects of the last walk are not compared again.
+        """
+        known_root, known = self._walked
+        path: list[tuple[Message, int]] = []
+        state, is_same = root, known_root == root
+        for number, message in enumerate(messages):
+            is_same = is_same and number < len(known) and known[number][0] is message
+            found = known[number][1] if is_same else self._next.get((state, message_key(message)))
+            if found is None:
+                break
+            state = found
+            path.append((message, state))
+        self._walked = root, path
+        return [state for _, state in path]
 
     async def _take_session(self, spot: _Spot) -> str:
         """A session of the engine for a request: the one that holds its sequence's KV, or a fork of it."""
@@ -414,7 +430,10 @@ class MessageTree:
         )
         # as clients echo it: with its text, or with its calls alone
         echoed = Message("assistant", turn.reply.text, turn.reply.calls)
-        self._next[state, message_key(echoed)] = end
+        step = (state, message_key(echoed))
+        if step in self._next:
+            self._walked = (0, [])  # from now on the same words mean this turn
+        self._next[step] = end
         if turn.reply.calls and turn.reply.text:
             self._next[state, message_key(replace(echoed, content=""))] = end
         self.trajectory.messages = conversation
@@ -501,16 +520,13 @@ class MessageTree:
 
     def last_turn_of(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str | None:
         """The id of the reply that a conversation goes on from."""
-        state, found = self._roots.get(tools_key(tools)), None
-        for message in messages:
-            state = None if state is None else self._next.get((state, message_key(message)))
-            if state is None:
-                break
-            if state in self._turns:
-                found = self._turns[state].position
+        root = self._roots.get(tools_key(tools))
+        states = [] if root is None else self._walk(root, messages)
+        found = next((self._turns[one] for one in reversed(states) if one in self._turns), None)
         if found is None:
             return None
-        segment = self.trajectory.sequences[found[0]].segments[found[1]]
+        sequence, place = found.position
+        segment = self.trajectory.sequences[sequence].segments[place]
         return next(id for id, action in self._actions.items() if action is segment)
 
     def _tokens_until(self, position: Position | None) -> list[int]:

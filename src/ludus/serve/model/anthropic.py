@@ -20,6 +20,7 @@ from ludus.serve.model.requests import (
     list_field,
     number_field,
     read_call,
+    read_once,
     read_tool,
     stops_field,
     text_field,
@@ -55,7 +56,7 @@ def parse(body: Json) -> ModelRequest:
     if not messages:
         raise bad("messages: at least one message is required", "messages")
     for number, message in enumerate(messages):
-        found += _messages(message, f"messages.{number}")
+        found += read_once("anthropic", message, f"messages.{number}", _messages)
     return ModelRequest(
         model=text_field(body, "model"),
         messages=tuple(found),
@@ -75,13 +76,13 @@ def _tool(tool: Json, where: str) -> ToolSpec:
     return read_tool(tool, "input_schema", where)
 
 
-def _messages(raw: Json, where: str) -> list[Message]:
+def _messages(raw: Json, where: str) -> tuple[Message, ...]:
     """One message of theirs: results stand in a user's message, before its text."""
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}: a role is user or assistant, not {role!r:.40}", where)
     if isinstance(content, str):
-        return [Message(role, content)]
+        return (Message(role, content),)
     blocks = list_field(raw, "content")
     if role == "assistant":
         calls = [
@@ -90,7 +91,7 @@ def _messages(raw: Json, where: str) -> list[Message]:
             if block.get("type") == "tool_use"
         ]
         texts = [b for b in blocks if b.get("type") != "tool_use" and b.get("type") not in _THOUGHTS]
-        return [Message("assistant", content_text(texts, where), tuple(calls))]
+        return (Message("assistant", content_text(texts, where), tuple(calls)),)
     found: list[Message] = []
     texts = []
     for block in blocks:
@@ -102,7 +103,7 @@ def _messages(raw: Json, where: str) -> list[Message]:
         found.append(Message("tool", result, tool_call_id=id if isinstance(id, str) else None))
     if texts or not found:
         found.append(Message(role, content_text(texts, where)))
-    return found
+    return tuple(found)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:

@@ -21,6 +21,7 @@ from ludus.serve.model.requests import (
     list_field,
     number_field,
     read_call,
+    read_once,
     read_tool,
     stops_field,
     text_field,
@@ -79,7 +80,15 @@ def read_messages(raw: Sequence[Json]) -> tuple[Message, ...]:
     """The messages of a conversation."""
     if not raw:
         raise bad("'messages' must hold at least one message", "messages")
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(raw))
+    return tuple(
+        read
+        for i, message in enumerate(raw)
+        for read in read_once("chat", message, f"messages[{i}]", _messages)
+    )
+
+
+def _messages(raw: Json, where: str) -> tuple[Message]:
+    return (_message(raw, where),)
 
 
 def _message(raw: Json, where: str) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,9 +11,12 @@ from typing import Any, Protocol
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
 from ludus.core.messages import Json, Message, ToolCall, ToolSpec
+from ludus.rollouts.chat_template import LruCache
 from ludus.rollouts.message_tree import Reply
 
 MOST_STOPS = 16
+_LONGEST = 8192
+"""Bytes of a message that is remembered."""
 _EMPTY = {"type": "object", "properties": {}}
 _IMAGES = frozenset({"image_url", "input_image", "image"})
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -191,6 +195,27 @@ def content_text(content: Any, where: str) -> str:
             raise bad(f"{where} holds a part of type {kind!r}: only text can be read", where)
         texts.append(text)
     return "".join(texts)
+
+
+_known: LruCache[tuple[Message, ...]] = LruCache(
+    1 << 25, lambda messages: 1000 + 2 * sum(len(message.content) for message in messages)
+)
+
+
+def read_once(
+    api: str, raw: Json, where: str, read: Callable[[Json, str], tuple[Message, ...]]
+) -> tuple[Message, ...]:
+    """The messages that `raw` is read as; the same objects when it comes again.
+
+    Clients send the whole conversation with every request: what is not new in it should cost next to nothing.
+    """
+    try:
+        key = marshal.dumps(
+            (api, raw), 2
+        )  # version 2 is the same for equal values: it has no references
+    except ValueError:  # nested too deeply
+        return read(raw, where)
+    return read(raw, where) if len(key) > _LONGEST else _known.get(key, lambda: read(raw, where))
 
 
 def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:
