@@ -70,7 +70,13 @@ class InstantEngine:
         self._logprobs = [-0.1] * len(self._tokens)
 
     async def generate(
-        self, tokens: Sequence[int], sampling: Sampling, *, session: str | None = None, media: Any = ()
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        media: Any = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         return Completion(list(self._tokens), list(self._logprobs), FinishReason.STOP_TOKEN)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault, LudusError
-from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
+from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import Message, ToolCall, ToolSpec
 from ludus.core.random import key
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
@@ -261,16 +261,17 @@ class MessageTree:
         )
         id, parses = f"{seed:016x}", bool(tools) and parses_calls
         session = await self._take_session(spot)
-        reporting: dict[str, OnTokens] = {}
         if feed is not None:
             feed.open(id, len(context), lambda: ReplyView(renderer, stop, parses))
-            reporting["on_tokens"] = feed.push
+        on_tokens = None if feed is None else feed.push
         started = time.perf_counter()
         try:
             if self.expert is not None:
                 completion = await self._demonstrated(renderer, spot, self.expert)
             else:
-                completion = await self._engine.generate(context, sampling, session=session, **reporting)
+                completion = await self._engine.generate(
+                    context, sampling, session=session, on_tokens=on_tokens
+                )
         finally:
             self._busy.discard(session)
             seconds = time.perf_counter() - started

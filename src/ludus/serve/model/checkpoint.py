@@ -74,17 +74,17 @@ class CheckpointService:
             seeds = [(first + number) % 2**62 for number in range(request.count)]
             ids = [secrets.token_hex(8) for _ in seeds]
             parses = bool(request.tools) and request.calls_allowed
-            reporting: list[dict[str, OnTokens]] = [{} for _ in seeds]
+            reporting: list[OnTokens | None] = [None for _ in seeds]
             if live is not None:
                 feeds = [TokenFeed() for _ in seeds]
                 for feed, id in zip(feeds, ids, strict=True):
                     feed.open(id, len(context), lambda: ReplyView(renderer, request.stop, parses))
-                reporting = [{"on_tokens": feed.push} for feed in feeds]
+                reporting = [feed.push for feed in feeds]
                 live.follow(feeds)
             completions = await asyncio.gather(
                 *(
-                    self._engine.generate(context, replace(sampling, seed=one), **more)
-                    for one, more in zip(seeds, reporting, strict=True)
+                    self._engine.generate(context, replace(sampling, seed=one), on_tokens=on_tokens)
+                    for one, on_tokens in zip(seeds, reporting, strict=True)
                 )
             )
         finally:

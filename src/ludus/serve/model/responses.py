@@ -225,7 +225,7 @@ class ResponseWriter:
             yield self._event("output_item.added", output_index=self._items, item={**item, parts: []})
             yield self._event(f"{part}.added", **self._place(), part=item[parts][0])
         if piece:
-            more = {"logprobs": []} if text == "output_text" else {}
+            more: Json = {"logprobs": []} if text == "output_text" else {}
             self._said += piece
             yield self._event(f"{text}.delta", **self._place(), delta=piece, **more)
 
@@ -241,7 +241,7 @@ class ResponseWriter:
         item = self._open
         text, part, parts, _ = _DELTAS[item["type"]]
         whole = {**item[parts][0], "text": self._said}
-        more = {"logprobs": []} if text == "output_text" else {}
+        more: Json = {"logprobs": []} if text == "output_text" else {}
         yield self._event(f"{text}.done", **self._place(), text=self._said, **more)
         yield self._event(f"{part}.done", **self._place(), part=whole)
         done = {**item, parts: [whole], **({"status": status} if "status" in item else {})}
