@@ -1,6 +1,6 @@
 """Precision and recall of each filter of `ludus check data` on planted faults, and its speed.
 
-    python benchmarks/data_quality.py [--episodes 300] [--speed 100000]
+    python benchmarks/data_quality.py [--episodes 300] [--speed 100000] [--embedder sentence:minilm]
 
 Real episodes at a travel desk (find offers, look at prices, book the cheapest), a share of which is damaged in
 a known way. A filter's recall is the share of its faults that were left out for its reasons; its precision, the
@@ -14,20 +14,24 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from reworded_tasks import TASKS
+
 from ludus.core import ByteTokenizer, Message, Task, ToolCall, Trajectory
 from ludus.core.messages import ToolResult
 from ludus.engine import FakeEngine
-from ludus.envs import Env, EnvPool, tools_of
+from ludus.envs import Env, EnvPool, sql, tools_of
+from ludus.llm.embeddings import HashedWords, load_embedder
 from ludus.rewards import Scorer, reward
 from ludus.rollouts import Budgets, Renderer, Rollout, load_format
 from ludus.synth import SynthContext, SynthFolder
-from ludus.synth.quality.contamination import HeldOut
+from ludus.synth.quality.clusters import cluster
+from ludus.synth.quality.contamination import HeldOut, Senses, asked
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
 from ludus.tools import as_toolset, tool
@@ -308,7 +312,9 @@ HELD_OUT, REWORDED = "held-out task", "held out, reworded"
 Measured = tuple[int, float, float, float]
 
 
-async def measured(episodes: int, folder: Path, seed: int = 0) -> dict[str, Measured]:
+async def measured(
+    episodes: int, folder: Path, seed: int = 0, embedder: str = "hashed"
+) -> dict[str, Measured]:
     """(planted, recall, precision, left out for any reason) of each fault; of "clean", what was left out."""
     draw = Random(seed)
     tasks = [make_task(number) for number in range(episodes)]
@@ -337,7 +343,7 @@ async def measured(episodes: int, folder: Path, seed: int = 0) -> dict[str, Meas
             task = replace(one.task, messages=(told,))
             labelled.append((name, replace(one, task=task, messages=[told, *one.messages[1:]])))
     context = SynthContext((), SynthFolder(folder, {}))
-    pipeline = await pipeline_of(rollout, held_out)
+    pipeline = await pipeline_of(rollout, held_out, embedder)
     found = await pipeline.run([one for _, one in labelled], context)
     reasons = {id(one.trajectory): one.reason for one in found.rejected}
     expected = {name: wanted for name, (_, wanted) in FAULTS.items()}
@@ -359,15 +365,42 @@ async def measured(episodes: int, folder: Path, seed: int = 0) -> dict[str, Meas
     return table | {"clean": (len(clean), 0.0, 0.0, wronged)}
 
 
-async def pipeline_of(rollout: Rollout, held_out: Sequence[Task]) -> QualityPipeline:
+async def pipeline_of(
+    rollout: Rollout, held_out: Sequence[Task], embedder: str = "hashed"
+) -> QualityPipeline:
     specs = {one.name: one.spec for one in await tools_of(Desk(), "desk")}
-    return QualityPipeline(QualityConfig(), specs, HeldOut(held_out), {"": rollout}, HERMES.parse)
+    settings = QualityConfig(embedder=embedder)
+    return QualityPipeline(settings, specs, held_out, {"": rollout}, HERMES.parse)
+
+
+def wordings(embedder: str, thresholds: Sequence[float]) -> Iterator[tuple[float | None, list[float]]]:
+    """For words alone (None) and each cosine, the shares that count as held out: of `reworded_tasks`, and of
+    siblings, which are questions to databases against held-out ones of the same template."""
+    senses = Senses(load_embedder(embedder))
+    senses.of([text for one in TASKS for text in one])
+    questions = [
+        [asked(one.messages) for one in Random(0).sample(tasks, 100)]
+        for tasks in (sql.training_tasks(), sql.held_out_tasks())
+    ]
+    senses.of([*questions[0], *questions[1]])
+    for threshold in (None, *thresholds):
+        senses.threshold = threshold or 0.0
+        known = senses if threshold else None
+        held_out = HeldOut([Task.of(one.task, id=one.task) for one in TASKS], senses=known)
+        unrelated = HeldOut([Task.of(one.task, id=one.task) for one in TASKS[::2]], senses=known)
+        kinds = [*zip(*(one[1:] for one in TASKS), strict=True)]
+        shares = [_share(held_out, texts) for texts in kinds]
+        siblings = HeldOut([Task.of(text, id=text) for text in questions[1]], senses=known)
+        shares.append(_share(siblings, questions[0]))
+        yield threshold, [*shares, _share(unrelated, [text for one in TASKS[1::2] for text in one])]
+
+
+def _share(held_out: HeldOut, texts: Sequence[str]) -> float:
+    return sum(held_out.find(Task.of(text, id=text), ()) is not None for text in texts) / len(texts)
 
 
 def speed(count: int) -> tuple[float, float]:
     """Seconds for the near-duplicates among so many examples, and for their embeddings and clusters."""
-    from ludus.synth.quality.embedding import HashedWords, cluster
-
     draw = Random(0)
     texts = [
         f"book the cheapest in {draw.choice(CITIES)} for {draw.choice(NAMES)} number {draw.randrange(count)} "
@@ -391,10 +424,11 @@ async def main() -> None:
     parser.add_argument(
         "--speed", type=int, default=0, help="also time near-duplicates of so many examples"
     )
+    parser.add_argument("--embedder", default="hashed", help="what finds reworded tasks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        table = await measured(options.episodes, Path(folder) / "s")
+        table = await measured(options.episodes, Path(folder) / "s", 0, options.embedder)
         seconds = time.perf_counter() - started
     print(f"{'fault':<20}{'planted':>8}{'recall':>9}{'precision':>11}{'left out':>10}")
     for name, (count, recall, precision, out) in table.items():
@@ -402,6 +436,14 @@ async def main() -> None:
             print(f"{name:<20}{count:>8}{recall:>9.3f}{precision:>11.3f}{out:>10.3f}")
     count, _, _, out = table["clean"]
     print(f"clean episodes left out: {out:.3f} of {count}; {seconds:.1f} s with all replays")
+    if options.embedder != "hashed":
+        print(f"{'cosine':<8}{'lightly':>9}{'freely':>9}{'other':>9}{'siblings':>10}{'unrelated':>11}")
+        for threshold, shares in wordings(options.embedder, (0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9)):
+            name = "words" if threshold is None else f"{threshold:.2f}"
+            widths = (9, 9, 9, 10, 11)
+            print(
+                name.ljust(8) + "".join(f"{one:>{w}.3f}" for one, w in zip(shares, widths, strict=True))
+            )
     if options.speed:
         alike, clustered = speed(options.speed)
         print(

