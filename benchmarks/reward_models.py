@@ -2,11 +2,11 @@
 
     python benchmarks/reward_models.py [--episodes 64] [--seeds 0 1 2]
 
-**Cost.** The same small model (4 layers, width 256, from scratch) reads the same episodes of six turns: once as
-a step model (one pass over the episode), once as a judge that reads instructions and episode and writes its
-verdict (64 tokens; the instructions are the same for all, so the engine computes them once), both batched, one
-thread. Neither has learned anything: only time is compared. A judge is usually the larger model by far, and
-its cost grows with its size.
+**Cost.** A step model (4 layers, width 256, from scratch) reads an episode of six turns once, without a head of
+words, and has all its steps' scores. Beside it judges that read instructions and episode and write a verdict of
+64 tokens: one of the same size, asked once an episode; the same, asked after each step; and one of about ten
+times the weights. The engine computes what questions have in common once, and batches. One thread. Nobody has
+learned anything: only cost is compared.
 
 **Truth.** In each episode an agent takes coloured keys; three of six colours are right. A reward model learns
 from pairs that a teacher labels who is wrong in a share of them, and a step model from such scores; both are
@@ -22,7 +22,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -66,41 +68,78 @@ def config(seed: int, layers: int = 1, width: int = 64, steps: int = 60) -> Rewa
 
 
 def cost(count: int, folder: Path) -> None:
+    """Tokens, FLOPs and seconds an episode: a step model, judges of its size, and one ten times larger."""
     draw = random.Random(0)
     played = [episode(draw) for _ in range(count)]
     scored = [ScoredSteps(messages, tuple(truth)) for messages, truth in played]
     result = fit_reward_model(scored, folder / "cost", config(0, layers=4, width=256, steps=2))
     model = load_reward_model(result.folder, "cpu")
     conversations = [messages for messages, _ in played]
-    model.score(conversations[:4])
-    started = time.perf_counter()
-    model.score(conversations)
-    alone = (time.perf_counter() - started) / count
-    judge, tokenizer = load_model(ModelConfig(name=str(result.folder), device="cpu"), 0)
-    prompts = [
-        tokenizer.encode(INSTRUCTIONS + "\n".join(m.content for m in messages))
-        for messages in conversations
-    ]
+    read = statistics.fmean(len(row.row.tokens) for c in conversations for row in model.rows(c))
+    small, tokenizer = load_model(ModelConfig(name=str(result.folder), device="cpu"), 0)
+    scratch = {"layers": 10, "width": 512, "heads": 8, "vocabulary": 500, "context": 1024}
+    large, _ = load_model(ModelConfig.parse({"scratch": scratch, "device": "cpu"}), 0)
 
-    async def judged() -> float:
-        engine = EmbeddedEngine(judge, tokenizer, EngineConfig(max_running=64, cache_tokens=1 << 16))
-        sampling = [Sampling(max_tokens=VERDICT_TOKENS, seed=i) for i in range(count)]
-        await engine.generate(prompts[0], sampling[0])
+    def asked(messages: Sequence[Message]) -> list[int]:
+        return tokenizer.encode(INSTRUCTIONS + "\n".join(m.content for m in messages))
+
+    whole = [asked(messages) for messages in conversations]
+    steps = [asked(one[: 2 * turn + 2]) for one in conversations for turn in range(TURNS)]
+    model.score(conversations[:4])
+    seconds = dict.fromkeys(("step model", "judge", "judge, each step", "judge, ten times larger"), 1e9)
+    for _ in range(3):  # the best of three, interleaved: other programs only add to it
+        began = time.perf_counter()
+        model.score(conversations)
+        taken = [time.perf_counter() - began]
+        taken += [_judged(small, tokenizer, whole), _judged(small, tokenizer, steps)]
+        taken += [_judged(large, tokenizer, whole)]
+        seconds = {
+            name: min(best, now / count)
+            for (name, best), now in zip(seconds.items(), taken, strict=True)
+        }
+    shared = len(tokenizer.encode(INSTRUCTIONS))  # computed once for all, by the engine
+    own = statistics.fmean(map(len, whole)) - shared
+    weights = [_weights(one) for one in (model.model, small, small, large)]
+    tokens = [read, own + VERDICT_TOKENS, own + TURNS * VERDICT_TOKENS, own + VERDICT_TOKENS]
+    flops = [2 * w * t for w, t in zip(weights, tokens, strict=True)]
+    flops[0] -= 2 * read * _head(model.model)  # it has no head of words
+    rows = [
+        [name, f"{w / 1e6:.1f}M", f"{t:.0f}", f"{f / 1e9:.2f}", f"{1e3 * s:.1f}", f"1/{f / flops[0]:.1f}",
+         f"1/{s / seconds['step model']:.1f}"]
+        for (name, s), w, t, f in zip(seconds.items(), weights, tokens, flops, strict=True)
+    ]  # fmt: skip
+    names = ("", "weights", "tokens", "GFLOP", "ms", "step model's share: FLOPs", "time")
+    print(
+        f"an episode of {TURNS} turns; a judge's instructions ({shared} tokens) are computed once for all\n"
+    )
+    print(table_markdown(names, rows), flush=True)
+
+
+def _judged(model: torch.nn.Module, tokenizer: Any, prompts: Sequence[list[int]]) -> float:
+    """Seconds of all questions at once: the engine keeps what begins alike, and batches."""
+
+    async def ask() -> float:
+        engine = EmbeddedEngine(model, tokenizer, EngineConfig(max_running=64, cache_tokens=1 << 17))
+        sampling = [Sampling(max_tokens=VERDICT_TOKENS, seed=i) for i in range(len(prompts))]
+        await engine.generate(prompts[0][:8], sampling[0])
         began = time.perf_counter()
         await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, sampling, strict=True)))
         taken = time.perf_counter() - began
         await engine.close()
-        return taken / count
+        return taken
 
-    dear = asyncio.run(judged())
-    tokens = statistics.fmean(len(row.row.tokens) for c in conversations for row in model.rows(c))
-    print(f"step model: {alone * 1e3:.2f} ms an episode ({tokens:.0f} tokens read)")
-    read = statistics.fmean(map(len, prompts))
-    print(
-        f"judge of the same size: {dear * 1e3:.2f} ms an episode ({read:.0f} tokens read, most of them the "
-        f"instructions, {VERDICT_TOKENS} written)"
-    )
-    print(f"the step model costs 1/{dear / alone:.1f} of the judge\n")
+    return asyncio.run(ask())
+
+
+def _weights(model: Any) -> int:
+    """Weights that a token is multiplied with: all but the embedding, which is looked up."""
+    lookup = model.get_input_embeddings().weight
+    inner = sum(one.numel() for one in model.parameters() if one is not lookup)
+    return inner + (_head(model) if model.get_output_embeddings().weight is lookup else 0)
+
+
+def _head(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.numel())
 
 
 def truth(seeds: list[int], folder: Path) -> None:

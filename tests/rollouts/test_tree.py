@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,14 +18,16 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError
 from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.random import key
+from ludus.core.trajectory import Branch, is_success
 from ludus.envs import WORLDS, EnvPool
 from ludus.envs.env import has_snapshots, reset_env
-from ludus.envs.safe import Safe
+from ludus.envs.safe import Safe, found, opened
 from ludus.envs.safe import training_tasks as safe_tasks
-from ludus.observe import rollout_metrics
+from ludus.observe import read_trajectories, rollout_metrics, write_trajectories
 from ludus.rewards import reward
 from ludus.rollouts.branching import EpisodeRecord, WorldState
 from ludus.rollouts.tree import Leaf, Point, TreeConfig, choose_points
+from ludus.rollouts.turn_search import selections
 from ludus.tools import as_toolset
 from ludus.tools.library import build_toolset
 
@@ -397,3 +401,166 @@ def _run(coroutine: Any) -> Any:
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits")
+
+
+# Search over turns
+
+
+def guesses(tokens: list[int], sampling: Any, session: str | None) -> str:
+    """A policy without a plan: some dial to some number, and now and then the door."""
+    draw = Random(f"{session}/{len(tokens)}")
+    if draw.random() < 0.1:
+        return called("open")
+    return called("turn", dial=draw.choice(["red", "green", "blue"]), to=draw.randrange(10))
+
+
+def safes(tree: dict[str, Any] | None, attempts: int = 8, env: type[Env] = Safe, **settings: Any) -> Any:
+    pools = {"safe": EnvPool(env, name="safe", size=16)}
+    given = {"attempts": attempts, "rewards": [opened, found], "budgets": {"max_turns": 12}, **settings}
+    if tree is not None:
+        given["tree"] = TreeConfig.parse({"branch": "turns", **tree})
+    return rollout(guesses, pools=pools, **given)
+
+
+SAFES = [
+    Task.of("Open the safe.", id=f"safe{n}", envs={"safe": {"combination": [n % 10, (3 * n) % 10, 7]}})
+    for n in range(6)
+]
+
+
+class ReplayedSafe(Safe):
+    """Can be replayed, and not be forked."""
+
+    snapshot = None  # type: ignore[assignment]
+    restore = None  # type: ignore[assignment]
+
+
+def sampled_tokens(groups: list[Group]) -> int:
+    actions = {id(a): a for g in groups for one in g.trajectories for a in one.actions}
+    return sum(len(one.tokens) for one in actions.values())
+
+
+async def test_turn_search_finds_more_with_the_same_tokens() -> None:
+    """A state and a step score (dials found): at the tokens of 16 plain attempts, more safes are opened."""
+    plain = [group async for group in safes(None, attempts=16).groups(SAFES, seed=3)]
+    budget = sampled_tokens(plain) // len(SAFES)
+    tree = {"beam": 1, "candidates": 12, "max_tokens": budget}
+    searched = [group async for group in safes(tree).groups(SAFES, seed=3)]
+    assert sampled_tokens(searched) <= sampled_tokens(plain)
+
+    def solved(groups: list[Group]) -> int:
+        return sum(any(is_success(one) for one in group.trajectories) for group in groups)
+
+    assert solved(searched) >= solved(plain) + 3, (solved(searched), solved(plain))
+
+
+@pytest.mark.parametrize("env", [Safe, ReplayedSafe])
+async def test_candidates_at_a_turn_are_exact_and_share_what_they_share(
+    env: type[Env], tmp_path: Path
+) -> None:
+    playing = safes({"beam": 2, "candidates": 3}, env=env)
+    (group,) = [group async for group in playing.groups(SAFES[:1], seed=1)]
+    answered = [
+        (call.consumed, call.completion.tokens, call.completion.logprobs)
+        for call in playing.engine.calls
+    ]
+    by_attempt = {one.attempt: one for one in group.trajectories}
+    assert len(by_attempt) == len(playing.engine.calls), "one action for each candidate"
+    for one in group.trajectories:
+        context: list[int] = []
+        for segment in one.sequences[0].segments:
+            if segment.kind is SegmentKind.ACTION:
+                assert (tuple(context), segment.tokens, segment.logprobs) in answered
+            context += segment.tokens
+        if one.branch is not None:
+            parent = by_attempt[one.branch.attempt]
+            shared = one.sequences[0].segments[: one.branch.segments]
+            assert len(shared) == len(parent.sequences[0].segments), (
+                "it goes on where the other was held"
+            )
+            assert all(a is b for a, b in zip(shared, parent.sequences[0].segments, strict=True))
+            assert one.branch.state == ("fork" if env is Safe else "replay")
+    # the environment was where the path's calls had brought it: a safe of one's own says the same
+    for one in group.trajectories:
+        clicks = [m.content for m in one.messages if m.role == "tool" and m.content == "click"]
+        combination = SAFES[0].envs["safe"]["combination"]
+        numbers = dict(zip(("red", "green", "blue"), combination, strict=True))
+        turned = [call.arguments for call in one.calls if call.name == "turn"]
+        assert len(clicks) == sum(call["to"] == numbers[call["dial"]] for call in turned)
+    finished = [one for one in group.trajectories if one.is_trainable]
+    held = [one for one in group.trajectories if "search/score" in one.counts]
+    assert finished and held and len(finished) + len(held) == len(group.trajectories)
+    assert all(one.stop is StopReason.ABORTED and one.reward is None for one in held)
+    assert not playing.engine.sessions, "everything is released"
+    # the best prefix was gone on from at each turn
+    for turns in range(1, max(one.turns for one in held) + 1):
+        level = [one for one in held if one.turns == turns]
+        gone_on = {one.branch.attempt for one in group.trajectories if one.branch is not None}
+        best = max((one.counts["search/score"] for one in level), default=0)
+        kept = [one.counts["search/score"] for one in level if one.attempt in gone_on]
+        assert not kept or max(kept) == best
+    write_trajectories(tmp_path / "group.parquet", group.trajectories)
+    back = {one.attempt: one for one in read_trajectories(tmp_path / "group.parquet")}
+    for one in group.trajectories:
+        assert back[one.attempt].tokens == one.tokens and back[one.attempt].logprobs == one.logprobs
+        assert back[one.attempt].counts.get("search/score") == one.counts.get("search/score")
+    stored = {id(s) for one in back.values() for s in one.sequences[0].segments}
+    assert stored == {id(s) for one in back.values() for s in one.own_segments}, "prefixes once"
+
+
+async def test_turn_search_by_one_reward_and_with_process_rewards() -> None:
+    """What is kept is what the named reward likes; an action's process reward counts once."""
+
+    @reward(name="red", per_turn=True)
+    def likes_red(trajectory: Trajectory) -> list[float | None]:
+        return [
+            float(any(c.arguments.get("dial") == "red" for c in a.calls)) for a in trajectory.actions
+        ]
+
+    playing = safes({"beam": 1, "candidates": 8, "score": "red"}, rewards=[opened, likes_red])
+    (group,) = [group async for group in playing.groups(SAFES[:1], seed=2)]
+    for one in group.trajectories:
+        for action in one.actions:
+            assert action.reward == float(any(c.arguments.get("dial") == "red" for c in action.calls))
+    (leaf,) = [one for one in group.trajectories if one.is_trainable][:1]
+    assert leaf.rewards["red"] >= leaf.turns - 2, "nearly every turn is red"
+    with pytest.raises(ConfigError, match="no reward is called 'blue'; there are: total, success, red"):
+        async for _ in safes({"score": "blue"}, rewards=[opened, likes_red]).groups(SAFES[:1], seed=2):
+            pass
+
+
+async def test_process_rewards_of_shared_actions_count_once_in_any_tree() -> None:
+    @reward(per_turn=True)
+    def one_each(trajectory: Trajectory) -> list[float | None]:
+        return [1.0] * trajectory.turns
+
+    (group,) = await play(tree_rollout(rewards=[one_each], tree={"rounds": 3}))
+    assert branches(group)
+    for one in group.trajectories:
+        assert [action.reward for action in one.actions] == [1.0] * one.turns
+        assert one.reward == one.turns == one.rewards["one_each"]
+
+
+def test_siblings_tell_what_a_turn_search_has_gained() -> None:
+    """Two flips, each the best of three: what is kept has more than the policy's mean of 1, and says how much."""
+    draw = Random(5)
+    kept, corrected = [], []
+    for _ in range(4000):
+        trajectories: list[Trajectory] = []
+        path, total = None, 0.0
+        for depth in range(2):
+            level = []
+            for _ in range(3):
+                branch = None if path is None else Branch(path, 2 * depth)
+                one = Trajectory(Task("t"), attempt=len(trajectories) + len(level), branch=branch)
+                one.counts["search/score"] = total + float(draw.random() < 0.5)
+                level.append(one)
+            best = max(level, key=lambda one: one.counts["search/score"])
+            path, total = best.attempt, best.counts["search/score"]
+            trajectories += level
+        leaf = trajectories[path or 0]
+        leaf.stop, leaf.reward = StopReason.ANSWERED, leaf.counts.pop("search/score")
+        kept.append(leaf.reward)
+        corrected.append(leaf.reward - selections(trajectories)[leaf.attempt].gain)
+    assert sum(kept) / len(kept) == pytest.approx(2 * (1 - 0.5**3), abs=0.03)
+    assert sum(corrected) / len(corrected) == pytest.approx(1.0, abs=0.03)

@@ -395,3 +395,27 @@ def test_weights_of_the_best_of_several_undo_the_choice() -> None:
     assert sum(weights[one] * one for one in best) / len(best) == pytest.approx(sum(rewards) / 4)
     assert sum(weights[one] for one in best) / len(best) == pytest.approx(1)
     assert best_of_weight(1.0, [1.0, 1.0, 1.0]) == 1, "where all are the best, nothing was chosen"
+
+
+async def test_turn_search_keeps_the_best_and_writes_its_candidates(tmp_path: Path) -> None:
+    """Forked safes: right numbers are gone on from, everything else is written beside, with its score."""
+    draw = Random(0)
+
+    def script(tokens: list[int], sampling: Any, session: str | None) -> str:
+        told = ByteTokenizer().decode(tokens)
+        if told.count("click") >= 3 and draw.random() < 0.5:
+            return written(open_door())
+        return written(turn(draw.choice(list(NUMBERS)), draw.choice([1, 2, 3])))
+
+    plays = rollout(lambda t, a: [])
+    plays = replace(plays, engine=FakeEngine(script, plays.renderer.tokenizer))
+    made = context(tmp_path / "s", Source([safe_task(f"s{n}") for n in range(3)], plays))
+    settings = SearchConfig.parse({"search": "turns", "candidates": 6, "beam": 2})
+    result = await TrajectorySearch(settings).run(made)
+    assert len(result.kept) == 3 and all(one.reward == 1.5 for one in result.kept)
+    for one in result.kept:
+        assert 0 < provenance_of(one)["selection_weight"] < 1
+        assert all(action.logprobs for action in one.actions)
+    candidates = [one for one in result.rejected if one.reason == "candidate"]
+    assert len(candidates) > 10 and all("score" in one.detail for one in candidates)
+    assert all(any(a.logprobs or ()) for one in candidates for a in one.trajectory.actions)

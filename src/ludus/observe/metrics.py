@@ -102,6 +102,8 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         "different episodes overlap.",
         "seconds per episode",
     ),
+    Metric("search/score", "What prefixes were worth when a search over turns held them (`rl.tree.branch = "
+           "\"turns\"`).", "score per held prefix"),
     Metric("judge/calls", "Questions to models that judge (`judge`, `ruler`), without those that the cache "
            "answered.", "per episode"),
     Metric("judge/tokens", "Tokens of these questions and their answers.", "tokens per episode"),

@@ -220,6 +220,11 @@ class Scorer:
         if len({r.name for r in [*found, *self.group_rewards]}) < len(found) + len(self.group_rewards):
             raise ConfigError("a reward is listed twice; it would count twice")
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all rewards, those inside others included."""
+        return list(self._by_name)
+
     async def score(self, trajectory: Trajectory, envs: Mapping[str, Any] | None = None) -> None:
         """Fill in the trajectory's rewards and total, and the rewards of its actions.
 
@@ -302,7 +307,14 @@ class Scorer:
         self, trajectory: Trajectory, outcomes: Sequence[Parts], turns: Sequence[TurnScores]
     ) -> None:
         actions = trajectory.actions
-        parts, turn_rewards = turn_totals([a.reward for a in actions], self.turn_rewards, turns)
+        own = {id(one) for one in trajectory.own_segments}
+        is_shared = [id(one) not in own for one in actions]
+        paid = [a.reward for a in actions]
+        for reward, scores in zip(self.turn_rewards, turns, strict=True):
+            for i, score in enumerate(scores):
+                if is_shared[i] and score is not None:  # scored with the attempt that took the action
+                    paid[i] = (paid[i] or 0.0) - weight_of(reward) * score
+        parts, turn_rewards = turn_totals(paid, self.turn_rewards, turns)
         addends = [value for value in turn_rewards if value is not None]
         for reward, own in zip(self.rewards, outcomes, strict=True):
             merge(parts, own, reward.name)
@@ -310,8 +322,9 @@ class Scorer:
                 addends.append(weight_of(reward) * own[reward.name])
         total = number(sum(addends), "the total") if addends else self._default_total
         trajectory.rewards, trajectory.reward = parts, total
-        for action, value in zip(actions, turn_rewards, strict=True):
-            action.reward = value
+        for action, value, shared in zip(actions, turn_rewards, is_shared, strict=True):
+            if not shared:
+                action.reward = value
 
     def _write_group(self, shown: Sequence[Trajectory], scores: Sequence[Sequence[float]]) -> None:
         totals = [trajectory.reward or 0.0 for trajectory in shown]

@@ -92,10 +92,10 @@ class Origin:
 
     @property
     def segments(self) -> list[Segment]:
-        """What the branch shares: all segments before that action."""
+        """What the branch shares: all segments before that action; all there are of one that was held."""
         segments = self.trajectory.sequences[0].segments
         places = [i for i, one in enumerate(segments) if one.kind is SegmentKind.ACTION]
-        return segments[: places[self.turn]]
+        return segments[: places[self.turn]] if self.turn < len(places) else list(segments)
 
     @property
     def state(self) -> WorldState | None:
@@ -109,6 +109,10 @@ class EpisodeRecord:
 
     origin: Origin | None = None
     takes_snapshots: bool = True
+    hold: int | None = None
+    """Stop before this turn, with everything observed and a snapshot taken, for others to go on from there."""
+    score: float | None = None
+    """What a held episode was worth when it stopped; None for one that went on to its end."""
     session: str = ""
     """The engine's session, which holds the KV; kept until nobody can branch off any more."""
     turns: list[Turn] = field(default_factory=list)
@@ -124,7 +128,7 @@ class EpisodeRecord:
     async def begin(self, trajectory: Trajectory, session: str) -> None:
         """Forget what was recorded, and mark the trajectory as what it will be."""
         await self.close()
-        self.session, self.save = session, None
+        self.session, self.save, self.score = session, None, None
         self.turns, self.calls, self.called = [], [], []
         if self.origin is not None:
             self._prefix = self.origin.segments

@@ -160,6 +160,11 @@ class Episode:
         return self._stop is not None
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it came to an end of its own, rather than being held before a turn."""
+        return self._stop is not StopReason.ABORTED
+
+    @property
     def temperature(self) -> float:
         return self._sampling.temperature
 
@@ -182,6 +187,8 @@ class Episode:
             if recorded is not None:
                 return self._act_again(recorded, self._history)
         self._append_pending()
+        if self._history is not None and self._history.hold == self.trajectory.turns:
+            self._end(StopReason.ABORTED)
         context = self._sequence.tokens
         room = self.budgets.max_tokens - len(context)
         budget = min(room, self.budgets.max_turn_tokens)

@@ -61,6 +61,7 @@ from ludus.rollouts.chat import EngineChatModel, asking_policy
 from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
+from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns
 from ludus.tools import CombinedTools
 
 log = logging.getLogger(__name__)
@@ -155,13 +156,16 @@ class Rollout:
         check_forkable({name: self._pool(name) for name in task.envs or self.pools}, self.tools)
         records: list[EpisodeRecord] = []
 
-        async def play(attempt: int, origin: Origin | None) -> Leaf:
-            records.append(record := EpisodeRecord(origin, tree.state == "snapshot"))
+        async def play(attempt: int, origin: Origin | None, hold: int | None = None) -> Leaf:
+            records.append(record := EpisodeRecord(origin, tree.state == "snapshot", hold))
             async with places:
                 return Leaf(await self.play(task, attempt, seed, record), record)
 
+        draw = key(seed, task.id, first, "tree")
         try:
-            return await grow_tree(tree, self.attempts, first, key(seed, task.id, first, "tree"), play)
+            if tree.branch == "turns":
+                return await search_turns(tree, first, draw, play)
+            return await grow_tree(tree, self.attempts, first, draw, play)
         finally:
             for record in records:
                 await self.engine.release(record.session)
@@ -290,8 +294,13 @@ class Rollout:
                 if isinstance(env, RemoteEnv):
                     async with access(env):
                         await env.fetch_state()
+            is_held = record is not None and record.hold == trajectory.turns and not episode.has_ended
+            if is_held:
+                trajectory.stop = StopReason.MAX_TURNS  # scored as if its turns were used up
             with asking_policy(self.policy):
                 await self.scorer.score(trajectory, envs)
+            if is_held and record is not None:
+                self._hold(trajectory, record)
             trajectory.seconds["rewards"] = time.perf_counter() - started
             if self.scorer.rewards or self.scorer.turn_rewards:
                 scored = TimeSpan("reward", started, trajectory.seconds["rewards"])
@@ -309,6 +318,17 @@ class Rollout:
                 "there is no snapshot of that turn, and it cannot be replayed", "the episode"
             )
         await self.engine.fork(record.origin.record.session, context.episode)
+
+    def _hold(self, trajectory: Trajectory, record: EpisodeRecord) -> None:
+        """Note what a held episode is worth; it is nobody's failure, and neither trained nor in a baseline."""
+        name = self.tree.score if self.tree is not None else "total"
+        value = trajectory.reward if name == "total" else trajectory.rewards.get(name)
+        if value is None and name not in ("total", *self.scorer.names):
+            known = ", ".join(("total", *self.scorer.names))
+            raise ConfigError(f"rl.tree.score: no reward is called {name!r}; there are: {known}")
+        record.score = value or 0.0
+        trajectory.counts[SEARCH_SCORE] = record.score
+        trajectory.stop, trajectory.reward = StopReason.ABORTED, None
 
     def _can_replay(self, context: ToolContext) -> bool:
         are_deterministic = all(self._pool(name).is_deterministic for name in context.envs)

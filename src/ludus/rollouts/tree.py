@@ -5,6 +5,8 @@
               branch that the turn has already (AT2PO; ARPO, arXiv:2507.19849)
     success   turns of attempts that succeeded (after GRPO-RoC): what could have been done better there?
     beam      the prefixes with the highest mean reward of the attempts below them (TSR)
+    turns     no attempts at first, but single actions: at each turn several are sampled and done, and the best
+              prefixes are held and gone on from (TSR; `turn_search`)
 
 Which attempts end first decides nothing: a round begins when the one before has ended, and every draw has a
 key of its own. All leaves are learned from and are in the baseline, the bad ones too.
@@ -15,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -30,8 +32,9 @@ from ludus.rollouts.branching import EpisodeRecord, Origin
 class TreeConfig(Config):
     """Play each group as a tree; its leaves are the attempts."""
 
-    branch: Literal["random", "entropy", "success", "beam"] = "random"
-    """Where to branch: any turn, where the model was least sure, in successes, at the best prefixes."""
+    branch: Literal["random", "entropy", "success", "beam", "turns"] = "random"
+    """Where to branch: any turn, where the model was least sure, in successes, at the best prefixes; or turns:
+    candidates at each turn, of which the best are gone on from."""
     roots: int = Field(default=2, ge=1)
     """Attempts that begin at the prompt."""
     branches: int = Field(default=1, ge=1)
@@ -45,7 +48,11 @@ class TreeConfig(Config):
     penalty: float = Field(default=0.5, ge=0)
     """entropy: what each branch of a turn takes off it, in nats."""
     beam: int = Field(default=2, ge=1)
-    """beam: how many prefixes to keep in a round."""
+    """beam, turns: how many prefixes to keep in a round, or at a turn."""
+    candidates: int = Field(default=4, ge=2)
+    """turns: actions that are sampled and done at a turn, from each prefix that was kept."""
+    score: str = "total"
+    """turns: what a prefix is kept by: the total of the rewards, if it ended there, or one of them by name."""
     state: Literal["snapshot", "replay"] = "snapshot"
     """How branches find tools and environments: from snapshots taken before each turn (replayed where there is
     none), or always by making the recorded calls again."""
@@ -64,6 +71,11 @@ class Leaf:
         actions = [one for one in self.trajectory.own_segments if one.logprobs is not None]
         return sum(len(one.tokens) for one in actions), sum(len(one.calls) for one in actions)
 
+    @property
+    def score(self) -> float:
+        """What it is worth: its reward, or what it was worth when it was held."""
+        return (self.trajectory.reward or 0.0) if self.record.score is None else self.record.score
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -73,15 +85,18 @@ class Point:
     turn: int
 
 
-Play = Callable[[int, Origin | None], Awaitable[Leaf]]
-"""Plays an attempt by its number, from the prompt or as a branch."""
+class Play(Protocol):
+    """Plays an attempt by its number, from the prompt or as a branch, to its end or until it is held."""
+
+    def __call__(self, attempt: int, origin: Origin | None, hold: int | None = None) -> Awaitable[Leaf]:
+        """The attempt, scored; `hold` is the turn before which it stops."""
 
 
 async def grow_tree(
     config: TreeConfig, attempts: int, first: int, draw: int, play: Play
 ) -> list[Trajectory]:
     """The attempts `first` and following, in order: at most `attempts`, fewer when the budget is spent."""
-    leaves = await _at_once([play(first + i, None) for i in range(min(config.roots, attempts))])
+    leaves = await at_once([play(first + i, None) for i in range(min(config.roots, attempts))])
     taken: Counter[Point] = Counter()
     for number in range(config.rounds):
         count = math.ceil((attempts - len(leaves)) / (config.rounds - number))
@@ -97,7 +112,7 @@ async def grow_tree(
             for point in points
         ]
         start = first + len(leaves)
-        leaves += await _at_once([play(start + i, origin) for i, origin in enumerate(origins)])
+        leaves += await at_once([play(start + i, origin) for i, origin in enumerate(origins)])
     return [leaf.trajectory for leaf in leaves]
 
 
@@ -133,14 +148,14 @@ def leaf_weights(trajectories: Sequence[Trajectory]) -> dict[int, float]:
 def _affordable(config: TreeConfig, leaves: Sequence[Leaf]) -> int:
     """How many more attempts the budget pays for, each taken to cost what those so far did on average."""
     most = 2**31
-    for limit, spent in zip((config.max_tokens, config.max_calls), _spent(leaves), strict=True):
+    for limit, spent in zip((config.max_tokens, config.max_calls), spent_by(leaves), strict=True):
         if limit is not None:
             left, mean = limit - spent, max(1.0, spent / len(leaves))
             most = min(most, math.ceil(left / mean))
     return most
 
 
-def _spent(leaves: Sequence[Leaf]) -> tuple[int, int]:
+def spent_by(leaves: Sequence[Leaf]) -> tuple[int, int]:
     spent = [leaf.spent for leaf in leaves]
     return sum(tokens for tokens, _ in spent), sum(calls for _, calls in spent)
 
@@ -215,7 +230,7 @@ def _action(leaves: Sequence[Leaf], point: Point, turn: int) -> Segment:
     return leaves[point.leaf].trajectory.actions[turn]
 
 
-async def _at_once(playing: Sequence[Awaitable[Leaf]]) -> list[Leaf]:
+async def at_once(playing: Sequence[Awaitable[Leaf]]) -> list[Leaf]:
     """All of them; when one raises, or the caller is cancelled, the others are stopped first."""
     running = [asyncio.ensure_future(one) for one in playing]
     try:

@@ -2,6 +2,8 @@
 
     tree      groups grow as trees: attempts branch off the best prefixes, from forked KV and forked or replayed
               state (`rollouts.tree`, branch = "beam"; docs/trees.md)
+    turns     at each turn several candidate actions, from forked KV and forked or replayed state; the best
+              prefixes are held and gone on from (`rollouts.turn_search`)
     best_of   N whole attempts; the best of them
 
 What search selects is not what the policy would have done: its rewards are higher than the policy's, and its
@@ -12,11 +14,15 @@ actions come from another distribution. So every example carries the weight that
     tree        the share of the policy's own attempts that a leaf stands for (`leaf_weights`): 1 / roots,
                 divided at every branching on its way by the number of ways that go on from there
 
+    turns       the product of the first over an episode's turns, with the scores of the candidates at each
+
 and the report has the mean reward three times: of what was kept, of all attempts, and of the policy,
-estimated with these weights. The tree's weights are exact where branching looks at prefixes alone; `beam`
-looks at how the attempts below a prefix have ended, and prefixes that were lucky once are taken up again, so
-the estimate lies a little below the policy's mean. All attempts are written with their log-probabilities,
-siblings beside the best, for baselines and for RL (`rl.tree`).
+estimated with these weights. The few candidates of `turns` make poor weights; there it is the rewards less what
+choosing has gained: at each turn, the score of what was kept less the mean over its siblings. The tree's
+weights are exact where branching looks at prefixes alone; `beam` looks at how the attempts below a prefix have
+ended, and prefixes that were lucky once are taken up again, so the estimate lies a little below the policy's
+mean. All attempts are written with their log-probabilities, siblings beside the best, for baselines and for RL
+(`rl.tree`).
 """
 
 from __future__ import annotations
@@ -29,18 +35,17 @@ from pydantic import Field
 from ludus.core.trajectory import Group, Trajectory, is_success
 from ludus.rollouts.branching import check_forkable
 from ludus.rollouts.tree import TreeConfig, leaf_weights
+from ludus.rollouts.turn_search import SEARCH_SCORE, best_of_weight, selections
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
 from ludus.synth.result import Rejected, SynthResult, with_provenance
-
-_CLOSE = 1e-9
 
 
 class SearchConfig(SynthConfig):
     """Search for good episodes while playing, and keep the best of each task."""
 
-    search: Literal["tree", "best_of"] = "tree"
-    """Trees that branch off the best prefixes, or whole attempts."""
+    search: Literal["tree", "turns", "best_of"] = "tree"
+    """Trees that branch off the best prefixes of attempts, candidates at each turn, or whole attempts."""
     attempts: int = Field(default=8, ge=2)
     """Attempts at each task: the leaves of a tree."""
     roots: int = Field(default=2, ge=1)
@@ -48,7 +53,13 @@ class SearchConfig(SynthConfig):
     rounds: int = Field(default=3, ge=1)
     """Rounds of branching."""
     beam: int = Field(default=2, ge=1)
-    """Prefixes that are kept in a round."""
+    """Prefixes that are kept in a round, or at a turn."""
+    candidates: int = Field(default=4, ge=2)
+    """turns: actions that are sampled and done at a turn, from each prefix that was kept."""
+    score: str = "total"
+    """turns: what a prefix is kept by: the total of the rewards, if it ended there, or one of them by name."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the search at one task may sample."""
     branches: int = Field(default=1, ge=1)
     """Branches from each of them."""
     keep: int = Field(default=1, ge=1)
@@ -68,9 +79,12 @@ class TrajectorySearch(SynthMethod[SearchConfig]):
     async def run(self, context: SynthContext) -> SynthResult:
         settings = self.settings
         tree = None
-        if settings.search == "tree":
+        if settings.search != "best_of":
             tree = TreeConfig(
-                branch="beam",
+                branch="beam" if settings.search == "tree" else "turns",
+                candidates=settings.candidates,
+                score=settings.score,
+                max_tokens=settings.max_tokens,
                 roots=min(settings.roots, settings.attempts - 1),
                 rounds=settings.rounds,
                 beam=settings.beam,
@@ -101,10 +115,15 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
         ranked = sorted(scored, key=lambda one: (-rewards[id(one)], one.turns, one.attempt))
         good = [o for o in ranked if not settings.needs_success or is_success(o, settings.threshold)]
         chosen = good[: settings.keep]
-        weights = leaf_weights(group.trajectories)
-        mass = sum(weights[one.attempt] for one in scored)
-        policy = sum(weights[one.attempt] * rewards[id(one)] for one in scored) / mass
         mean = sum(rewards.values()) / len(scored)
+        if settings.search == "turns":
+            searched = selections(group.trajectories)
+            weights = {attempt: one.weight for attempt, one in searched.items()}
+            policy = mean - sum(searched[one.attempt].gain for one in scored) / len(scored)
+        else:
+            weights = leaf_weights(group.trajectories)
+            mass = sum(weights[one.attempt] for one in scored)
+            policy = sum(weights[one.attempt] * rewards[id(one)] for one in scored) / mass
         plain.append(mean)
         corrected.append(policy)
         for one in scored:
@@ -113,6 +132,10 @@ def choose_best(groups: Sequence[Group], settings: SearchConfig) -> SynthResult:
             reason = "sibling" if chosen else "no_success"
             told = f"reward {one.reward:g}"
             result.rejected.append(Rejected(one, reason, told))
+        for one in group.trajectories:
+            if SEARCH_SCORE in one.counts:
+                told = f"turn {one.turns}, score {one.counts[SEARCH_SCORE]:g}"
+                result.rejected.append(Rejected(one, "candidate", told))
         for one in chosen:
             kept_rewards.append(rewards[id(one)])
             facts = {
@@ -141,15 +164,9 @@ def _weight(
     """What an example counts as much as, where it stands for the policy's own; 1 is an ordinary attempt."""
     if search == "tree":
         return round(weights[one.attempt] * len(scored), 6)
+    if search == "turns":
+        return round(weights[one.attempt], 6)
     return round(best_of_weight(one.reward or 0.0, [other.reward or 0.0 for other in scored]), 6)
-
-
-def best_of_weight(reward: float, rewards: Sequence[float]) -> float:
-    """p(r) / (F(r)^N - F(r-)^N): how much likelier the policy is to give this reward than the best of N is."""
-    count = len(rewards)
-    below = sum(other < reward - _CLOSE for other in rewards) / count
-    upto = sum(other <= reward + _CLOSE for other in rewards) / count
-    return (upto - below) / max(_CLOSE, upto**count - below**count)
 
 
 def _mean(values: Sequence[float]) -> float:
