@@ -75,16 +75,16 @@ def cost(count: int, folder: Path) -> None:
     result = fit_reward_model(scored, folder / "cost", config(0, layers=4, width=256, steps=2))
     model = load_reward_model(result.folder, "cpu")
     conversations = [messages for messages, _ in played]
-    read = statistics.fmean(len(row.row.tokens) for c in conversations for row in model.rows(c))
     small, tokenizer = load_model(ModelConfig(name=str(result.folder), device="cpu"), 0)
-    scratch = {"layers": 10, "width": 512, "heads": 8, "vocabulary": 500, "context": 1024}
-    large, _ = load_model(ModelConfig.parse({"scratch": scratch, "device": "cpu"}), 0)
+    fitted = fit_reward_model(scored, folder / "large", config(0, layers=10, width=512, steps=1))
+    large, same = load_model(ModelConfig(name=str(fitted.folder), device="cpu"), 0)
+    assert same.encode(INSTRUCTIONS) == tokenizer.encode(INSTRUCTIONS), "both read the same tokens"
 
-    def asked(messages: Sequence[Message]) -> list[int]:
-        return tokenizer.encode(INSTRUCTIONS + "\n".join(m.content for m in messages))
-
-    whole = [asked(messages) for messages in conversations]
-    steps = [asked(one[: 2 * turn + 2]) for one in conversations for turn in range(TURNS)]
+    # judges read the same rendered episodes, behind their instructions
+    instructions = tokenizer.encode(INSTRUCTIONS)
+    rows_read = [row for one in conversations for row in model.rows(one)]
+    whole = [[*instructions, *one.row.tokens] for one in rows_read]
+    steps = [[*instructions, *one.row.tokens[: end + 1]] for one in rows_read for end in one.ends]
     model.score(conversations[:4])
     seconds = dict.fromkeys(("step model", "judge", "judge, each step", "judge, ten times larger"), 1e9)
     for _ in range(3):  # the best of three, interleaved: other programs only add to it
@@ -97,10 +97,10 @@ def cost(count: int, folder: Path) -> None:
             name: min(best, now / count)
             for (name, best), now in zip(seconds.items(), taken, strict=True)
         }
-    shared = len(tokenizer.encode(INSTRUCTIONS))  # computed once for all, by the engine
-    own = statistics.fmean(map(len, whole)) - shared
+    shared = len(instructions)  # computed once for all, by the engine
+    read = statistics.fmean(map(len, whole)) - shared
     weights = [_weights(one) for one in (model.model, small, small, large)]
-    tokens = [read, own + VERDICT_TOKENS, own + TURNS * VERDICT_TOKENS, own + VERDICT_TOKENS]
+    tokens = [read, read + VERDICT_TOKENS, read + TURNS * VERDICT_TOKENS, read + VERDICT_TOKENS]
     flops = [2 * w * t for w, t in zip(weights, tokens, strict=True)]
     flops[0] -= 2 * read * _head(model.model)  # it has no head of words
     rows = [
@@ -195,7 +195,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cost(options.episodes, Path(folder))
-        truth(options.seeds, Path(folder))
+        if options.seeds:
+            truth(options.seeds, Path(folder))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ async def right(trajectory: ludus.Trajectory, target: str) -> float:
 
 def training_tasks() -> list[ludus.Task]:
     """Each ticket several times: the expert does something else each time."""
-    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[HELD_OUT:] * 12]
+    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[:-HELD_OUT] * 12]
 
 
 def held_out_tasks() -> list[ludus.Task]:
     """Tickets that are neither demonstrated nor trained on, several times for a finer measurement."""
-    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[:HELD_OUT] * 8]
+    return [ludus.Task.of(prompt, team) for prompt, team in _tickets()[-HELD_OUT:] * 8]
 
 
 def few_tasks() -> list[ludus.Task]:

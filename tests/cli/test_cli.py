@@ -259,6 +259,15 @@ NAMED = ", ".join(packaged_recipes())
         (("train", "recipe.toml", "rl.attempts=1"), "can teach nothing"),
         (("train", "recipe.toml", "rl.updates=3"), "cannot split"),
         (("train", "recipe.toml", "rewards=[]"), "nothing is rewarded"),
+        (
+            ("train", "recipe.toml", "agent.tools=['mcp:no-such-program --x']"),
+            "agent.tools: the MCP server 'no-such-program --x' cannot be started: there is no program "
+            "'no-such-program'. Install it",
+        ),
+        (
+            ("mcp-rl", "no-such-program", "--model", "scratch", "--writer", "http://127.0.0.1:1/v1#m"),
+            "there is no program 'no-such-program'",
+        ),
         (("train", "recipe.toml", "model.device=junk"), "cannot be used here"),
         (("train", "recipe.toml", "stage=[]"), "stage = [] has no table"),
         (("train", "recipe.toml", "warm_start.steps=1"), "warm_start has no demonstrations"),
@@ -307,6 +316,15 @@ def test_mistakes_are_explained(
     assert code == 2
     assert message.replace("HERE", str(project)) in " ".join(said.split()) and "Traceback" not in said
     assert not (project / "runs").exists(), "what is refused leaves no folder"
+
+
+def test_a_check_finds_an_mcp_program_that_is_not_there(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["check", "recipe", "recipe.toml", "agent.tools=['mcp:./no/program']"]
+    assert run_command(lambda **options: app(arguments, **options)) == 1
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "agent.tools: the MCP server './no/program' cannot be started" in said
 
 
 def test_rollouts_that_all_failed_are_a_failure(

@@ -542,7 +542,7 @@ async def test_process_rewards_of_shared_actions_count_once_in_any_tree() -> Non
 
 
 def test_siblings_tell_what_a_turn_search_has_gained() -> None:
-    """Two flips, each the best of three: what is kept has more than the policy's mean of 1, and says how much."""
+    """Two flips, each the best of three: what is kept has more than the policy's mean of 1, and how much."""
     draw = Random(5)
     kept, corrected = [], []
     for _ in range(4000):

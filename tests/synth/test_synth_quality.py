@@ -28,7 +28,6 @@ from ludus.synth.quality.clusters import cluster
 from ludus.synth.quality.contamination import HeldOut, Senses, specifics
 from ludus.synth.quality.difficulty import balanced
 from ludus.synth.quality.pipeline import QualityConfig, QualityPipeline
-from ludus.synth.quality.schema import schema_problems
 from ludus.synth.quality.similarity import SKETCH, DuplicateIndex, jaccard, sketch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -197,45 +196,6 @@ def test_a_balanced_part_has_the_mix(levels: list[str]) -> None:
     if counts.keys() == {"easy", "medium", "hard"} and len(chosen) >= 10:
         assert counts["easy"] / len(chosen) == pytest.approx(0.3, abs=0.12)
         assert counts["medium"] / len(chosen) == pytest.approx(0.5, abs=0.12)
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ({"dial": "red", "to": 3}, ""),
-        ({"dial": "red", "to": 3.0}, ""),
-        ({"dial": "pink", "to": 3}, "is not one of"),
-        ({"dial": "red", "to": True}, "is not of type integer"),
-        ({"dial": "red"}, "'to' is missing"),
-        ({"dial": "red", "to": 3, "x": 1}, "there is no 'x'"),
-        ({"dial": "red", "to": 30}, "beyond maximum"),
-        ({"dial": "red", "to": 3, "tags": ["a", 2]}, "tags[1]"),
-        ({"dial": "red", "to": 3, "note": 5}, "is not of type string"),
-        ({"dial": "red", "to": 3, "note": None}, ""),
-        ("red", "is not of type object"),
-    ],
-)
-def test_arguments_against_a_schema(value: object, problem: str) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "dial": {"$ref": "#/$defs/Dial"},
-            "to": {"type": "integer", "minimum": 0, "maximum": 9},
-            "tags": {"type": "array", "items": {"type": "string"}},
-            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        },
-        "required": ["dial", "to"],
-        "additionalProperties": False,
-        "$defs": {"Dial": {"enum": ["red", "green", "blue"], "type": "string"}},
-    }
-    found = schema_problems(schema, value)
-    assert (problem in found[0]) if problem else not found, found
-
-
-def test_schemas_can_be_hostile() -> None:
-    loop = {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}
-    assert schema_problems(loop, {"a": 1}) == []
-    assert schema_problems({"properties": 3, "enum": "x", "type": ["what"]}, {"a": 1}) == []
 
 
 def test_held_out_tasks_are_told_by_text_numbers_and_environments() -> None:

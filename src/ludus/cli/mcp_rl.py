@@ -73,7 +73,7 @@ class McpRlSettings:
 def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) -> None:
     """The whole pipeline, with what it does said on stderr."""
     console = Console(stderr=True)
-    MCPServerConfig.of(settings.server)
+    MCPServerConfig.of(settings.server).check_program()
     folder.mkdir(parents=True, exist_ok=True)
     console.print(Text(f"folder: {folder}"), soft_wrap=True)
     if not _has_scenarios(folder, settings):

@@ -21,8 +21,9 @@ from ludus.core.per_loop import PerLoop
 from ludus.core.task import Task
 from ludus.envs.env import Env, Step
 from ludus.envs.tools import ForwardedTool
+from ludus.llm.http import load_aiohttp
 from ludus.tools import Tool
-from ludus.tools.remote_http import load_aiohttp, normalized
+from ludus.tools.remote_http import normalized
 
 if TYPE_CHECKING:
     import aiohttp

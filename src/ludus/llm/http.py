@@ -287,10 +287,10 @@ def token_count(body: Json, which: str) -> int | None:
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
 
 
-def load_aiohttp() -> Any:
-    """The package, or an error that says how to get it."""
+def load_aiohttp(extra: str = "serve", purpose: str = "a model behind an address") -> Any:
+    """The package aiohttp, or an error that says what has to be installed for it."""
     with contextlib.suppress(ImportError):
         import aiohttp
 
         return aiohttp
-    raise MissingExtraError("aiohttp", "serve", "a model behind an address")
+    raise MissingExtraError("aiohttp", extra, purpose)

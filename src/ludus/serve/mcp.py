@@ -31,7 +31,7 @@ from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
 from ludus.tools.hosting import ToolHost
-from ludus.tools.mcp.schema import argument_problems
+from ludus.tools.json_schema import argument_problems
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter
 
 from ludus.core.codec import decode
-from ludus.core.failures import Boundary, ConfigError, InfraError, MissingExtraError
+from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolResult
 from ludus.core.per_loop import PerLoop
+from ludus.llm.http import load_aiohttp
 from ludus.tools.hosting.host import OutcomeUnknown
 from ludus.tools.wire import (
     DEADLINE_HEADER,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 _ERROR = TypeAdapter(ErrorBody)
+_PURPOSE = "calling tools on a server"
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 256 * 1024 * 1024
 _DEEPEST = 100
@@ -115,7 +117,7 @@ class ToolHttpClient:
         self, method: str, url: str, data: bytes | None, seconds: float | None
     ) -> ServerResponse:
         """One attempt; `TimeoutError` when the answer takes longer than `seconds`."""
-        aiohttp = load_aiohttp()
+        aiohttp = load_aiohttp(purpose=_PURPOSE)
         session = await self._sessions.get()
         headers = {} if seconds is None else {DEADLINE_HEADER: str(max(0, int(seconds * 1000)))}
         try:
@@ -142,7 +144,7 @@ class ToolHttpClient:
         await self._sessions.close()
 
     def _make(self) -> aiohttp.ClientSession:
-        http = load_aiohttp()
+        http = load_aiohttp(purpose=_PURPOSE)
         session: aiohttp.ClientSession = http.ClientSession(
             connector=http.TCPConnector(limit=_affordable(self._connections), keepalive_timeout=30.0),
             timeout=http.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
@@ -216,15 +218,6 @@ def _affordable(connections: int) -> int:
     """At most half as many as this process may have open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return connections if soft == resource.RLIM_INFINITY else min(connections, max(1, soft // 2))
-
-
-def load_aiohttp(extra: str = "serve", purpose: str = "calling tools on a server") -> Any:
-    """The package aiohttp, or what has to be installed for it."""
-    with contextlib.suppress(ImportError):
-        import aiohttp
-
-        return aiohttp
-    raise MissingExtraError("aiohttp", extra, purpose)
 
 
 class RetryBudget:

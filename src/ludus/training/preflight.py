@@ -11,6 +11,7 @@ from ludus.envs import PoolConfig
 from ludus.envs.pool import probe_env
 from ludus.llm import Address, is_address
 from ludus.observe import SINKS
+from ludus.tools.mcp import MCPServerConfig, is_mcp
 from ludus.training.config.parts import (
     Parts,
     demonstrations_of,
@@ -80,8 +81,20 @@ def _check_pools(recipe: Recipe, parts: Parts) -> None:
         )
 
 
+def _check_programs(recipe: Recipe, parts: Parts) -> None:
+    """Refuse MCP servers whose program is not installed; on a cluster it is needed where the tools run."""
+    if recipe.cluster.tools:
+        return
+    specs = [spec for one in task_set_specs(recipe, parts) for spec in one.parts.tools]
+    with errors_at("agent.tools"):
+        for spec in specs:
+            if is_mcp(spec):
+                MCPServerConfig.of(spec).check_program()
+
+
 async def check_servers(recipe: Recipe, parts: Parts) -> None:
-    """Refuse environments on servers that are not there, or that do not let us in."""
+    """Refuse environments and tools on servers that are not there, cannot be started, or do not let us in."""
+    _check_programs(recipe, parts)
 
     async def check(name: str, factory: Any, agent: AgentConfig) -> None:
         with errors_at(f"agent.envs.{name}"):

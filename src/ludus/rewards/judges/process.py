@@ -38,7 +38,7 @@ Item = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 class ChecklistAnswer(CodedVerdict):
-    """A checklist as the model writes it. Like a verdict it names its evidence: a task's text may hold a list."""
+    """A checklist as the model writes it. It names its evidence, in which another list may be planted."""
 
     items: Annotated[list[Item], Field(min_length=1, max_length=_MOST_ITEMS)]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ludus.core.messages import Message, ToolCall, ToolSpec
 from ludus.core.trajectory import Trajectory
-from ludus.synth.quality.schema import schema_problems
 from ludus.synth.steps import EpisodeStep, call_text, count_calls
+from ludus.tools.json_schema import argument_problems
 
 Finding = tuple[str, str]
 """(reason, detail)."""
@@ -37,7 +37,7 @@ def check_calls(
                 continue
             if call.name not in specs:
                 return "unknown_tool", f"step {number}: {call.name!r:.60}"
-            problems = schema_problems(specs[call.name].parameters, call.arguments)
+            problems = argument_problems(specs[call.name].parameters, call.arguments)
             if problems:
                 return "bad_arguments", f"step {number}, {call.name}: {problems[0]}"
     if trajectory.faults:

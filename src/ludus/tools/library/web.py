@@ -28,8 +28,8 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError, ToolFault
 from ludus.core.messages import Json
 from ludus.core.per_loop import PerLoop
+from ludus.llm.http import load_aiohttp
 from ludus.tools.library.retrieval import checked_query
-from ludus.tools.remote_http import load_aiohttp
 from ludus.tools.tool import Tool
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -116,6 +117,23 @@ class MCPServerConfig(Config):
 
     def http_headers(self) -> dict[str, str]:
         return {name: expanded(text, f"headers.{name}") for name, text in self.headers.items()}
+
+    def check_program(self) -> None:
+        """Refuse a command whose program is not there (`ConfigError`), as starting it would."""
+        if self.is_http:
+            return
+        program, folder = shlex.split(self.mcp)[0], self.files or self.cwd or "."
+        if FILES in program:
+            return  # it is in a copy that does not exist yet
+        if os.sep in program:
+            found = shutil.which(str(Path(folder) / program))
+        else:
+            found = shutil.which(program, path=self.variables("").get("PATH"))
+        if found is None:
+            raise ConfigError(
+                f"the MCP server {self.label!r} cannot be started: there is no program {program!r}. Install "
+                "it, or name the command in full"
+            )
 
     def permits(self, name: str) -> bool:
         """Whether a tool of this name may be called."""

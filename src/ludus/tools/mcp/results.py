@@ -16,7 +16,7 @@ import mcp_types as types
 from ludus.core.failures import Fault
 from ludus.core.messages import Json, Media, ToolResult
 from ludus.tools.calling import OutputLimits, text_of
-from ludus.tools.mcp.schema import argument_problems
+from ludus.tools.json_schema import argument_problems
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Do arguments fit a server's JSON Schema? A check that is safe with schemas that nobody here wrote.
+"""Do arguments fit a tool's JSON Schema? A check that is safe with schemas that nobody here wrote.
 
 It knows the keywords that tools use and ignores the rest, of which the server is the judge: `pattern` and
 `format` above all, since a regular expression of a stranger can take for ever. References are followed
@@ -92,6 +92,9 @@ class _Check:
                     else f"known: {', '.join(list(known)[:20]) or 'none'}"
                 )
                 yield f"{_inside(place, name)}: unknown argument; {hint}"
+            elif "patternProperties" not in schema:  # those may have another schema for it
+                others = schema.get("additionalProperties")
+                yield from self.problems(others, item, _inside(place, name), depth + 1)
 
     def _target(self, reference: str) -> Any:
         """What a reference inside the schema names; {}, which allows everything, where there is nothing."""
@@ -120,7 +123,7 @@ def _own_problem(schema: Mapping[str, Any], value: Any) -> str:
     if wanted and all(one in _TYPES for one in wanted) and not any(_is(value, one) for one in wanted):
         return f"expected {' or '.join(wanted)}"
     if _is(value, "number"):
-        return _bounds(schema, value, "minimum", "maximum", "a number")
+        return _bounds(schema, value, "minimum", "maximum", "a number") or _open_bounds(schema, value)
     if isinstance(value, str):
         return _bounds(schema, len(value), "minLength", "maxLength", "a length")
     if isinstance(value, list):
@@ -134,6 +137,15 @@ def _bounds(schema: Mapping[str, Any], number: float, low: str, high: str, what:
         return f"expected {what} of at least {least}"
     if most is not None and _is(most, "number") and number > most:
         return f"expected {what} of at most {most}"
+    return ""
+
+
+def _open_bounds(schema: Mapping[str, Any], number: float) -> str:
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if above is not None and _is(above, "number") and number <= above:
+        return f"expected a number above {above}"
+    if below is not None and _is(below, "number") and number >= below:
+        return f"expected a number below {below}"
     return ""
 
 
