@@ -16,6 +16,7 @@ from viewer_runs import LOST, RunningViewer, episode, ordinary_groups, running_v
 from ludus.core import ConfigError, Fault, Group, Message, Task, Trajectory
 from ludus.observe import RunFolder, RunWriter
 from ludus.training.data.conversations import read_conversations, read_labelled, read_pairs
+from ludus.training.evaluation.study import ResultsFolder
 from ludus.viewer.findings import metric_findings
 from ludus.viewer.workspace import MetricsTail, thinned
 
@@ -612,3 +613,33 @@ def test_the_task_of_an_empty_episode_is_shown(tmp_path: Path) -> None:
         )
         label = {"episode": {"run": "run", "file": "step-000001.parquet", "row": 0}, "label": True}
         assert "said nothing" in viewer.post("/api/label", label).json["error"]
+
+
+def test_evaluations_are_listed_beside_runs(tmp_path: Path) -> None:
+    """What `ludus eval` wrote: each model under each budget, with its episodes and what they say."""
+    write_run(tmp_path / "runs" / "first", {1: ordinary_groups(1)})
+    with ResultsFolder(tmp_path / "evaluations" / "odd-001", {"attempts": 4, "seed": 0}) as results:
+        done = results.cell("small", {"model": "a"}, 8)
+        for number, group in enumerate(ordinary_groups(1)):
+            done.write(group, number)
+        done.close(ordinary_groups(1))
+        results.cell("small", {"model": "a"}, 16, "sums").write(ordinary_groups(1)[0], 0)
+    (tmp_path / "evaluations" / "notes").mkdir()
+    with running_viewer(tmp_path / "runs") as made:
+        made.settled()
+        runs = {run["name"]: run for run in made.get("/api/runs").json["runs"]}
+        whole, part = sorted(name for name in runs if name != "first")[::-1]
+        assert whole.startswith("odd-001:small-") and whole.endswith(":turns-8")
+        assert part.endswith(":turns-16:sums")
+        assert runs[whole]["model"] == "small" and runs[whole]["headline"] == "eval/success"
+        assert runs[whole]["last"] == pytest.approx(3 / 6), "lost episodes are in no mean"
+        assert count(made, run=whole) == 7 and count(made, run=part) == 4
+        detail = made.get(f"/api/run/{whole}").json
+        assert detail["recipe"]["evaluation"] == {"attempts": 4, "seed": 0} and detail["episodes"] == 7
+        found = made.get("/api/episodes", run=whole).json["episodes"][0]
+        shown = made.get(f"/api/episode/{whole}/{found['file']}/{found['row']}")
+        assert shown.status == 200 and shown.json
+        assert made.get("/api/run/odd-001").status == 404
+    with running_viewer(tmp_path / "evaluations" / "odd-001") as made:
+        made.settled()
+        assert len(made.get("/api/runs").json["runs"]) == 2, "the folder itself"

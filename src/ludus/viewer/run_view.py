@@ -8,6 +8,7 @@ from typing import Any
 from ludus.core.messages import Json
 from ludus.observe import definition_of
 from ludus.viewer.episode_index import EpisodeIndex
+from ludus.viewer.evaluations import EvaluationFolder
 from ludus.viewer.findings import run_findings
 from ludus.viewer.workspace import NotFound, Workspace, plain, series_of, thinned
 
@@ -47,8 +48,20 @@ class RunReader:
                 continue  # deleted meanwhile
         return {"root": str(self._workspace.root), "is_single": self._workspace.is_single, "runs": runs}
 
+    def _metrics(self, name: str) -> list[Json]:
+        """What a run has logged; an evaluation logs nothing, and is measured by its episodes."""
+        rows = self._workspace.metrics(name)
+        if rows or not isinstance(self._workspace.run(name), EvaluationFolder):
+            return rows
+        sql = (
+            "SELECT avg(success::INTEGER) AS success, avg(reward) AS reward FROM episodes WHERE run = ?"
+        )
+        (found,) = self._index.rows(f"{sql} AND failure IS NULL", [name])
+        measured = {f"eval/{key}": value for key, value in found.items() if value is not None}
+        return [{"step": 0, **measured}] if measured else []
+
     def _row(self, name: str) -> Json:
-        rows, recipe = self._workspace.metrics(name), self._workspace.recipe(name)
+        rows, recipe = self._metrics(name), self._workspace.recipe(name)
         status = self._workspace.status(name)
         headline = next((one for one in HEADLINES if any(one in row for row in rows)), None)
         found = series_of(rows, headline) if headline else {"steps": [], "values": []}
@@ -74,7 +87,7 @@ class RunReader:
 
     def detail(self, name: str) -> Json:
         """One run: its recipe, its metrics by section, and what needs a person."""
-        rows, recipe = self._workspace.metrics(name), self._workspace.recipe(name)
+        rows, recipe = self._metrics(name), self._workspace.recipe(name)
         names = sorted({key for row in rows for key in row} - {"step"})
         return {
             **self._row(name),
@@ -93,7 +106,7 @@ class RunReader:
         found: Json = {}
         for run in runs:
             try:
-                rows = self._workspace.metrics(run)
+                rows = self._metrics(run)
             except NotFound:
                 continue
             found[run] = {name: series_of(rows, name, first=first, last=last) for name in names}

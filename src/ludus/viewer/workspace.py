@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.observe import RunFolder, TrajectoryFile
+from ludus.viewer.evaluations import EvaluationFolder, find_evaluations
 
 _RECENT_SECONDS = 900.0
 """A run on another machine counts as going on for so long after its last write."""
@@ -97,7 +98,7 @@ class RunStatus:
 
 
 class Workspace:
-    """The runs below a folder, or the one run that the folder is."""
+    """The runs and evaluations below a folder, or the one that the folder is."""
 
     def __init__(self, root: Path) -> None:
         if not root.exists():
@@ -106,6 +107,8 @@ class Workspace:
             raise ConfigError(f"{root} is a file; give a run's folder, or a folder of runs")
         self.root = root.resolve()
         self.is_single = RunFolder(self.root).is_run
+        beside = self.root.parent / "evaluations"  # where `ludus eval` writes
+        self._roots = [self.root, *([beside] if self.root.name == "runs" and beside.is_dir() else [])]
         self._tails: dict[str, MetricsTail] = {}
         self._lock = threading.Lock()
 
@@ -119,15 +122,22 @@ class Workspace:
         if self.is_single:
             run = RunFolder(self.root)
             return {run.name: run} if run.is_run else {}
-        found: list[tuple[float, str, RunFolder]] = []
-        with suppress(OSError):
-            for entry in self.root.iterdir():
-                with suppress(OSError):
-                    run = RunFolder(entry)
-                    if not run.is_run or not self._is_inside(entry):
-                        continue
-                    found.append((_last_write(run), entry.name, run))
+        found = [(_last_write(run), name, run) for name, run in self._found()]
         return {name: run for _, name, run in sorted(found, key=lambda one: one[:2])}
+
+    def _found(self) -> Iterator[tuple[str, RunFolder]]:
+        """Runs and evaluations by name; the folder itself may be that of an evaluation."""
+        yield from ((one.name, one) for one in find_evaluations(self.root))
+        for root in self._roots:
+            with suppress(OSError):
+                for entry in root.iterdir():
+                    with suppress(OSError):
+                        if not entry.is_dir() or not self._is_inside(entry):
+                            continue
+                        if RunFolder(entry).is_run:
+                            yield entry.name, RunFolder(entry)
+                            continue
+                        yield from ((one.name, one) for one in find_evaluations(entry))
 
     def run(self, name: str) -> RunFolder:
         """The run of that name; `NotFound` where there is none."""
@@ -154,7 +164,8 @@ class Workspace:
 
     def _is_inside(self, path: Path) -> bool:
         try:
-            return path.resolve().is_relative_to(self.root)
+            resolved = path.resolve()
+            return any(resolved.is_relative_to(root) for root in self._roots)
         except (OSError, RuntimeError):
             return False
 
@@ -209,7 +220,8 @@ def _holds_lock(lock: Path, pid: int) -> bool:
 
 def _last_write(run: RunFolder) -> float:
     found = 0.0
-    for path in (run.metrics_path, run.trajectories_path, run.path / "recipe.json"):
+    own = [file.path for file in run.trajectory_files()] if isinstance(run, EvaluationFolder) else []
+    for path in (run.metrics_path, run.trajectories_path, run.path / "recipe.json", *own):
         with suppress(OSError):
             found = max(found, path.stat().st_mtime)
     return found
