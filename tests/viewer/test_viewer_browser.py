@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 from viewer_runs import RunningViewer, episode, running_viewer, write_run
 
-from ludus.core import Group
+from ludus.core import Group, Segment, SegmentKind, TokenSequence
+from ludus.core.trajectory import Branch
 from ludus.observe import RunFolder
 from ludus.training.data.conversations import read_conversations, read_pairs
+from ludus.training.evaluation.study import ResultsFolder
 
 ROOT = Path(__file__).parent.parent.parent
 CHROMIUM = os.environ.get("LUDUS_CHROMIUM") or next(
@@ -532,3 +535,70 @@ def test_an_environment_is_played_by_hand_and_the_model_takes_over(tmp_path: Pat
         "dial": "green",
         "to": 5,
     }
+
+
+def branched(parent: Any, attempt: int, success: float) -> Any:
+    """An attempt that took another second action."""
+    own = episode("sum-1", attempt, answer=f"answer {attempt}", success=success)
+    own.sequences[0].segments[:3] = parent.sequences[0].segments[:3]
+    own.messages[:4] = parent.messages[:4]
+    return replace(own, branch=Branch(parent.attempt, 3, "fork"))
+
+
+def test_a_group_as_a_tree(tmp_path: Path, page: Any) -> None:
+    first = episode("sum-1", 0, success=0.0)
+    second = branched(first, 1, 1.0)
+    group = [first, second, branched(second, 2, 0.0), episode("sum-1", 3)]
+    write_run(tmp_path / "runs" / "branching", {1: [Group(first.task, group)]})
+    with running_viewer(tmp_path / "runs") as viewer:
+        viewer.settled()
+        page.goto(f"{viewer.address}/episode/branching/step-000001.parquet/1")
+        page.locator(".chip", has_text="branch of attempt 0 (fork)").wait_for()
+        page.get_by_text("Tree", exact=True).click()
+        tree = page.locator(".tree svg")
+        tree.wait_for()
+        told = tree.text_content()
+        assert told.index("attempt 0") < told.index("attempt 1") < told.index("attempt 2")
+        assert "branched off attempt 0" in told and "branched off attempt 1" in told
+        assert tree.locator("path").count() == 2 and tree.locator("circle").count() == 4
+        tree.locator("a", has_text="attempt 2").click()
+        page.locator(".chip", has_text="branch of attempt 1 (fork)").wait_for()
+        assert "view=tree" in page.url, "the next attempt is shown as a tree, too"
+        page.goto("about:blank")  # a page that polls a closed server logs errors
+
+
+def test_threads_of_an_episode(tmp_path: Path, page: Any) -> None:
+    one = episode("sum-1", 0)
+    other = Segment(SegmentKind.ACTION, [9, 9], [-0.1, -0.2])
+    prompt = one.sequences[0].segments[0]
+    one.sequences.append(TokenSequence([prompt, other], parent=(0, 0)))
+    write_run(tmp_path / "runs" / "threads", {1: [Group(one.task, [one, episode("sum-1", 1)])]})
+    with running_viewer(tmp_path / "runs") as viewer:
+        viewer.settled()
+        page.goto(f"{viewer.address}/episode/threads/step-000001.parquet/0?view=details")
+        page.locator(".chip", has_text="2 threads").wait_for()
+        page.get_by_text("goes on from segment 0 of thread 1").wait_for()
+        page.get_by_role("link", name="Thread 2").click()
+        pressed = page.locator("button[aria-pressed=true]", has_text="2 ↳ 1")
+        pressed.wait_for()
+        page.get_by_role("button", name="1 · 2 turns", exact=True).click()
+        page.locator("button[aria-pressed=true]", has_text="1 · 2 turns").wait_for()
+        assert "sequence=0" in page.url
+        page.goto("about:blank")  # a page that polls a closed server logs errors
+
+
+def test_an_evaluation_is_opened_from_the_list(tmp_path: Path, page: Any) -> None:
+    (tmp_path / "runs").mkdir()
+    group = Group(episode().task, [episode(attempt=n, success=float(n % 2)) for n in range(4)])
+    with ResultsFolder(tmp_path / "evaluations" / "odd-001", {"attempts": 4}) as results:
+        cell = results.cell("small model", {"model": "a"}, 8)
+        cell.write(group, 0)
+        cell.close([group])
+    with running_viewer(tmp_path / "runs") as viewer:
+        viewer.settled()
+        page.goto(viewer.address)
+        page.get_by_role("link", name=re.compile("odd-001:small-model-.*:turns-8")).first.click()
+        page.get_by_text("Success", exact=True).first.wait_for()
+        page.get_by_text("4 episodes").click()
+        page.get_by_text("sum-1").first.wait_for()
+        page.goto("about:blank")  # a page that polls a closed server logs errors

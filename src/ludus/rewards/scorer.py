@@ -307,13 +307,13 @@ class Scorer:
         self, trajectory: Trajectory, outcomes: Sequence[Parts], turns: Sequence[TurnScores]
     ) -> None:
         actions = trajectory.actions
-        own = {id(one) for one in trajectory.own_segments}
-        is_shared = [id(one) not in own for one in actions]
+        unshared = {id(one) for one in trajectory.own_segments}
+        is_shared = [id(one) not in unshared for one in actions]
         paid = [a.reward for a in actions]
-        for reward, scores in zip(self.turn_rewards, turns, strict=True):
+        for turn_reward, scores in zip(self.turn_rewards, turns, strict=True):
             for i, score in enumerate(scores):
                 if is_shared[i] and score is not None:  # scored with the attempt that took the action
-                    paid[i] = (paid[i] or 0.0) - weight_of(reward) * score
+                    paid[i] = (paid[i] or 0.0) - weight_of(turn_reward) * score
         parts, turn_rewards = turn_totals(paid, self.turn_rewards, turns)
         addends = [value for value in turn_rewards if value is not None]
         for reward, own in zip(self.rewards, outcomes, strict=True):
