@@ -69,6 +69,25 @@ def test_runs_on_trees_learn_and_are_recorded(tmp_path: Path, staleness: int) ->
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_run_on_searches_over_turns_trains_the_leaves_alone(tmp_path: Path) -> None:
+    tree = {"branch": "turns", "beam": 2, "candidates": 3}
+    run = train(tmp_path / "run", algorithm="grpo", tree=tree)
+    rows = [row for row in run.metrics() if "step_seconds" in row]
+    # what was sampled from forked KV, turn by turn, is what the trainer computes over the whole row
+    assert max(row["logprob_difference_max"] for row in rows) < 1e-3
+    files = [file.path for file in run.trajectory_files() if file.split == "train"]
+    groups = [group for path in files for group in read_groups(path)]
+    assert len(groups) == 6
+    for group in groups:
+        held = [one for one in group.trajectories if not one.is_trainable]
+        assert held and group.trainable and all("search/score" in one.counts for one in held)
+        trained = {id(a) for one in group.trainable for a in one.actions if a.advantages is not None}
+        pruned = {id(a) for one in held for a in one.actions} - {
+            id(a) for one in group.trainable for a in one.actions
+        }
+        assert not trained & pruned
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="roots"):
         train(Path("nowhere"), attempts=2, tree={"roots": 2})
