@@ -11,7 +11,7 @@ import aiohttp
 
 from ludus.core.generation import Sampling
 from ludus.core.task import Task
-from ludus.core.tokenizer import ByteTokenizer
+from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.rollouts import Renderer, load_format
@@ -65,14 +65,16 @@ async def serving(
     turns: int = 64,
     seconds: float = 0.0,
     config: ServerConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    tokens: int = 1_000_000,
 ) -> AsyncIterator[Served]:
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     engine = FakeEngine(replies, tokenizer, seconds=seconds)
     tree = MessageTree(
         Trajectory(Task("t"), seed=1),
         engine=engine,
         renderer=Renderer(tokenizer, load_format("hermes")),
-        limits=TurnLimits(turns, 2_000, 1_000_000),
+        limits=TurnLimits(turns, 2_000, tokens),
         sampling=Sampling(),
         session="e",
     )
@@ -85,13 +87,19 @@ async def serving(
 
 @asynccontextmanager
 async def serving_checkpoint(
-    replies: Any, *, token: str | None = None, seconds: float = 0.0, **limits: Any
+    replies: Any,
+    *,
+    token: str | None = None,
+    seconds: float = 0.0,
+    tokenizer: Tokenizer | None = None,
+    max_context: int | None = None,
+    **limits: Any,
 ) -> AsyncIterator[tuple[str, FakeEngine]]:
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     engine = FakeEngine(replies, tokenizer, seconds=seconds)
     config = ServerConfig(**limits)
     renderer = Renderer(tokenizer, load_format("hermes"))
-    service = CheckpointService(engine, renderer, "tiny", config, token=token)
+    service = CheckpointService(engine, renderer, "tiny", config, token=token, max_context=max_context)
     async with ModelServer(service, config) as server:
         yield server.address, engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from server_process import ServerProcess
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.messages import Message
+from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import StopReason
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
@@ -513,6 +515,56 @@ async def test_a_served_checkpoint_samples_as_the_client_asks() -> None:
         assert [choice["message"]["content"] for choice in found["choices"]] == ["x", "y"]
         assert (await post(address, chat(user("a"), top_p=2)))[0] == 400
         assert (await post(address, {"reward": 1}, "reward"))[0] == 400
+
+
+class CountingBytes(ByteTokenizer):
+    """Notes how much text it has encoded, and on which threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+        self.characters = 0
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > 1000:
+            self.threads.add(threading.current_thread().name)
+            self.characters += len(text)
+        return super().encode(text)
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    tokenizer = CountingBytes()
+    async with serving_checkpoint(["x"], tokenizer=tokenizer, max_context=500_000) as (address, _):
+        for path in ("chat/completions", "messages/count_tokens"):
+            status, body = await post(address, chat(user("ab " * 1_000_000), max_tokens=9), path)
+            said = "the conversation has at least 3000000 tokens, and the model's limit is 500000"
+            assert status == 400 and body["error"]["message"] == said, path
+        assert tokenizer.characters == 0
+
+
+async def test_a_long_conversation_is_encoded_beside_the_event_loop() -> None:
+    tokenizer = CountingBytes()
+    async with serving_checkpoint(["x"], tokenizer=tokenizer, max_context=500_000) as (address, _):
+        assert (await post(address, chat(user("ab " * 20_000))))[0] == 200
+        assert tokenizer.characters >= 60_000
+        assert threading.current_thread().name not in tokenizer.threads
+
+
+async def test_a_programs_request_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
+    tokenizer = CountingBytes()
+    async with serving(["x"], tokenizer=tokenizer, tokens=4000) as served:
+        status, body = await served.post(chat(user("ab " * 1_000_000)))
+        assert status == 400 and "at least 3000000 tokens" in body["error"]["message"]
+        assert "4000" in body["error"]["message"] and tokenizer.characters == 0
+
+
+async def test_fields_that_would_be_ignored_are_refused() -> None:
+    async with serving_checkpoint(["x"]) as (address, _):
+        status, body = await post(address, chat(user("a"), logprobs=True))
+        assert status == 400 and "'logprobs' is not supported" in body["error"]["message"]
+        status, body = await post(address, chat(user("a"), stream="yes"))
+        assert status == 400 and "'stream' must be true or false" in body["error"]["message"]
+        assert (await post(address, chat(user("a"), logprobs=False, stream=None)))[0] == 200
 
 
 async def test_a_served_checkpoint_has_a_token_and_limits() -> None:

@@ -279,7 +279,7 @@ def serve_model(
     announce = _private_stdout()
 
     async def serve() -> None:
-        from ludus.engine import EmbeddedEngine
+        from ludus.engine import EmbeddedEngine, context_limit
         from ludus.rollouts import Renderer, load_format
         from ludus.serve.model import CheckpointService, ModelServer
         from ludus.training.config.recipe import ModelConfig
@@ -292,7 +292,13 @@ def serve_model(
         renderer = Renderer(tokenizer, load_format(format), history)
         sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
         service = CheckpointService(
-            engine, renderer, name or model, config, token=token, sampling=sampling
+            engine,
+            renderer,
+            name or model,
+            config,
+            token=token,
+            sampling=sampling,
+            max_context=context_limit(loaded),
         )
         try:
             await serve_until_told(ModelServer(service, config), _announcing(announce, kept))

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """How many ids there are."""
 
     @property
+    def longest_token(self) -> int:
+        """The most characters of a text that one token stands for: a bound before anything is encoded."""
+
+    @property
     def controls(self) -> Mapping[str, int]:
         """The special tokens by their text. Templates write them; content must not be able to."""
 
@@ -66,6 +70,10 @@ class ByteTokenizer:
     @property
     def vocabulary_size(self) -> int:
         return 256 + len(self._specials)
+
+    @property
+    def longest_token(self) -> int:
+        return 1
 
     @property
     def controls(self) -> Mapping[str, int]:

@@ -239,6 +239,7 @@ class MessageTree:
             message = f"the episode has used up its {self._limits.turns} turns (budgets.max_turns)"
             raise BudgetUsedUp(message, StopReason.MAX_TURNS)
         renderer = self._renderer.bound(tools)
+        self._refuse_longer(messages)
         spot = self._locate(renderer, messages, tools)
         context = self._tokens_until(spot.after) + spot.tokens
         room = self._limits.tokens - len(context)
@@ -281,6 +282,16 @@ class MessageTree:
             raise Aborted("the engine aborted the request")
         read = read_completion(renderer, completion, id, stop, parses)
         return SampledTurn(read, completion, len(context), seconds, session, spot)
+
+    def _refuse_longer(self, messages: Sequence[Message]) -> None:
+        """Refuse what cannot fit before it is encoded: that takes seconds, in which no episode goes on."""
+        fewest = self._renderer.fewest_tokens(messages)
+        if fewest > self._limits.tokens:
+            raise BudgetUsedUp(
+                f"the conversation has at least {fewest} tokens, and a sequence may have {self._limits.tokens} "
+                "(budgets.max_tokens)",
+                StopReason.MAX_TOKENS,
+            )
 
     async def _demonstrated(self, renderer: Renderer, spot: _Spot, expert: ExpertMoves) -> Completion:
         """What an expert replies in the model's place; its log-probabilities are 0, it was not sampled."""
@@ -378,6 +389,7 @@ class MessageTree:
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
         """How many tokens the model would read before it replies."""
+        self._refuse_longer(messages)
         spot = self._locate(self._renderer.bound(tools), messages, tools)
         return len(self._tokens_until(spot.after)) + len(spot.tokens)
 

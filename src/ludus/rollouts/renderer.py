@@ -138,6 +138,10 @@ class Renderer:
             return None
         return self.format.describe(self._template.harmless_tools(tools))
 
+    def fewest_tokens(self, messages: Sequence[Message]) -> int:
+        """A lower bound on the tokens of these messages, without encoding them."""
+        return sum(len(message.content) for message in messages) // self.tokenizer.longest_token
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The tokens of a whole conversation, up to where the model goes on."""
         made = chat_entries(messages, self.format, self.features)

@@ -129,6 +129,11 @@ class HFTokenizer:
     def vocabulary_size(self) -> int:
         return len(self.inner)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Of byte-level tokens the number of bytes, of which a text has at least as many as characters."""
+        return max(len(text) for text in self.inner.get_vocab() if text not in self._controls)
+
     @property
     def controls(self) -> Mapping[str, int]:
         return MappingProxyType(self._controls)

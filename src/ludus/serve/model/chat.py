@@ -18,6 +18,7 @@ from ludus.serve.model.requests import (
     bad,
     check_tools,
     content_text,
+    flag_field,
     list_field,
     number_field,
     read_call,
@@ -45,6 +46,7 @@ _ERRORS = {
     404: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -58,6 +60,8 @@ def parse(body: Json) -> ModelRequest:
             "JSON in the prompt, or give a tool",
             "response_format",
         )
+    if flag_field(body, "logprobs") or body.get("top_logprobs"):
+        raise bad("'logprobs' is not supported: replies carry none", "logprobs")
     choice = body.get("tool_choice")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(list_field(body, "tools"))]
     options = body.get("stream_options")
@@ -65,7 +69,7 @@ def parse(body: Json) -> ModelRequest:
         model=text_field(body, "model"),
         messages=read_messages(list_field(body, "messages")),
         tools=check_tools(tools),
-        stream=body.get("stream") is True,
+        stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_completion_tokens", "max_tokens"),
         stop=stops_field(body.get("stop"), "stop"),
         count=number_field(body, "n") or 1,

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from ludus.core.concurrency import run_sync
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
 from ludus.rollouts.message_tree import read_completion
@@ -28,6 +29,8 @@ from ludus.serve.telemetry import ModelMetrics
 MOST_REPLIES = 16
 _PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 _LANE = "model"
+_LONG = 20_000
+"""A conversation of so many characters takes milliseconds to encode."""
 
 
 class CheckpointService:
@@ -42,13 +45,18 @@ class CheckpointService:
         *,
         token: str | None = None,
         sampling: Sampling | None = None,
+        max_context: int | None = None,
     ) -> None:
-        """`sampling` has the defaults: what a request leaves out, and the longest reply."""
+        """`sampling` has the defaults: what a request leaves out, and the longest reply.
+
+        `max_context` is the model's limit in tokens: what is longer in any case is refused unread.
+        """
         config = config or ServerConfig()
         check_exposure(config.host, token)
         self.metrics = ModelMetrics()
         self._engine, self._renderer, self._name = engine, renderer, name
         self._sampling = sampling or Sampling(max_tokens=1024)
+        self._max_context = max_context
         self._token = None if token is None else token.encode()
         self._admission = Admission(config.concurrency, config.queue, {})
         self.metrics.watch("waiting", "Requests in the queue.", lambda: self._admission.waiting)
@@ -68,7 +76,7 @@ class CheckpointService:
         ticket = self._admission.enter(_LANE)
         try:
             await ticket.granted()
-            context = renderer.prompt(request.messages, request.tools)
+            context = await self._rendered(renderer, request)
             seed = request.asked.get("seed")
             first = int(seed) if seed is not None else secrets.randbits(62)
             seeds = [(first + number) % 2**62 for number in range(request.count)]
@@ -120,9 +128,20 @@ class CheckpointService:
         except ValueError as error:
             raise bad(str(error).removeprefix("sampling.")) from None
 
-    def count_tokens(self, caller: None, request: ModelRequest) -> int:
-        renderer = self._renderer.bound(request.tools)
-        return len(renderer.prompt(request.messages, request.tools))
+    async def _rendered(self, renderer: Renderer, request: ModelRequest) -> list[int]:
+        """The tokens of a conversation. A long one is encoded in a thread: others need not wait."""
+        fewest = renderer.fewest_tokens(request.messages)
+        if self._max_context is not None and fewest > self._max_context:
+            raise bad(
+                f"the conversation has at least {fewest} tokens, and the model's limit is {self._max_context}",
+                "messages",
+            )
+        if sum(len(message.content) for message in request.messages) < _LONG:
+            return renderer.prompt(request.messages, request.tools)
+        return await run_sync(renderer.prompt, request.messages, request.tools)
+
+    async def count_tokens(self, caller: None, request: ModelRequest) -> int:
+        return len(await self._rendered(self._renderer.bound(request.tools), request))
 
     def reward(self, caller: None, body: Json) -> None:
         raise ApiError(400, "this server serves a model and trains none: rewards are for episodes")

@@ -321,7 +321,7 @@ class EpisodeService:
     ) -> Sequence[ModelReply] | Forwarded:
         return await caller.complete(request, incoming, live)
 
-    def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
+    async def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
         return caller.count_tokens(request)
 
     def reward(self, caller: EpisodeSession, body: Json) -> None:

@@ -151,6 +151,13 @@ def number_field(body: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
+def flag_field(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise bad(f"'{name}' must be true or false, not {value!r:.40}", name)
+    return bool(value)
+
+
 def stops_field(value: Any, name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):

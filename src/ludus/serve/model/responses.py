@@ -18,6 +18,7 @@ from ludus.serve.model.requests import (
     bad,
     check_tools,
     content_text,
+    flag_field,
     list_field,
     number_field,
     read_call,
@@ -51,7 +52,7 @@ def parse(body: Json) -> ModelRequest:
         tools=check_tools(
             [_tool(one, f"tools[{i}]") for i, one in enumerate(list_field(body, "tools"))]
         ),
-        stream=body.get("stream") is True,
+        stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_output_tokens"),
         calls_allowed=body.get("tool_choice") != "none",
         asked=asked_of(body, (*ASKED, *MORE)),

@@ -78,7 +78,7 @@ class ModelService(Protocol):
     ) -> Sequence[ModelReply] | Forwarded:
         """The replies to a request. `live` is told where their tokens can be read while they are sampled."""
 
-    def count_tokens(self, caller: Any, request: ModelRequest) -> int:
+    async def count_tokens(self, caller: Any, request: ModelRequest) -> int:
         """How many tokens the model would read."""
 
     def reward(self, caller: Any, body: Json) -> None:
@@ -240,7 +240,7 @@ class ModelServer:
         caller = self._authorize(request)
         data = await request_bytes(request, self._bytes, self._config)
         asked = dialect.parse(_json(data))
-        return _json_response({"input_tokens": self._service.count_tokens(caller, asked)})
+        return _json_response({"input_tokens": await self._service.count_tokens(caller, asked)})
 
     async def _reward(self, request: web.Request, dialect: Dialect) -> web.Response:
         caller = self._authorize(request)
