@@ -12,7 +12,7 @@ from ludus.training.data.micro_batches import micro_batches_of, shared_micro_bat
 from ludus.training.data.packing import Row, pack_rows, rows_of
 from ludus.training.data.prefixes import BLOCK, Fold, Ints, bundles_of, row_keys
 
-SHORTEST = 2 * BLOCK
+SHORTEST = 3 * BLOCK
 
 
 def run(name: int, length: int) -> list[int]:
@@ -29,7 +29,7 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
         if rows and draw(st.booleans()):
             other = draw(st.sampled_from(rows))
             prefix = other[: draw(st.integers(0, len(other)))]
-        own = run(name, draw(st.integers(0, 70)))
+        own = run(name, draw(st.integers(0, 90)))
         rows.append(prefix + own or [0])
     return draw(st.permutations(rows))
 
@@ -168,7 +168,7 @@ def test_packs_say_where_each_token_comes_from(rows: list[list[int]], budget: in
                 assert half.computed <= one.computed
 
 
-def shown(sha: str | None, before: int = 40) -> Trajectory:
+def shown(sha: str | None, before: int = 50) -> Trajectory:
     picture = Segment(SegmentKind.OBSERVATION, [7] * 40)
     picture.media = (MediaSpan(sha, 0, 40),) if sha else ()
     segments = [
@@ -180,7 +180,7 @@ def shown(sha: str | None, before: int = 40) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "shared"), [("x", "x", 80), ("x", "y", 32), ("x", None, 32), (None, None, 80)]
+    ("first", "second", "shared"), [("x", "x", 80), ("x", "y", 48), ("x", None, 48), (None, None, 80)]
 )
 def test_pictures_are_shared_only_with_themselves(
     first: str | None, second: str | None, shared: int

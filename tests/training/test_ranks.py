@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ragged_episodes import played, scored, tiny_model
+from ragged_episodes import played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model
 from torch import nn
 
@@ -255,6 +255,33 @@ def test_sft_and_held_out_loss_on_two_ranks(pair: Ranks) -> None:
         return rows, model
 
     on_both(work, pair)
+
+
+def sharing_steps(ranks: Ranks, limit: int | None = None) -> tuple[list[dict[str, float]], nn.Module]:
+    """Groups with a long prompt each, of which some share a micro-batch and others are dealt to both ranks."""
+    model = tiny_model()
+    batches = [with_long_prompts(played(model, seed=seed)) for seed in (1, 2)]
+    policy, learner = learner_on(ranks, model, micro_batch_tokens=300)
+    if limit is not None:
+        ranks.run(run_out_of_memory, policy, 1, "forward", limit)
+    config = RLConfig.parse({"algorithm": "grpo", "correction": "truncated"})
+    metrics = [
+        ranks.run(policy_update, learner, given, config, reference=None, critic=None)
+        for given in batches
+    ]
+    metrics += [ranks.run(sft_step, learner, scored(batches[0])[:count]) for count in (1, 2, 9)]
+    ranks.publish(policy, model)
+    assert any(row["prefix_sharing"] > 0.2 for row in metrics)
+    return [{k: v for k, v in row.items() if k != "prefix_sharing"} for row in metrics], model
+
+
+def test_shared_prefixes_on_two_ranks(pair: Ranks) -> None:
+    """How much is shared depends on how rows are dealt out; the steps do not."""
+    on_both(sharing_steps, pair)
+
+
+def test_shared_prefixes_without_memory_on_two_ranks(pair: Ranks) -> None:
+    on_both(lambda ranks: sharing_steps(ranks, 120 if ranks is pair else None), pair)
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=SLOW)])

@@ -28,6 +28,7 @@ from ragged_episodes import (
     scored,
     tiny_learner,
     tiny_model,
+    with_long_prompts,
 )
 from torch import Tensor, nn
 from training_helpers import TINY, Chatty, add, even, tasks
@@ -78,7 +79,7 @@ def forests(draw: st.DrawFn) -> list[Row]:
         kind = draw(st.sampled_from(["new", "branch", "branch", "prefix", "again"])) if made else "new"
         other = draw(st.sampled_from(made)) if made else []
         if kind == "new":
-            made.append(drawn(source, draw(st.integers(2, 70))))
+            made.append(drawn(source, draw(st.integers(2, 90))))
         elif kind == "branch":
             own = drawn(source, draw(st.integers(1, 40)))
             made.append((other[: draw(st.integers(1, len(other)))] + own)[:127])
@@ -315,14 +316,9 @@ def test_a_reward_model_scores_each_conversation_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_groups_and_trees_say_how_much_they_share(share: bool) -> None:
+def test_a_step_says_how_much_its_groups_share(share: bool) -> None:
     model = tiny_model()
-    given_batch = played(model, seed=3)
-    for group in given_batch.groups:  # a long prompt in front of each episode of a group
-        long = drawn(random.Random(group.task.id), 40)
-        for trajectory in group.trajectories:
-            prompt = trajectory.sequences[0].segments[0]
-            prompt.tokens[:] = [*long, *prompt.tokens]
+    given_batch = with_long_prompts(played(model, seed=3))
     learner = Learner(model, settings_of(share_prefixes=share), 10)
     metrics = policy_update(
         learner, given_batch, RLConfig(algorithm="grpo"), reference=None, critic=None

@@ -191,19 +191,16 @@ def can_share_prefixes(model: nn.Module) -> bool:
     decoder = decoder_of(model)
     config = decoder.config.get_text_config()
     layers = getattr(config, "layer_types", None)
-    windows = (
-        any(kind != "full_attention" for kind in layers)
-        if layers
-        else bool(getattr(config, "sliding_window", None))
-    )
-    if (
-        windows
-        or getattr(config, "attn_logit_softcapping", None)
-        or getattr(config, "attention_dropout", 0)
-    ):
+    if layers is None and getattr(config, "sliding_window", None):
         return False
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if any(kind != "full_attention" for kind in layers or ()):
+        return False
+    if any(getattr(config, name, None) for name in ("attn_logit_softcapping", "attention_dropout")):
+        return False
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return False
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = decoder.get_input_embeddings().weight.dtype
     return dtype in _HALF and probed_kernel(device, dtype, heads, kv_heads, size, True) is not None
