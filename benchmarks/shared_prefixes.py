@@ -4,14 +4,14 @@
 
 A small Llama (from scratch, float32) makes optimizer steps on made-up episodes, one thread, with
 `optimizer.share_prefixes` on and off in turns, so that other users of the machine disturb both alike. Printed
-are the medians of a step's seconds, their ratio, and the floor: computed tokens over all tokens. The ratio is
+are the medians of a step's processor seconds, their ratio, and the floor: computed tokens over all tokens. The ratio is
 not the floor: attention of an answer to its prompt and the head, which sees trained tokens only, are not saved;
 attention of a prompt to itself is, and of long prompts that is more than their share.
 
-- **group**: 4 tasks x 8 attempts that share a prompt of 256 or 1,024 tokens, answers of 64 to 256 tokens.
-- **tree**: 4 tasks, 4 attempts from a prompt of 256 tokens and 8 branches off them (`rl.tree`), up to 8 turns
+- **group**: 2 tasks x 8 attempts that share a prompt of 256 or 1,024 tokens, answers of 64 to 256 tokens.
+- **tree**: 2 tasks, 4 attempts from a prompt of 256 tokens and 8 branches off them (`rl.tree`), up to 8 turns
   of 16 to 48 sampled tokens and as many observed.
-- **dpo**: 8 pairs with a prompt of 256 or 1,024 tokens, a step of DPO with its reference: three passes.
+- **dpo**: 4 pairs with a prompt of 256 or 1,024 tokens, a step of DPO with its reference: three passes.
 - **apart**: rows that share nothing: what looking for prefixes costs.
 """
 
@@ -62,7 +62,7 @@ def answered(draw: random.Random, task: Task, prompt: Sequence[int], attempt: in
     )
 
 
-def flat_groups(draw: random.Random, prompt: int, tasks: int = 4, attempts: int = 8) -> list[Group]:
+def flat_groups(draw: random.Random, prompt: int, tasks: int = 2, attempts: int = 8) -> list[Group]:
     groups = []
     for number in range(tasks):
         task, asked = Task.of("x", id=str(number)), tokens(draw, prompt)
@@ -70,7 +70,7 @@ def flat_groups(draw: random.Random, prompt: int, tasks: int = 4, attempts: int 
     return groups
 
 
-def trees(draw: random.Random, tasks: int = 4, roots: int = 4, leaves: int = 12) -> list[Group]:
+def trees(draw: random.Random, tasks: int = 2, roots: int = 4, leaves: int = 12) -> list[Group]:
     """Attempts of up to 8 turns; branches go on from any turn but the first of an earlier attempt."""
     groups = []
     for number in range(tasks):
@@ -138,8 +138,8 @@ def main() -> None:
         "group, prompts of 256": grpo(flat_groups(draw, 256)),
         "group, prompts of 1,024": grpo(flat_groups(draw, 1024)),
         "tree": grpo(trees(draw)),
-        "dpo, prompts of 256": dpo(flat_groups(draw, 256, 8, 2), reference),
-        "dpo, prompts of 1,024": dpo(flat_groups(draw, 1024, 8, 2), reference),
+        "dpo, prompts of 256": dpo(flat_groups(draw, 256, 4, 2), reference),
+        "dpo, prompts of 1,024": dpo(flat_groups(draw, 1024, 4, 2), reference),
         "apart": grpo(
             [Group(Task.of("x"), [answered(draw, Task.of("x"), tokens(draw, 256), i) for i in range(8)])]
         ),
@@ -156,10 +156,10 @@ def main() -> None:
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(options.rounds + 1):  # the first of each is not counted
             for share in (True, False) if number % 2 else (False, True):
-                started = time.perf_counter()
+                started = time.process_time()
                 step(learners[share])
                 if number:
-                    seconds[share].append(time.perf_counter() - started)
+                    seconds[share].append(time.process_time() - started)
         on, off = (statistics.median(seconds[share]) for share in (True, False))
         table.append(
             [name, everything, computed]

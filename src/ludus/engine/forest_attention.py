@@ -95,9 +95,11 @@ class ForestContext(PackedContext):
 
     def _attend_in_groups(self, flat: Sequence[Tensor], params: AttentionParams) -> Tensor:
         groups, query_index, key_index, back = self._forest_groups
-        queries = flat[0].index_select(0, query_index).split([g.rows * g.width for g in groups])
+        queries = torch.split(
+            flat[0].index_select(0, query_index), [one.rows * one.width for one in groups]
+        )
         keys, values = (
-            states.index_select(0, key_index).split([g.rows * g.length for g in groups])
+            torch.split(states.index_select(0, key_index), [one.rows * one.length for one in groups])
             for states in flat[1:]
         )
         outputs = [

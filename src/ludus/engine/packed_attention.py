@@ -260,14 +260,11 @@ def _disagreement(
         given = kernel(inputs[0], inputs[1], inputs[2], bounds, scaling)
         found = [given, *torch.autograd.grad(given, inputs, slope)]
         exact = [states.detach().float().requires_grad_() for states in (query, key, value)]
-        expected = torch.cat(
-            [
-                _attend_one_sequence(*(states[torch.from_numpy(path)] for states in exact), scaling)[
-                    -length:
-                ]
-                for path, length in zip(paths, lengths, strict=True)
-            ]
-        )
+        pieces: list[Tensor] = []
+        for path, length in zip(paths, lengths, strict=True):
+            q, k, v = (states[torch.from_numpy(path)] for states in exact)
+            pieces.append(_attend_one_sequence(q, k, v, scaling)[-length:])
+        expected = torch.cat(pieces)
         wanted = [expected, *torch.autograd.grad(expected, exact, slope.float())]
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         distance = float((one.detach().float() - other.detach()).abs().max())
