@@ -4,9 +4,9 @@
 
 A small Llama (from scratch, float32) makes optimizer steps on made-up episodes, one thread, with
 `optimizer.share_prefixes` on and off in turns, so that other users of the machine disturb both alike. Printed
-are the medians of a step's processor seconds, their ratio, and the floor: computed tokens over all tokens. The ratio is
-not the floor: attention of an answer to its prompt and the head, which sees trained tokens only, are not saved;
-attention of a prompt to itself is, and of long prompts that is more than their share.
+are the medians of a step's processor seconds, their ratio, and the floor: computed tokens over all tokens. The
+ratio is not the floor: attention of an answer to its prompt and the head, which sees trained tokens only, are
+not saved; attention of a prompt to itself is, and of long prompts that is more than their share.
 
 - **group**: 2 tasks x 8 attempts that share a prompt of 256 or 1,024 tokens, answers of 64 to 256 tokens.
 - **tree**: 2 tasks, 4 attempts from a prompt of 256 tokens and 8 branches off them (`rl.tree`), up to 8 turns
