@@ -141,7 +141,7 @@ class FakeCuda:
 def test_what_the_kernel_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, params: AttentionParams, taken: bool
 ) -> None:
-    monkeypatch.setattr(packed_attention, "_probed", lambda *_: standin)
+    monkeypatch.setattr(packed_attention, "probed_kernel", lambda *_: standin)
     states = FakeCuda(dtype)
     assert (kernel_for(states, states, params, 9) is standin) == taken  # type: ignore[arg-type]
 

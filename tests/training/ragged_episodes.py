@@ -105,6 +105,17 @@ def played(model: nn.Module, seed: int = 0, groups: int = 4, noise: float = 0.15
     return RolloutBatch(made, frozenset(), [number % 2 for number in range(groups)], {})
 
 
+def with_long_prompts(given: RolloutBatch, length: int = 50) -> RolloutBatch:
+    """The same with further tokens in front, the same ones for all attempts of a group."""
+    for group in given.groups:
+        source = random.Random(group.task.id)
+        more = [source.randrange(VOCABULARY) for _ in range(length)]
+        for trajectory in group.trajectories:
+            prompt = trajectory.sequences[0].segments[0]
+            prompt.tokens[:] = [*more, *prompt.tokens]
+    return given
+
+
 def scored(given: RolloutBatch) -> list[Trajectory]:
     return [t for group in given.groups for t in group.trainable]
 

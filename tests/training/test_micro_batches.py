@@ -41,16 +41,10 @@ from ludus.training import (
     action_logprobs,
     logprobs_of,
 )
-from ludus.training.data.packing import (
-    MicroBatchSplitter,
-    PackedRows,
-    concat_masks,
-    is_out_of_memory,
-    pack_rows,
-)
-from ludus.training.optim import critic as critic_module
+from ludus.training.data.micro_batches import MicroBatchSplitter, is_out_of_memory
+from ludus.training.data.packing import PackedRows, concat_masks, pack_rows
+from ludus.training.optim import forward as forward_module
 from ludus.training.optim import learner as learner_module
-from ludus.training.optim import logprobs as logprobs_module
 from ludus.training.optim.critic import ValueTargets
 from ludus.training.optim.memory import BUSY_TOKENS, ActivationCosts, measure, plan_micro_batches
 
@@ -264,7 +258,7 @@ def test_passes_without_gradient_are_halved_too(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return hidden_states(model, tokens, positions, context)
 
-    monkeypatch.setattr(logprobs_module, "hidden_states", tight)
+    monkeypatch.setattr(forward_module, "hidden_states", tight)
     torch.testing.assert_close(logprobs_of(model, ROWS, said_T, 1.0, 1000), expected)
 
 
@@ -282,7 +276,7 @@ def test_a_critic_learns_in_pieces(monkeypatch: pytest.MonkeyPatch, kind: Any) -
                 raise torch.OutOfMemoryError("full")
             return hidden_states(model, tokens, *rest)
 
-        monkeypatch.setattr(critic_module, "hidden_states", tight)
+        monkeypatch.setattr(forward_module, "hidden_states", tight)
         metrics = critic.learn(ROWS, targets, [range(len(ROWS))])
         return metrics, critic.values(ROWS)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ragged_episodes import played, scored, tiny_model
+from ragged_episodes import played, scored, tiny_model, with_long_prompts
 from small_steps import imitation, rows_of_lengths, small_model
 from torch import nn
 
@@ -34,7 +34,7 @@ from ludus.training import (
 )
 from ludus.training.checkpoint import load_learner, save_learner, sync_reference
 from ludus.training.config.recipe import ClusterConfig, LoraConfig
-from ludus.training.data.packing import micro_batches_of
+from ludus.training.data.micro_batches import micro_batches_of
 from ludus.training.models.lora import AdapterReference, ShardedAdapterReference, add_adapter
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
@@ -257,6 +257,33 @@ def test_sft_and_held_out_loss_on_two_ranks(pair: Ranks) -> None:
     on_both(work, pair)
 
 
+def sharing_steps(ranks: Ranks, limit: int | None = None) -> tuple[list[dict[str, float]], nn.Module]:
+    """Groups with a long prompt each, of which some share a micro-batch and others are dealt to both ranks."""
+    model = tiny_model()
+    batches = [with_long_prompts(played(model, seed=seed)) for seed in (1, 2)]
+    policy, learner = learner_on(ranks, model, micro_batch_tokens=300)
+    if limit is not None:
+        ranks.run(run_out_of_memory, policy, 1, "forward", limit)
+    config = RLConfig.parse({"algorithm": "grpo", "correction": "truncated"})
+    metrics = [
+        ranks.run(policy_update, learner, given, config, reference=None, critic=None)
+        for given in batches
+    ]
+    metrics += [ranks.run(sft_step, learner, scored(batches[0])[:count]) for count in (1, 2, 9)]
+    ranks.publish(policy, model)
+    assert any(row["prefix_sharing"] > 0.2 for row in metrics)
+    return [{k: v for k, v in row.items() if k != "prefix_sharing"} for row in metrics], model
+
+
+def test_shared_prefixes_on_two_ranks(pair: Ranks) -> None:
+    """How much is shared depends on how rows are dealt out; the steps do not."""
+    on_both(sharing_steps, pair)
+
+
+def test_shared_prefixes_without_memory_on_two_ranks(pair: Ranks) -> None:
+    on_both(lambda ranks: sharing_steps(ranks, 120 if ranks is pair else None), pair)
+
+
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=SLOW)])
 def test_preferences_on_two_ranks(pair: Ranks, loss: Any) -> None:
     pairs = pairs_of(played(tiny_model(), seed=3).groups)
@@ -444,14 +471,14 @@ def test_a_critic_goes_from_two_ranks_to_one_and_back(pair: Ranks, tmp_path: Pat
 
 def test_micro_batches_of_several_ranks_are_even() -> None:
     """As many as ranks or a multiple of that, every row once, no more tokens than the budget."""
-    rows = rows_of_lengths([5, 9, 30, 7, 12, 3, 22, 17, 40, 1, 2])
+    rows = [5, 9, 30, 7, 12, 3, 22, 17, 40, 1, 2]
     for ranks, budget in [(2, 40), (3, 64), (4, 1000), (5, 10)]:
-        batches = list(micro_batches_of(rows, budget, ranks))
+        batches = micro_batches_of(rows, budget, ranks)
         assert sorted(i for batch in batches for i in batch) == list(range(len(rows)))
-        sizes = [sum(len(rows[i].tokens) for i in batch) for batch in batches]
+        sizes = [sum(rows[i] for i in batch) for batch in batches]
         assert all(size <= budget or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
         assert sizes == sorted(sizes, reverse=True)
-    assert len(list(micro_batches_of(rows, 1000, 4))) == 4
+    assert len(micro_batches_of(rows, 1000, 4)) == 4
 
 
 # The end: these leave the other rank dead.

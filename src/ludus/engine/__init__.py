@@ -1,8 +1,8 @@
 """The engine: samples from the model that is being trained, many requests at once.
 
 `EmbeddedEngine` runs a Hugging Face causal LM with a paged KV cache on its own thread; `FakeEngine`
-stands in for it in tests. `PackedContext`, `hidden_states` and `head_logits` are how a trainer runs the
-same module.
+stands in for it in tests. `PackedContext`, `ForestContext`, `hidden_states` and `head_logits` are how a trainer
+runs the same module.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ludus.engine.engine_core import EngineCore
     from ludus.engine.engine_thread import AdmissionQueue
     from ludus.engine.fake import FakeCall, FakeEngine
+    from ludus.engine.forest_attention import ForestContext, can_share_prefixes
     from ludus.engine.hf_model import (
         checkpointable_layers,
         checkpointed_layers,
@@ -46,10 +47,12 @@ __all__ = [
     "EngineStats",
     "FakeCall",
     "FakeEngine",
+    "ForestContext",
     "PackedContext",
     "Request",
     "Scheduler",
     "StopChecker",
+    "can_share_prefixes",
     "checkpointable_layers",
     "checkpointed_layers",
     "context_limit",

@@ -8,7 +8,8 @@ where causality hides it. Sequences that all have the same length need no paddin
 The flash kernel is torch's own. It is called below its public wrapper (`torch.nn.attention.varlen`), whose
 arguments differ between versions and which in some of them does not support grouped-query heads, although the
 kernel does. At its first use on a device, for a data type and a head's shape, a few tokens go through it
-forwards and backwards and are compared with plain attention.
+forwards and backwards and are compared with plain attention. Nodes of a forest, which see their ancestors'
+tokens too (`forest_attention.py`), are a probe of their own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ log = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 _PROBE_LENGTHS = (37, 5)
+_FOREST_LENGTHS, _FOREST_PARENTS = (37, 5, 19, 3, 21), (-1, 0, 1, 0, -1)
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBounds:
+    """The keys of packed sequences, where these are others than their own tokens'."""
+
+    index: Tensor
+    """[K] Their places among all tokens, sequence after sequence; a sequence's own tokens come last."""
+    cu_seqlens: Tensor
+    """[R + 1] Cumulative counts from 0 on, int32."""
+    max_seqlen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,37 @@ class SequenceBounds:
     cu_seqlens: Tensor
     """[R + 1] Cumulative lengths from 0 on, int32."""
     max_seqlen: int
+    keys: KeyBounds | None = None
+    """What they attend to; their own tokens alone when left out."""
+
+
+def paths_of(lengths: Sequence[int], parents: Sequence[int]) -> list[Ints]:
+    """The places of each node's tokens, behind those of its ancestors. A node without parent has -1."""
+    ends = np.cumsum(lengths)
+    paths: list[Ints] = []
+    for node, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"node {node} of a forest has the parent {parent}, which must come before it"
+            )
+        own = np.arange(ends[node] - length, ends[node])
+        paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+    return paths
+
+
+def bounds_of(
+    lengths: Sequence[int], paths: Sequence[Ints] | None, device: torch.device
+) -> SequenceBounds:
+    """The bounds of sequences, or of a forest's nodes by their paths."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    if paths is None:
+        return SequenceBounds(arrays_to_device([starts], device)[0], max(lengths))
+    counts = [len(path) for path in paths]
+    key_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    queries, index, keys = (
+        arrays_to_device([one], device)[0] for one in (starts, np.concatenate(paths), key_starts)
+    )
+    return SequenceBounds(queries, max(lengths), KeyBounds(index, keys, max(counts)))
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float], Tensor]
@@ -69,11 +115,18 @@ class _Flash(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scaling: float
     ) -> Tensor:
-        starts, longest = bounds.cu_seqlens, bounds.max_seqlen
+        # where there are fewer queries than keys, the kernel's causal mask is aligned at their ends
         output, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scaling
+            query,
+            _gathered(key, bounds),
+            _gathered(value, bounds),
+            *_kernel_bounds(bounds),
+            0.0,
+            True,
+            False,
+            scale=scaling,
         )
-        ctx.save_for_backward(query, key, value, output, lse, state, unused)
+        ctx.save_for_backward(query, key, value, output, lse, state, unused)  # not the gathered copies
         ctx.bounds, ctx.scaling = bounds, scaling
         result: Tensor = output
         return result
@@ -81,31 +134,48 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, output, lse, state, unused = ctx.saved_tensors
-        starts, longest = ctx.bounds.cu_seqlens, ctx.bounds.max_seqlen
-        slopes = torch.ops.aten._flash_attention_backward(
+        dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(
             grads[0].contiguous(),
             query,
-            key,
-            value,
+            _gathered(key, ctx.bounds),
+            _gathered(value, ctx.bounds),
             output,
             lse,
-            starts,
-            starts,
-            longest,
-            longest,
+            *_kernel_bounds(ctx.bounds),
             0.0,
             True,
             state,
             unused,
             scale=ctx.scaling,
         )
-        return *slopes, None, None
+        count = len(key)
+        return dquery, _summed(dkey, ctx.bounds, count), _summed(dvalue, ctx.bounds, count), None, None
+
+
+def _kernel_bounds(bounds: SequenceBounds) -> tuple[Tensor, Tensor, int, int]:
+    keys = bounds.keys or bounds
+    return bounds.cu_seqlens, keys.cu_seqlens, bounds.max_seqlen, keys.max_seqlen
+
+
+def _gathered(states: Tensor, bounds: SequenceBounds) -> Tensor:
+    return states if bounds.keys is None else states.index_select(0, bounds.keys.index)
+
+
+def _summed(slopes: Tensor, bounds: SequenceBounds, count: int) -> Tensor:
+    """The gradient of `_gathered`: many descendants add to an ancestor's, so in float32."""
+    if bounds.keys is None:
+        return slopes
+    total = torch.zeros(count, *slopes.shape[1:], dtype=torch.float32, device=slopes.device)
+    return total.index_add_(0, bounds.keys.index, slopes.float()).to(slopes.dtype)
 
 
 def kernel_for(
-    query_THD: Tensor, key_TGD: Tensor, params: AttentionParams, longest: int
+    query_THD: Tensor, key_TGD: Tensor, params: AttentionParams, longest: int, forest: bool = False
 ) -> Kernel | None:
-    """The kernel for these states, or None where attention has to be computed in another way."""
+    """The kernel for these states, or None where attention has to be computed in another way.
+
+    In a `forest` sequences have ancestors.
+    """
     if query_THD.device.type != "cuda" or query_THD.dtype not in _HALF:
         return None
     if params.softcap is not None or params.dropout > 0:
@@ -113,14 +183,16 @@ def kernel_for(
     if params.window is not None and params.window < longest:
         return None
     heads, size = query_THD.shape[1:]
-    return _probed(query_THD.device, query_THD.dtype, heads, key_TGD.shape[1], size)
+    return probed_kernel(query_THD.device, query_THD.dtype, heads, key_TGD.shape[1], size, forest)
 
 
 @cache
-def _probed(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+def probed_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, forest: bool
 ) -> Kernel | None:
-    return first_correct((flash, flash_expanded), device, dtype, heads, kv_heads, size)
+    """The flash kernel that is right on this device for heads of this shape; None where none is."""
+    shape = (heads, kv_heads, size)
+    return first_correct((flash, flash_expanded), device, dtype, *shape, forest=forest)
 
 
 def first_correct(
@@ -130,12 +202,14 @@ def first_correct(
     heads: int,
     kv_heads: int,
     size: int,
+    *,
+    forest: bool = False,
 ) -> Kernel | None:
     """The first of these kernels that agrees with plain attention on a few tokens."""
     trouble = ""
     for candidate in candidates:
         try:
-            trouble = _disagreement(candidate, device, dtype, heads, kv_heads, size)
+            trouble = _disagreement(candidate, device, dtype, (heads, kv_heads, size), forest)
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -143,23 +217,33 @@ def first_correct(
         if not trouble:
             return candidate
     log.warning(
-        "flash attention over packed sequences is not available on %s for %d heads of %d in %s, so padded "
-        "groups are used, which is slower (%s)",
+        "flash attention over packed sequences%s is not available on %s for %d heads of %d in %s, so %s (%s)",
+        " with shared prefixes" if forest else "",
         device,
         heads,
         size,
         str(dtype).removeprefix("torch."),
+        "each row is computed with its whole prefix"
+        if forest
+        else "padded groups are used, which is slower",
         trouble,
     )
     return None
 
 
 def _disagreement(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    forest: bool,
 ) -> str:
     """What is wrong with a kernel's results; empty when they are right."""
+    heads, kv_heads, size = shape
+    lengths = _FOREST_LENGTHS if forest else _PROBE_LENGTHS
+    paths = paths_of(lengths, _FOREST_PARENTS if forest else (-1, -1))
     generator = torch.Generator().manual_seed(0)
-    total = sum(_PROBE_LENGTHS)
+    total = sum(lengths)
     shapes = [
         (total, heads, size),
         (total, kv_heads, size),
@@ -171,16 +255,16 @@ def _disagreement(
         query, key, value, slope = (
             torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes
         )
-        starts = torch.tensor([0, *_PROBE_LENGTHS]).cumsum(0)
-        bounds = SequenceBounds(starts.to(device, torch.int32), max(_PROBE_LENGTHS))
+        bounds = bounds_of(lengths, paths if forest else None, device)
         inputs = [states.detach().requires_grad_() for states in (query, key, value)]
         given = kernel(inputs[0], inputs[1], inputs[2], bounds, scaling)
         found = [given, *torch.autograd.grad(given, inputs, slope)]
         exact = [states.detach().float().requires_grad_() for states in (query, key, value)]
-        pieces = [torch.split(states, list(_PROBE_LENGTHS)) for states in exact]
-        expected = torch.cat(
-            [_attend_one_sequence(q, k, v, scaling) for q, k, v in zip(*pieces, strict=True)]
-        )
+        pieces: list[Tensor] = []
+        for path, length in zip(paths, lengths, strict=True):
+            q, k, v = (states[torch.from_numpy(path)] for states in exact)
+            pieces.append(_attend_one_sequence(q, k, v, scaling)[-length:])
+        expected = torch.cat(pieces)
         wanted = [expected, *torch.autograd.grad(expected, exact, slope.float())]
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
         distance = float((one.detach().float() - other.detach()).abs().max())
@@ -196,8 +280,6 @@ def _attend_one_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: flo
     batched = [states.transpose(0, 1)[None] for states in (query, key, value)]
     return attend(batched[0], batched[1], batched[2], AttentionParams(scaling), None)[0].transpose(0, 1)
 
-
-Ints = npt.NDArray[np.int64]
 
 _TILE = 256
 _DENSE_ORDER = [
@@ -251,7 +333,7 @@ class PackedContext:
                 f"not [{query.shape[0]}, {query.shape[2]}]"
             )
         flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
-        kernel = kernel_for(flat[0], flat[1], params, self.longest)
+        kernel = self._kernel(flat, params)
         if kernel is not None and self._fills_tiles:
             with sdpa_kernel(_DENSE_ORDER, set_priority=True):
                 return self._attend_evenly(query, key, value, params)
@@ -260,6 +342,9 @@ class PackedContext:
         if self.are_even:
             return self._attend_evenly(query, key, value, params)
         return self._attend_in_groups(flat, params)
+
+    def _kernel(self, flat: Sequence[Tensor], params: AttentionParams) -> Kernel | None:
+        return kernel_for(flat[0], flat[1], params, self.longest)
 
     @property
     def _fills_tiles(self) -> bool:
@@ -298,13 +383,12 @@ class PackedContext:
 
     @cached_property
     def _bounds(self) -> SequenceBounds:
-        starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
-        return SequenceBounds(self._there(starts), self.longest)
+        return bounds_of(self.lengths, None, self.device)
 
     @cached_property
     def _groups(self) -> tuple[list[_PaddedSequences], Tensor]:
         """The padded groups, and where each flat token lies in their concatenation."""
-        found = _padded_groups(np.asarray(self.lengths, dtype=np.int64))
+        found = padded_groups(np.asarray(self.lengths, dtype=np.int64))
         groups = [_PaddedSequences(rows, width, self._there(index)) for rows, width, index, _ in found]
         back = np.empty(self.tokens, dtype=np.int64)
         base = 0
@@ -326,7 +410,7 @@ class PackedContext:
         return self._masks[width, params.window]
 
 
-def _padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
+def padded_groups(lengths: Ints) -> list[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
     """(rows, width, flat index, validity) of each group, longest sequences first."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     order = np.argsort(-lengths, kind="stable")

@@ -236,6 +236,8 @@ TRAINING_METRICS: tuple[Metric, ...] = (
            "an estimate of KL(student ‖ teacher).", "nats"),
     Metric("action_tokens", "Tokens of the batch that the loss applies to, counted once whatever `epochs`; "
            "those without advantage included.", "tokens", "sum"),
+    Metric("prefix_sharing", "Tokens of the trained rows that no pass computed because another row of the same "
+           "micro-batch begins with the same ones, over all tokens of these rows (`share_prefixes`).", "share"),
     Metric("tokens_per_second", "Generated tokens over the wall time of the step.", "tokens/s"),
     Metric("episodes_per_second", "Episodes played over the wall time of the step.", "episodes/s"),
     Metric("time_share/<phase>", "Share of the step's wall time that a phase took. Training is "

@@ -31,6 +31,8 @@ class OptimizerConfig(Config):
     """At most so many tokens in one forward and backward pass; gradients are summed over such passes."""
     activation_memory: Literal["auto"] | Annotated[float, Field(gt=0, strict=True)] = "auto"
     """GiB that a pass may keep for its backward pass; "auto": what is free. Layers are recomputed to fit."""
+    share_prefixes: bool = True
+    """Compute a prefix that several rows of a pass begin with once; on a GPU only with flash attention."""
 
 
 class BaseStageConfig(Config):

@@ -11,13 +11,10 @@ milliseconds.
 
 from __future__ import annotations
 
-import gc
-import heapq
-import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice, pairwise, takewhile
-from typing import Any, Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise, takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +22,10 @@ import torch
 from torch import Tensor
 
 from ludus.algos import AdvantageInputs, TreeNodes, tree_nodes
-from ludus.core.failures import LudusError
 from ludus.core.trajectory import Segment, SegmentKind, Trajectory
 from ludus.kernels import arrays_to_device
-
-log = logging.getLogger(__name__)
+from ludus.training.data.micro_batches import micro_batches_of, shared_micro_batches_of, split_point
+from ludus.training.data.prefixes import Fold, row_keys, sorted_by_prefix
 
 State = tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
 """The observations just before a turn: the tokens and the media of each segment."""
@@ -49,6 +45,8 @@ class Row:
     """The actions that are the row's own and have tokens."""
     states: list[State]
     """For each of them, the observations since the action before it."""
+    media: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Where segments that show something begin, and the hashes of what they show."""
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -75,6 +73,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                     trajectory=number,
                     turns=[s for s in own if s.kind is SegmentKind.ACTION and s.tokens],
                     states=list(_states(before, own)),
+                    media=_media([*before, *own]),
                 )
             )
             if rows[-1].action_mask[0]:
@@ -114,6 +113,16 @@ def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State
             if is_own:
                 yield state
             state = ()
+
+
+def _media(segments: Iterable[Segment]) -> list[tuple[int, tuple[str, ...]]]:
+    shown: list[tuple[int, tuple[str, ...]]] = []
+    place = 0
+    for segment in segments:
+        if segment.media:
+            shown.append((place, tuple(media.sha256 for media in segment.media)))
+        place += len(segment.tokens)
+    return shown
 
 
 def concat_lists(lists: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Tensor:
@@ -215,54 +224,6 @@ def _anchors(rows: Sequence[Row], groups: Sequence[int]) -> Tensor:
     return torch.tensor(anchors, dtype=torch.long)
 
 
-def micro_batches_of(rows: Sequence[Row], budget: int, ranks: int = 1) -> Iterator[list[int]]:
-    """Row numbers in micro-batches of at most `budget` tokens; a longer row travels alone.
-
-    Longest first, each into the fullest micro-batch that still takes it: few of them, evenly filled, and
-    rows of like length together, which is what attention over packed rows likes best. For several `ranks` they
-    are as even as can be instead, and as many as there are ranks or a multiple of that.
-    """
-    if ranks > 1:
-        yield from _even_batches([len(row.tokens) for row in rows], budget, ranks)
-        return
-    batches: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens)):
-        size = len(rows[index].tokens)
-        fits = [b for b, left in enumerate(room) if left >= size]
-        if fits:
-            best = min(fits, key=lambda b: room[b])
-            batches[best].append(index)
-            room[best] -= size
-        else:
-            batches.append([index])
-            room.append(budget - size)
-    yield from batches
-
-
-def _even_batches(sizes: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """Longest first, each into the batch with the fewest tokens; the largest batches come first.
-
-    Ranks that compute at the same time then have about as much to do.
-    """
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
-    count = ranks * max(1, -(-sum(sizes) // (budget * ranks)))
-    while True:
-        batches: list[list[int]] = [[] for _ in range(count)]
-        loads = [(0, place) for place in range(count)]
-        for index in order:
-            load, place = heapq.heappop(loads)
-            batches[place].append(index)
-            heapq.heappush(loads, (load + sizes[index], place))
-        if all(load <= budget or len(batches[place]) < 2 for load, place in loads):
-            return [
-                batches[place]
-                for load, place in sorted(loads, key=lambda one: (-one[0], one[1]))
-                if load
-            ]
-        count += ranks
-
-
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """A micro-batch of rows end to end, and the places of their tokens among those of all rows."""
@@ -270,18 +231,35 @@ class PackedRows:
     lengths: list[int]
     tokens_T: Tensor
     source_index_T: Tensor
+    fold: Fold | None = None
+    """Which prefixes the rows share and a pass computes once; None where they share none."""
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
         return replace(self, tokens_T=to_device(self.tokens_T, device))
 
+    @property
+    def computed(self) -> int:
+        """The tokens that a pass computes."""
+        return sum(self.lengths) if self.fold is None else self.fold.computed
+
     def split(self) -> tuple[PackedRows, PackedRows]:
         """Two parts of whole rows, of about as many tokens each."""
-        row, place = split_point(self.lengths)
+        row, place, folds = _halves(self.lengths, self.fold)
         return (
-            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place]),
-            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:]),
+            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place], folds[0]),
+            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:], folds[1]),
         )
+
+
+def _halves(
+    lengths: Sequence[int], fold: Fold | None
+) -> tuple[int, int, tuple[Fold | None, Fold | None]]:
+    """(rows, tokens) of the first half of a micro-batch, and what the rows of each half share."""
+    if fold is None:
+        return *split_point(lengths), (None, None)
+    row, place = split_point(lengths, fold.own_R.tolist())
+    return row, place, (fold.part(0, lengths[:row]), fold.part(place, lengths[row:]))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -304,23 +282,25 @@ def take_rows(values_T: Tensor, place_A: Tensor) -> Tensor:
     return torch.from_numpy(values_T.numpy()[place_A.numpy()])
 
 
-def split_point(lengths: Sequence[int]) -> tuple[int, int]:
-    """(rows, tokens) of the first half: at least a row each, and as even as whole rows allow."""
-    if len(lengths) < 2:
-        raise ValueError("a single row cannot be halved")
-    ends = list(accumulate(lengths))
-    row = min(range(1, len(lengths)), key=lambda i: abs(2 * ends[i - 1] - ends[-1]))
-    return row, ends[row - 1]
-
-
 def pack_rows(
-    rows: Sequence[Row], numbers: Sequence[int], budget: int, ranks: int = 1
+    rows: Sequence[Row], numbers: Sequence[int], budget: int, ranks: int = 1, *, share: bool = False
 ) -> Iterator[PackedRows]:
-    """The rows of these numbers in micro-batches."""
+    """The rows of these numbers in micro-batches; with `share`, a prefix that rows share is computed once."""
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.tokens))
-    for batch in micro_batches_of([rows[i] for i in numbers], budget, ranks):
+    keys = row_keys([rows[i].tokens for i in numbers], [rows[i].media for i in numbers]) if share else []
+    if share:
+        batches = shared_micro_batches_of(keys, budget, ranks)
+    else:
+        batches = micro_batches_of([len(rows[i].tokens) for i in numbers], budget, ranks)
+    for batch in batches:
+        fold: Fold | None = None
+        if share:
+            order, common = sorted_by_prefix([keys[i] for i in batch])
+            if any(common):
+                batch = [batch[i] for i in order]  # halves then have whole subtrees
+                fold = Fold.of([keys[i] for i in batch])
         chosen = [numbers[i] for i in batch]
         yield PackedRows(
             lengths=[len(rows[i].tokens) for i in chosen],
@@ -328,6 +308,7 @@ def pack_rows(
             source_index_T=torch.from_numpy(
                 np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
             ),
+            fold=fold,
         )
 
 
@@ -353,6 +334,13 @@ class Pack:
     """The row in which each trained token lies."""
     source_index_A: Tensor
     """Where each of them is among the tokens of all rows of the step."""
+    fold: Fold | None = None
+    """Which prefixes the rows share and a pass computes once; None where they share none."""
+
+    @property
+    def computed(self) -> int:
+        """The tokens that a pass computes."""
+        return sum(self.lengths) if self.fold is None else self.fold.computed
 
     def to(self, device: torch.device) -> Pack:
         names, tensors = zip(*self._tensors(), strict=True)
@@ -361,20 +349,20 @@ class Pack:
 
     def split(self) -> tuple[Pack, Pack]:
         """Two packs of whole rows, of about as many tokens each."""
-        row, place = split_point(self.lengths)
+        row, place, folds = _halves(self.lengths, self.fold)
         trained = int((self.trained_index_A < place).sum())
         along_A = {name: tensor for name, tensor in self._tensors() if name != "tokens_T"}
         first: dict[str, Any] = {name: tensor[:trained] for name, tensor in along_A.items()}
         second: dict[str, Any] = {name: tensor[trained:] for name, tensor in along_A.items()}
         second["trained_index_A"] = second["trained_index_A"] - place
         second["row_A"] = second["row_A"] - row
-        return (
-            replace(self, lengths=self.lengths[:row], tokens_T=self.tokens_T[:place], **first),
-            replace(self, lengths=self.lengths[row:], tokens_T=self.tokens_T[place:], **second),
-        )
+        first |= {"lengths": self.lengths[:row], "tokens_T": self.tokens_T[:place], "fold": folds[0]}
+        second |= {"lengths": self.lengths[row:], "tokens_T": self.tokens_T[place:], "fold": folds[1]}
+        return replace(self, **first), replace(self, **second)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "lengths")
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return ((name, value) for name, value in values if isinstance(value, Tensor))
 
     @property
     def actions(self) -> Tensor:
@@ -406,13 +394,18 @@ def packs_of(
     budget: int,
     numbers: Sequence[int] | None = None,
     ranks: int = 1,
+    *,
+    share: bool = False,
 ) -> Iterator[Pack]:
-    """These rows (all when left out) as packs; a row without a trained token is left out."""
+    """These rows (all when left out) as packs; a row without a trained token is left out.
+
+    With `share`, a prefix that rows of a pack share is computed once.
+    """
     lengths = [len(row.tokens) for row in rows]
     ends = list(accumulate(lengths, initial=0))
     trains = [bool(columns.trained_T.numpy()[start:stop].any()) for start, stop in pairwise(ends)]
     wanted = range(len(rows)) if numbers is None else numbers
-    for part in pack_rows(rows, [i for i in wanted if trains[i]], budget, ranks):
+    for part in pack_rows(rows, [i for i in wanted if trains[i]], budget, ranks, share=share):
         mask_T = take_rows(columns.trained_T, part.source_index_T)
         trained_index_A = mask_T.nonzero().squeeze(1)
         source_index_A = take_rows(part.source_index_T, trained_index_A)
@@ -427,135 +420,5 @@ def packs_of(
             weights_A=take_rows(columns.weights_T, source_index_A),
             row_A=take_rows(row_T, trained_index_A),
             source_index_A=source_index_A,
+            fold=part.fold,
         )
-
-
-class MicroBatch(Protocol):
-    """A micro-batch of whole rows."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-    def split(self) -> tuple[Self, Self]: ...
-
-
-B = TypeVar("B", bound=MicroBatch)
-
-
-@dataclass(frozen=True, slots=True)
-class Round(Generic[B]):
-    """What all ranks compute at the same time: a micro-batch each, or None for one that has nothing left.
-
-    Every rank knows the whole round, so that all of them split it alike.
-    """
-
-    batches: tuple[B | None, ...]
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Of the largest micro-batch: it decides whether a round can be split."""
-        return max((one.lengths for one in self.batches if one is not None), key=sum)
-
-    def split(self) -> tuple[Round[B], Round[B]]:
-        """Two rounds with a half of each micro-batch; one of a single row stays whole."""
-        halves = [
-            one.split() if one is not None and len(one.lengths) > 1 else (one, None)
-            for one in self.batches
-        ]
-        return Round(tuple(first for first, _ in halves)), Round(tuple(second for _, second in halves))
-
-    def of_rank(self, rank: int) -> tuple[B, bool]:
-        """A rank's micro-batch, and whether it counts. A rank without one computes a short row for nothing:
-
-        all ranks must make the same passes, because each of them gathers parameters from all.
-        """
-        own = self.batches[rank]
-        if own is not None:
-            return own, True
-        filler = next(one for one in self.batches if one is not None)
-        while len(filler.lengths) > 1:
-            filler = filler.split()[1]  # rows are packed longest first
-        return filler, False
-
-
-def rounds_of(batches: Iterable[B], ranks: int) -> Iterator[Round[B]]:
-    """Micro-batches dealt to the ranks, one each in a round."""
-    left = iter(batches)
-    while given := tuple(islice(left, ranks)):
-        yield Round((*given, *[None] * (ranks - len(given))))
-
-
-class MicroBatchSplitter:
-    """Micro-batch splitting: one that runs out of memory comes back in two, and later ones are smaller.
-
-        for batch in splitter.over(batches):
-            try:
-                passed(batch)  # a function of its own, so that no local variable outlives a failed pass
-            except RuntimeError as error:
-                splitter.retry(batch, error)
-
-    A pass that runs out of memory must leave no trace. `max_tokens` stays at what fitted.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._waiting: list[Any] = []
-        self._has_failed = False
-
-    def over(self, micro_batches: Iterable[B]) -> Iterator[B]:
-        """Each of them, or its pieces. They may have been made before the limit fell."""
-        for micro_batch in micro_batches:
-            self._waiting = [micro_batch]
-            while self._waiting:
-                batch = self._waiting.pop()
-                if self._has_failed:  # the error, whose frames held the pass's tensors, is gone by now
-                    free_cached_memory()
-                    self._has_failed = False
-                if len(batch.lengths) > 1 and sum(batch.lengths) > self.max_tokens:
-                    self._waiting += reversed(batch.split())
-                else:
-                    yield batch
-
-    def retry(self, batch: MicroBatch, error: RuntimeError, *, needs_less: bool = False) -> None:
-        """Put a batch that ran out of memory back in two; other errors are raised again.
-
-        A single row cannot be split: it is tried once more where the next attempt `needs_less` memory.
-        """
-        if not is_out_of_memory(error):
-            raise error
-        self._has_failed = True
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if len(batch.lengths) > 1:
-            size = sum(batch.lengths)
-            self.max_tokens = max(1, min(self.max_tokens, size) // 2)
-            self._waiting += reversed(batch.split())
-            log.warning(
-                "a pass over %d tokens ran out of memory (%s); passes have at most %d from now on: set "
-                "optimizer.micro_batch_tokens to that to do without the failed attempt",
-                size,
-                reason,
-                self.max_tokens,
-            )
-        elif needs_less:
-            self._waiting.append(batch)
-        else:
-            raise LudusError(
-                f"a single row of {batch.lengths[0]} tokens does not fit into memory ({reason}): "
-                "limit the length of episodes (their turns, or the tokens of a turn), or train a "
-                "smaller model or an adapter"
-            ) from None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory is full; libraries below torch say so in words alone."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    words = str(error).lower()
-    return "out of memory" in words or "cublas_status_alloc_failed" in words
-
-
-def free_cached_memory() -> None:
-    """Give cached blocks back to the device, so that the next attempt finds whole ones."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()

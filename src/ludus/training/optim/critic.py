@@ -23,18 +23,11 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
-from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
+from ludus.engine import decoder_of, sampling_mode
 from ludus.training.config.rl import CriticConfig
-from ludus.training.data.packing import (
-    MicroBatchSplitter,
-    PackedRows,
-    Row,
-    pack_rows,
-    rounds_of,
-    row_mask,
-    take_rows,
-    to_device,
-)
+from ludus.training.data.micro_batches import MicroBatchSplitter, rounds_of
+from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device
+from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 from ludus.training.optim.learner import Updater
 from ludus.training.optim.sharding import (
     compute,
@@ -118,7 +111,7 @@ class Critic:
         budget = self.config.optimizer.micro_batch_tokens
 
         splitter, group = MicroBatchSplitter(budget), group_of(self.model)
-        packed = pack_rows(rows, range(len(rows)), budget, group.size)
+        packed = pack_rows(rows, range(len(rows)), budget, group.size, share=self._shares)
         with sampling_mode(self.model):
             for given in splitter.over(rounds_of(packed, group.size)):
                 part, counts = given.of_rank(group.rank)
@@ -153,7 +146,7 @@ class Critic:
         weights_T = by_token(torch.zeros(len(inside_T), dtype=torch.long), inside_T)
         budget = self.updater.micro_batch_tokens(len(rows[i].tokens) for i in part)
         loss = partial(self._loss, targets, weights_T)
-        packed = pack_rows(rows, part, budget, self.updater.group.size)
+        packed = pack_rows(rows, part, budget, self.updater.group.size, share=self._shares)
         return self.updater.optimizer_step(packed, loss)
 
     def _loss(
@@ -171,14 +164,19 @@ class Critic:
         return loss_A, weights_A, metrics
 
     def _after(self, packed: PackedRows) -> Tensor:
-        """The value after each token."""
-        context = PackedContext(packed.lengths, self.updater.device)
-        tokens_T = packed.to(self.updater.device).tokens_T
+        """The value after each token of the rows."""
+        inputs = ForwardInputs.of(packed, self.updater.device)
         if self.config.kind == "model":
-            return compute(self.model, _values_of_tokens, tokens_T, context)
+            return inputs.for_rows(compute(self.model, _values_of_tokens, inputs))
         with torch.no_grad(), sampling_mode(self.policy):
-            hidden_TD = compute(self.policy, hidden_states, tokens_T, context.position_ids, context)
-        return compute(self.model, _values_of_states, hidden_TD)
+            hidden_UD = compute(self.policy, packed_states, inputs)
+        return inputs.for_rows(compute(self.model, _values_of_states, hidden_UD))
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a prefix that rows share is computed once."""
+        runs = self.model if self.config.kind == "model" else self.policy
+        return self.config.optimizer.share_prefixes and shares_prefixes(runs)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and counters; nothing of the policy."""
@@ -235,13 +233,13 @@ class Critic:
         return weights | self.updater.shards()
 
 
-def _values_of_tokens(model: ValueModel, tokens_T: Tensor, context: PackedContext) -> Tensor:
-    return _values_of_states(model, hidden_states(model, tokens_T, context.position_ids, context))
+def _values_of_tokens(model: ValueModel, inputs: ForwardInputs) -> Tensor:
+    return _values_of_states(model, packed_states(model, inputs))
 
 
-def _values_of_states(model: ValueModel, hidden_TD: Tensor) -> Tensor:
-    values_T1: Tensor = model.head(hidden_TD.float())
-    return values_T1.sum(1)
+def _values_of_states(model: ValueModel, hidden_UD: Tensor) -> Tensor:
+    values_U1: Tensor = model.head(hidden_UD.float())
+    return values_U1.sum(1)
 
 
 def explained_variance(values_A: Tensor, returns_A: Tensor) -> float | None:

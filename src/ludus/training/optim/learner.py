@@ -1,7 +1,7 @@
 """One model, one optimizer, one step: accumulate the gradients of packed micro-batches, clip, update.
 
     optimizer_step   for each micro-batch: forward, loss, backward; then one AdamW step
-    splitting        a micro-batch that runs out of memory is tried again in two (`packing.MicroBatchSplitter`)
+    splitting        a micro-batch that runs out of memory is tried again in two (`MicroBatchSplitter`)
     checkpointing    layers whose activations do not fit are computed again in the backward (`memory.py`)
 
 On a GPU nothing in a step waits for the device before its end: the metrics, the gradient's norm and whether it
@@ -26,14 +26,15 @@ from ludus.core.failures import LudusError
 from ludus.core.random import key
 from ludus.kernels import on_device
 from ludus.training.config.stages import OptimizerConfig
-from ludus.training.data.packing import (
+from ludus.training.data.micro_batches import (
     MicroBatch,
     MicroBatchSplitter,
-    Pack,
     Round,
     is_out_of_memory,
     rounds_of,
 )
+from ludus.training.data.packing import Pack
+from ludus.training.optim.forward import shares_prefixes
 from ludus.training.optim.logprobs import action_logprobs
 from ludus.training.optim.memory import MemoryBudget
 from ludus.training.optim.optimizer import GradientAccumulator, MasterAdamW, lr_factor
@@ -71,6 +72,10 @@ class _Attempt(Generic[B]):
     def lengths(self) -> Sequence[int]:
         return self.round.lengths
 
+    @property
+    def computed(self) -> int:
+        return self.round.computed
+
     def split(self) -> tuple[_Attempt[B], _Attempt[B]]:
         first, second = self.round.split()
         return _Attempt(first, self.skipped), _Attempt(second, self.skipped)
@@ -102,6 +107,11 @@ class Updater:
         self._gradients.clear()
         self.optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix that rows of a micro-batch share is computed once."""
+        return self.config.share_prefixes and shares_prefixes(self.model)
+
     def micro_batch_tokens(self, lengths: Iterable[int]) -> int:
         """How many tokens a micro-batch of rows of these lengths may have, in the memory that is free now."""
         self.clear_gradients()
@@ -131,11 +141,13 @@ class Updater:
         self.clear_gradients()
         self.optimizer.masters.adopt_changes()
         rows: list[dict[str, Tensor]] = []
+        rounds: list[Round[B]] = []
         with on_device(self.device):
             with self._gradients.collecting(), self._dropout.drawn_for(self.steps_done):
                 for attempt in self._splitter.over(map(_Attempt, rounds_of(batches, self.group.size))):
                     try:
                         rows.append(self._forward_backward(attempt, loss))
+                        rounds.append(attempt.round)
                     except RuntimeError as error:
                         self.group.tell(error)
                         self._splitter.retry(attempt, error, needs_less=self._can_shrink(attempt, error))
@@ -143,15 +155,17 @@ class Updater:
                 for given in self._splitter.over(rounds_of(measured, self.group.size)):
                     try:
                         rows.append(_forward_only(given, loss, self.group))
+                        rounds.append(given)
                     except RuntimeError as error:
                         self.group.tell(error)
                         self._splitter.retry(given, error)
-            metrics = _step_metrics(rows, self.group) if limits or not has_gradient else {}
+            shared = _prefix_sharing(rounds)
+            metrics = _step_metrics(rows, self.group) | shared if limits or not has_gradient else {}
             if not has_gradient or any(metrics[name] > most for name, most in (limits or {}).items()):
                 self.clear_gradients()
                 return {name: value for name, value in metrics.items() if name != "loss"}
             norm_1 = self._apply_gradients()
-            metrics = _step_metrics(rows, self.group, gradient_norm=norm_1)
+            metrics = _step_metrics(rows, self.group, gradient_norm=norm_1) | shared
         if self.device.type == "cuda":
             self.clear_gradients()  # an engine on the same device has a use for their room
         if not math.isfinite(metrics["gradient_norm"]):
@@ -334,6 +348,13 @@ def _step_metrics(
         else:
             metrics[name] = sums[name] if name in ("loss", TOKENS) else sums[name] / seen
     return metrics | dict(zip(others, values[len(rows) * len(names) :], strict=True))
+
+
+def _prefix_sharing(rounds: Sequence[Round[Any]]) -> dict[str, float]:
+    """The share of the rows' tokens, on all ranks, that were not computed because another row has them too."""
+    batches = [one for given in rounds for one in given.batches if one is not None]
+    tokens = sum(sum(one.lengths) for one in batches)
+    return {"prefix_sharing": 1 - sum(one.computed for one in batches) / tokens} if tokens else {}
 
 
 def _reduced(values: Mapping[str, float], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:

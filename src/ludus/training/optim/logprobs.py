@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludus.engine import (
-    PackedContext,
-    head_logits,
-    hidden_states,
-    plain_head,
-    sampling_mode,
-    vocabulary_size,
-)
+from ludus.engine import head_logits, plain_head, sampling_mode, vocabulary_size
 from ludus.kernels import (
     free_memory,
     kept_gradient,
@@ -33,31 +26,32 @@ from ludus.kernels import (
     summarise_logits,
     token_logprobs,
 )
-from ludus.training.data.packing import (
-    MicroBatchSplitter,
-    Pack,
-    PackedRows,
-    Row,
-    pack_rows,
-    rounds_of,
-    take_rows,
-    to_device,
-)
+from ludus.training.data.micro_batches import MicroBatchSplitter, rounds_of
+from ludus.training.data.packing import Pack, PackedRows, Row, pack_rows, take_rows, to_device
+from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 from ludus.training.optim.sharding import compute, group_of
 
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """For each trained token: its log-probability, and the entropy of the distribution it came from."""
-    return compute(model, _logprobs, pack.lengths, pack.tokens_T, pack.trained_index_A, temperature)
+    place_A = pack.trained_index_A
+    inputs = ForwardInputs.of(pack, pack.tokens_T.device)
+    return compute(model, _logprobs, inputs, place_A, pack.tokens_T[place_A], temperature)
 
 
 def logprobs_of(
-    model: nn.Module, rows: Sequence[Row], scored_T: Tensor, temperature: float, budget: int
+    model: nn.Module,
+    rows: Sequence[Row],
+    scored_T: Tensor,
+    temperature: float,
+    budget: int,
+    *,
+    share: bool = True,
 ) -> Tensor:
     """The log-probability of each scored token under these weights, without gradient; 0 elsewhere.
 
-    Nothing of a row that has no scored token is computed. No row may have its first token scored. Of a sharded
-    model each rank computes its share, and all of them have the result.
+    Nothing of a row that has no scored token is computed, and a prefix that rows `share` is computed once. No
+    row may have its first token scored. Of a sharded model each rank computes its part; all have the result.
     """
     device = next(model.parameters()).device
     lengths = [len(row.tokens) for row in rows]
@@ -65,7 +59,8 @@ def logprobs_of(
     found: list[tuple[Tensor, Tensor]] = []
     splitter, group = MicroBatchSplitter(budget), group_of(model)
     with torch.no_grad(), sampling_mode(model), on_device(device):
-        for given in splitter.over(rounds_of(pack_rows(rows, wanted, budget, group.size), group.size)):
+        packed = pack_rows(rows, wanted, budget, group.size, share=share and shares_prefixes(model))
+        for given in splitter.over(rounds_of(packed, group.size)):
             part, counts = given.of_rank(group.rank)
             try:
                 scored = _score(model, part, scored_T, temperature)
@@ -90,23 +85,21 @@ def _score(
     """(places among the tokens of all rows, log-probabilities) of a micro-batch's scored tokens."""
     device = next(model.parameters()).device
     place_A = take_rows(scored_T, part.source_index_T).nonzero().squeeze(1)
-    tokens_T = part.to(device).tokens_T
-    found_A, _ = compute(
-        model, _logprobs, part.lengths, tokens_T, to_device(place_A, device), temperature
-    )
+    inputs = ForwardInputs.of(part, device)
+    there_A, tokens_A = (to_device(one, device) for one in (place_A, part.tokens_T[place_A]))
+    found_A, _ = compute(model, _logprobs, inputs, there_A, tokens_A, temperature)
     return take_rows(part.source_index_T, place_A), found_A
 
 
 def _logprobs(
-    model: nn.Module, lengths: Sequence[int], tokens_T: Tensor, place_A: Tensor, temperature: float
+    model: nn.Module, inputs: ForwardInputs, place_A: Tensor, tokens_A: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    rows = PackedContext(lengths, tokens_T.device)
-    hidden_TD = hidden_states(model, tokens_T, rows.position_ids, rows)
-    hidden_AD, tokens_A = hidden_TD.index_select(0, place_A - 1), tokens_T[place_A]
+    """`place_A` are tokens of the rows: each is predicted where the token before it in its row was computed."""
+    hidden_AD = packed_states(model, inputs).index_select(0, inputs.at(place_A - 1))
     head = plain_head(model)
     if head is not None and hidden_AD.dtype == head.weight.dtype:
         return linear_logprobs(hidden_AD, head.weight, tokens_A, temperature)
-    size = chunk_rows(vocabulary_size(model), tokens_T.device)
+    size = chunk_rows(vocabulary_size(model), tokens_A.device)
     parts = [
         checkpoint(_chunk, model, hidden_cD, tokens_c, temperature, use_reentrant=False)
         for hidden_cD, tokens_c in zip(

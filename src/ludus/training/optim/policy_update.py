@@ -72,7 +72,7 @@ def sft_step(learner: Learner, trajectories: Sequence[Trajectory]) -> dict[str, 
     weights_T = by_token(trajectory_ids(rows), action_T)
     columns = Columns.of(rows, torch.zeros_like(weights_T), weights_T)
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
     return learner.step(packs, _negative_log_likelihood)
 
 
@@ -157,7 +157,8 @@ def _old_logprobs(
     if not bool(needed_T.any()):
         return sampled_T, sampled_T
     budget = learner.config.micro_batch_tokens
-    found_T = logprobs_of(learner.model, rows, needed_T, learner.temperature, budget)
+    share = learner.config.share_prefixes
+    found_T = logprobs_of(learner.model, rows, needed_T, learner.temperature, budget, share=share)
     rollout_logprobs_T = torch.where(inputs.action_T, sampled_T, found_T)
     return rollout_logprobs_T, found_T if compares else rollout_logprobs_T
 
@@ -179,7 +180,8 @@ def with_kl_penalty(
 ) -> tuple[Experience, float]:
     """The KL penalty as a reward of each action token; also its mean."""
     action_T, budget = experience.inputs.action_T, learner.config.micro_batch_tokens
-    reference_T = logprobs_of(reference, experience.rows, action_T, learner.temperature, budget)
+    share, temperature = learner.config.share_prefixes, learner.temperature
+    reference_T = logprobs_of(reference, experience.rows, action_T, temperature, budget, share=share)
     divergence = load_divergence(config.kl_estimator)
     old_A, reference_A = experience.old_logprobs_T[action_T], reference_T[action_T]
     penalty_T = kl_reward(old_A, reference_A, action_T, beta=config.kl, divergence=divergence)
@@ -397,11 +399,11 @@ def _update(
     learned = [i for i in part if bool(pieces[i].any())]
     others = sorted(set(part) - set(learned))
     budget = learner.micro_batch_tokens(len(experience.rows[i].tokens) for i in learned)
-    plain, ranks = learner.config.micro_batch_tokens, learner.group.size
+    plain, ranks, share = learner.config.micro_batch_tokens, learner.group.size, learner.shares_prefixes
     metrics = learner.step(
-        packs_of(experience.rows, columns, budget, learned, ranks),
+        packs_of(experience.rows, columns, budget, learned, ranks, share=share),
         objective,
-        measured=packs_of(experience.rows, columns, plain, others, ranks),
+        measured=packs_of(experience.rows, columns, plain, others, ranks, share=share),
         limits=None if limit is None else {OLD_KL: limit},
     )
     for name, parts in _SHARES.items():

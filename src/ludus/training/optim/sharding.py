@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ludus.core.failures import LudusError
 from ludus.engine import unwrapped
-from ludus.training.data.packing import is_out_of_memory
+from ludus.training.data.micro_batches import is_out_of_memory
 
 R = TypeVar("R")
 _WELL, _OUT_OF_MEMORY, _FAILED = range(3)

@@ -192,4 +192,5 @@ def _descend(
         return loss_A, torch.ones_like(loss_A), {}
 
     budget = updater.micro_batch_tokens(len(row.tokens) for row in rows)
-    return updater.optimizer_step(pack_rows(rows, range(len(rows)), budget), loss)
+    packed = pack_rows(rows, range(len(rows)), budget, share=updater.shares_prefixes)
+    return updater.optimizer_step(packed, loss)

@@ -21,14 +21,7 @@ from torch import Tensor, nn
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
-from ludus.engine import (
-    PackedContext,
-    context_limit,
-    decoder_of,
-    hidden_states,
-    sampling_mode,
-    use_ludus_attention,
-)
+from ludus.engine import context_limit, decoder_of, sampling_mode, use_ludus_attention
 from ludus.observe import atomic_directory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
@@ -38,6 +31,7 @@ from ludus.training.config.recipe import ModelConfig
 from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.packing import PackedRows, Row, pack_rows, rows_of, to_device
 from ludus.training.models.loading import load_model
+from ludus.training.optim.forward import ForwardInputs, packed_states, shares_prefixes
 
 ABOUT, HEADS = "reward_model.json", "heads.safetensors"
 SCORING_TOKENS = 8192
@@ -89,10 +83,9 @@ class RewardModel(nn.Module):
 
     def at_action_ends(self, packed: PackedRows, place_A: Tensor) -> Tensor:
         """[A, heads]: the scores at these places of a micro-batch, which are the last tokens of actions."""
-        context = PackedContext(packed.lengths, self.device)
-        tokens_T = packed.to(self.device).tokens_T
-        hidden_TD = hidden_states(self, tokens_T, context.position_ids, context)
-        scores_AH: Tensor = self.heads(hidden_TD[to_device(place_A, self.device)].float())
+        inputs = ForwardInputs.of(packed, self.device)
+        place_A = inputs.at(to_device(place_A, self.device))
+        scores_AH: Tensor = self.heads(packed_states(self, inputs)[place_A].float())
         return scores_AH
 
     def rows(self, conversation: Conversation) -> list[RatedRow]:
@@ -108,7 +101,8 @@ class RewardModel(nn.Module):
         rows = [row.row for _, row in rated]
         starts = _starts(rows)
         with sampling_mode(self):
-            for packed in pack_rows(rows, range(len(rows)), SCORING_TOKENS):
+            share = shares_prefixes(self)
+            for packed in pack_rows(rows, range(len(rows)), SCORING_TOKENS, share=share):
                 numbers, place_A = ends_within(packed, [row.ends for _, row in rated], starts)
                 scores_AH = self.at_action_ends(packed, place_A).cpu()
                 for number in dict.fromkeys(numbers):
@@ -139,7 +133,8 @@ def _rated(row: Row, limit: int | None) -> RatedRow:
     cut = max(0, len(row.tokens) - limit) if limit else 0
     if not cut:
         return RatedRow(row, ends)
-    short = replace(row, tokens=row.tokens[cut:], action_mask=row.action_mask[cut:])
+    media = [(max(0, place - cut), shown) for place, shown in row.media]
+    short = replace(row, tokens=row.tokens[cut:], action_mask=row.action_mask[cut:], media=media)
     return RatedRow(short, [max(0, end - cut) for end in ends])
 
 

@@ -114,8 +114,8 @@ def distill(
     if not rows:
         return {}
     said_T = concat_masks(row.action_mask for row in rows)
-    budget = learner.config.micro_batch_tokens
-    teacher_T = logprobs_of(teacher, rows, said_T, learner.temperature, budget)
+    budget, share = learner.config.micro_batch_tokens, learner.config.share_prefixes
+    teacher_T = logprobs_of(teacher, rows, said_T, learner.temperature, budget, share=share)
     divergence_T = torch.where(said_T, engine_logprobs(rows) - teacher_T, 0.0)
     columns = Columns.of(rows, -divergence_T, by_token(trajectory_ids(rows), said_T))
 
@@ -124,7 +124,7 @@ def distill(
         return -ratio_A * pack.advantages_A, {"reverse_kl": -pack.advantages_A}
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
     return learner.step(packs, objective)
 
 

@@ -216,10 +216,13 @@ def _scored(
     def summed(values_T: Tensor) -> Tensor:
         return torch.zeros(episodes, dtype=torch.float64).index_add(0, trajectory_T, values_T.double())
 
-    policy_N = summed(logprobs_of(learner.model, rows, said_T, temperature, budget))
-    if reference is None:
-        return policy_N, torch.zeros_like(policy_N), summed(said_T)
-    return policy_N, summed(logprobs_of(reference, rows, said_T, temperature, budget)), summed(said_T)
+    def scored(model: nn.Module) -> Tensor:
+        share = learner.config.share_prefixes
+        return summed(logprobs_of(model, rows, said_T, temperature, budget, share=share))
+
+    policy_N = scored(learner.model)
+    reference_N = torch.zeros_like(policy_N) if reference is None else scored(reference)
+    return policy_N, reference_N, summed(said_T)
 
 
 def _anchor(learner: Learner, reference: nn.Module | None, episodes: Sequence[Trajectory]) -> float:
@@ -285,7 +288,7 @@ def _push(learner: Learner, rows: Sequence[Row], push_T: Tensor, count: int) -> 
         return -pack.advantages_A * logprobs_A, {}
 
     budget = learner.micro_batch_tokens(len(row.tokens) for row in rows)
-    packs = packs_of(rows, columns, budget, ranks=learner.group.size)
+    packs = packs_of(rows, columns, budget, ranks=learner.group.size, share=learner.shares_prefixes)
     return learner.step(packs, objective)
 
 

@@ -118,8 +118,9 @@ def loss_on(learner: Learner, trajectories: Sequence[Trajectory]) -> float:
     """The mean of -log p over what was said in these episodes, without learning from them."""
     rows = rows_of(trajectories)
     said_T = concat_masks(row.action_mask for row in rows)
-    budget = learner.config.micro_batch_tokens
-    return -float(logprobs_of(learner.model, rows, said_T, 1.0, budget)[said_T].double().mean())
+    budget, share = learner.config.micro_batch_tokens, learner.config.share_prefixes
+    found_T = logprobs_of(learner.model, rows, said_T, 1.0, budget, share=share)
+    return -float(found_T[said_T].double().mean())
 
 
 async def load_demonstrations(context: RunContext, config: SFTConfig) -> list[Trajectory]:
