@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 
 
 class FinishReason(StrEnum):
@@ -97,9 +97,12 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
-        """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these."""
+        """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
+
+        `media` says which tokens stand for pictures, with their bytes; an engine that reads text only refuses it.
+        """
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """The log-probability of each token given those before it; the first one's is 0."""

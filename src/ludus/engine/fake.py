@@ -10,7 +10,7 @@ import numpy as np
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.block_manager import common_prefix
@@ -74,7 +74,7 @@ class FakeEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
     ) -> Completion:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)

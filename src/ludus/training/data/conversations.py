@@ -281,12 +281,14 @@ def _observe(
     """Append what the model reads, and say whether it goes on in the same turn afterwards."""
     sequence = trajectory.sequences[-1]
     if not sequence.segments:
-        sequence.segments.append(Segment(SegmentKind.PROMPT, renderer.prompt(messages, tools)))
+        opening = renderer.opening(messages, tools)
+        sequence.segments.append(Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media))
         return False
     following = renderer.next_context(sequence, trajectory.messages, messages, tools)
     if following.restart:
-        prompt = Segment(SegmentKind.PROMPT, following.tokens)
+        prompt = Segment(SegmentKind.PROMPT, following.tokens, media=following.media)
         trajectory.sequences.append(TokenSequence([prompt]))
     else:
-        sequence.segments.append(Segment(SegmentKind.OBSERVATION, following.tokens))
+        observed = Segment(SegmentKind.OBSERVATION, following.tokens, media=following.media)
+        sequence.segments.append(observed)
     return following.continues_turn

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ludus.algos import AdvantageInputs, TreeNodes, tree_nodes
 from ludus.core.failures import LudusError
-from ludus.core.trajectory import Segment, SegmentKind, Trajectory
+from ludus.core.messages import MediaSpan
+from ludus.core.trajectory import Segment, SegmentKind, Trajectory, media_spans
 from ludus.kernels import arrays_to_device
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Row:
     """The actions that are the row's own and have tokens."""
     states: list[State]
     """For each of them, the observations since the action before it."""
+    images: tuple[MediaSpan, ...] = ()
+    """Which of the tokens stand for pictures."""
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -65,7 +68,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                 continue
             prefix = [token for segment in before for token in segment.tokens]
             logprobs = [value for s in own for value in (s.logprobs or [0.0] * len(s.tokens))]
-            observed = [s.kind is SegmentKind.OBSERVATION for s in own for _ in s.tokens]
+            observed = [seen for s in own for seen in _observed(s)]
             rows.append(
                 Row(
                     tokens=prefix + [token for segment in own for token in segment.tokens],
@@ -75,12 +78,21 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                     trajectory=number,
                     turns=[s for s in own if s.kind is SegmentKind.ACTION and s.tokens],
                     states=list(_states(before, own)),
+                    images=tuple(media_spans([*before, *own])),
                 )
             )
             if rows[-1].action_mask[0]:
                 raise ValueError("a row starts with an action: the model must have read something first")
             rows[-1].observation_mask[0] = False  # nothing before it could have predicted it
     return rows
+
+
+def _observed(segment: Segment) -> list[bool]:
+    """True at the tokens of an observation; what stands for a picture is nothing that could be predicted."""
+    observed = [segment.kind is SegmentKind.OBSERVATION] * len(segment.tokens)
+    for span in segment.media:
+        observed[span.start : span.stop] = [False] * (span.stop - span.start)
+    return observed
 
 
 def _shared_segments(trajectories: Sequence[Trajectory]) -> dict[int, int]:
@@ -270,6 +282,8 @@ class PackedRows:
     lengths: list[int]
     tokens_T: Tensor
     source_index_T: Tensor
+    images: tuple[MediaSpan, ...] = ()
+    """Where pictures stand, among the micro-batch's tokens."""
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
@@ -278,10 +292,19 @@ class PackedRows:
     def split(self) -> tuple[PackedRows, PackedRows]:
         """Two parts of whole rows, of about as many tokens each."""
         row, place = split_point(self.lengths)
+        first, second = split_images(self.images, place)
         return (
-            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place]),
-            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:]),
+            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place], first),
+            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:], second),
         )
+
+
+def split_images(
+    images: Sequence[MediaSpan], place: int
+) -> tuple[tuple[MediaSpan, ...], tuple[MediaSpan, ...]]:
+    """The spans before a place, and those behind it, counted from there. No span lies across two rows."""
+    before = tuple(span for span in images if span.start < place)
+    return before, tuple(span.moved(-place) for span in images if span.start >= place)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -328,7 +351,14 @@ def pack_rows(
             source_index_T=torch.from_numpy(
                 np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
             ),
+            images=_packed_images([rows[i] for i in chosen]),
         )
+
+
+def _packed_images(rows: Sequence[Row]) -> tuple[MediaSpan, ...]:
+    starts = accumulate((len(row.tokens) for row in rows), initial=0)
+    placed = zip(rows, starts, strict=False)
+    return tuple(span.moved(start) for row, start in placed for span in row.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +383,8 @@ class Pack:
     """The row in which each trained token lies."""
     source_index_A: Tensor
     """Where each of them is among the tokens of all rows of the step."""
+    images: tuple[MediaSpan, ...] = ()
+    """Where pictures stand, among the pack's tokens."""
 
     def to(self, device: torch.device) -> Pack:
         names, tensors = zip(*self._tensors(), strict=True)
@@ -368,13 +400,15 @@ class Pack:
         second: dict[str, Any] = {name: tensor[trained:] for name, tensor in along_A.items()}
         second["trained_index_A"] = second["trained_index_A"] - place
         second["row_A"] = second["row_A"] - row
+        first["images"], second["images"] = split_images(self.images, place)
         return (
             replace(self, lengths=self.lengths[:row], tokens_T=self.tokens_T[:place], **first),
             replace(self, lengths=self.lengths[row:], tokens_T=self.tokens_T[place:], **second),
         )
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "lengths")
+        names = (f.name for f in fields(self) if f.name not in ("lengths", "images"))
+        return ((name, getattr(self, name)) for name in names)
 
     @property
     def actions(self) -> Tensor:
@@ -427,6 +461,7 @@ def packs_of(
             weights_A=take_rows(columns.weights_T, source_index_A),
             row_A=take_rows(row_T, trained_index_A),
             source_index_A=source_index_A,
+            images=part.images,
         )
 
 

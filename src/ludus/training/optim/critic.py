@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
-from ludus.engine import PackedContext, decoder_of, hidden_states, sampling_mode
+from ludus.core.messages import MediaSpan
+from ludus.engine import PackedContext, decoder_of, embedded, hidden_states, images_of, sampling_mode
+from ludus.engine.images import PlacedFeatures, placed_features, with_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.packing import (
     MicroBatchSplitter,
@@ -175,9 +177,15 @@ class Critic:
         context = PackedContext(packed.lengths, self.updater.device)
         tokens_T = packed.to(self.updater.device).tokens_T
         if self.config.kind == "model":
-            return compute(self.model, _values_of_tokens, tokens_T, context)
+            placed = None
+            if (
+                images_of(self.policy) is not None
+            ):  # the vision part is the policy's; every rank asks for it
+                with torch.no_grad(), sampling_mode(self.policy):
+                    placed = compute(self.policy, placed_features, packed.images)
+            return compute(self.model, _values_of_tokens, tokens_T, context, placed)
         with torch.no_grad(), sampling_mode(self.policy):
-            hidden_TD = compute(self.policy, hidden_states, tokens_T, context.position_ids, context)
+            hidden_TD = compute(self.policy, _policy_states, tokens_T, context, packed.images)
         return compute(self.model, _values_of_states, hidden_TD)
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,8 +243,19 @@ class Critic:
         return weights | self.updater.shards()
 
 
-def _values_of_tokens(model: ValueModel, tokens_T: Tensor, context: PackedContext) -> Tensor:
-    return _values_of_states(model, hidden_states(model, tokens_T, context.position_ids, context))
+def _policy_states(
+    policy: nn.Module, tokens_T: Tensor, context: PackedContext, images: Sequence[MediaSpan]
+) -> Tensor:
+    embedded_TD = embedded(policy, tokens_T, images)
+    return hidden_states(policy, tokens_T, context.position_ids, context, embedded_TD)
+
+
+def _values_of_tokens(
+    model: ValueModel, tokens_T: Tensor, context: PackedContext, placed: PlacedFeatures | None
+) -> Tensor:
+    embedded_TD = with_features(model, tokens_T, placed)
+    hidden_TD = hidden_states(model, tokens_T, context.position_ids, context, embedded_TD)
+    return _values_of_states(model, hidden_TD)
 
 
 def _values_of_states(model: ValueModel, hidden_TD: Tensor) -> Tensor:

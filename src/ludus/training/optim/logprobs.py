@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ludus.core.messages import MediaSpan
 from ludus.engine import (
     PackedContext,
+    embedded,
     head_logits,
     hidden_states,
     plain_head,
@@ -48,7 +50,8 @@ from ludus.training.optim.sharding import compute, group_of
 
 def action_logprobs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """For each trained token: its log-probability, and the entropy of the distribution it came from."""
-    return compute(model, _logprobs, pack.lengths, pack.tokens_T, pack.trained_index_A, temperature)
+    given = pack.lengths, pack.tokens_T, pack.trained_index_A, temperature, pack.images
+    return compute(model, _logprobs, *given)
 
 
 def logprobs_of(
@@ -91,17 +94,22 @@ def _score(
     device = next(model.parameters()).device
     place_A = take_rows(scored_T, part.source_index_T).nonzero().squeeze(1)
     tokens_T = part.to(device).tokens_T
-    found_A, _ = compute(
-        model, _logprobs, part.lengths, tokens_T, to_device(place_A, device), temperature
-    )
+    given = part.lengths, tokens_T, to_device(place_A, device), temperature, part.images
+    found_A, _ = compute(model, _logprobs, *given)
     return take_rows(part.source_index_T, place_A), found_A
 
 
 def _logprobs(
-    model: nn.Module, lengths: Sequence[int], tokens_T: Tensor, place_A: Tensor, temperature: float
+    model: nn.Module,
+    lengths: Sequence[int],
+    tokens_T: Tensor,
+    place_A: Tensor,
+    temperature: float,
+    images: Sequence[MediaSpan] = (),
 ) -> tuple[Tensor, Tensor]:
     rows = PackedContext(lengths, tokens_T.device)
-    hidden_TD = hidden_states(model, tokens_T, rows.position_ids, rows)
+    embedded_TD = embedded(model, tokens_T, images)
+    hidden_TD = hidden_states(model, tokens_T, rows.position_ids, rows, embedded_TD)
     hidden_AD, tokens_A = hidden_TD.index_select(0, place_A - 1), tokens_T[place_A]
     head = plain_head(model)
     if head is not None and hidden_AD.dtype == head.weight.dtype:

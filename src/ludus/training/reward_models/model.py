@@ -25,6 +25,7 @@ from ludus.engine import (
     PackedContext,
     context_limit,
     decoder_of,
+    embedded,
     hidden_states,
     sampling_mode,
     use_ludus_attention,
@@ -91,7 +92,8 @@ class RewardModel(nn.Module):
         """[A, heads]: the scores at these places of a micro-batch, which are the last tokens of actions."""
         context = PackedContext(packed.lengths, self.device)
         tokens_T = packed.to(self.device).tokens_T
-        hidden_TD = hidden_states(self, tokens_T, context.position_ids, context)
+        embedded_TD = embedded(self.model, tokens_T, packed.images)
+        hidden_TD = hidden_states(self, tokens_T, context.position_ids, context, embedded_TD)
         scores_AH: Tensor = self.heads(hidden_TD[to_device(place_A, self.device)].float())
         return scores_AH
 

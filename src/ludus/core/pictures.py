@@ -1,0 +1,141 @@
+"""Pictures: from what files and clients send to `Media`, and from `Media` to pixels, within bounds.
+
+A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Whoever
+sends it may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
+Addresses are never fetched, and files are read only where a caller says that a row of data may name them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludus.core.failures import MissingExtraError
+from ludus.core.messages import Media
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_BYTES = 32 << 20
+"""Bytes of one picture."""
+MOST_PIXELS = 40_000_000
+"""Pixels of one picture: 120 MB once it is decoded."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What is decoded; of an animation, the first frame."""
+PARTS = frozenset({"image", "image_url", "input_image"})
+"""The types that a part of a message has where it is a picture: Hugging Face's and Anthropic's, then OpenAI's."""
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read; the message says why."""
+
+
+def picture_of_part(part: Mapping[str, Any]) -> Media:
+    """The picture of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, or `{"image": Media}`."""
+    kind = part.get("type")
+    given = part.get("image") if kind == "image" else part.get("image_url")
+    source = part.get("source")
+    if isinstance(given, Media):
+        return given
+    if kind == "image" and isinstance(source, Mapping):
+        return _from_anthropic(source)
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if isinstance(url, bytes | bytearray):
+        return _media(bytes(url))
+    if not isinstance(url, str) or not url:
+        raise PictureError(
+            f"a part of type {kind!r} has no picture in it: send a data: URL (data:image/png;base64,...)"
+        )
+    return picture_of_url(url)
+
+
+def picture_of_url(url: str) -> Media:
+    """The picture in a data: URL. Other addresses are not fetched."""
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        raise PictureError(
+            f"the picture's address {url[:60]!r} is not fetched: send the picture itself, as a data: URL "
+            "(data:image/png;base64,...)"
+        )
+    about, comma, data = rest.partition(",")
+    if not comma or not about.lower().endswith(";base64"):
+        raise PictureError("a picture's data: URL is written data:image/png;base64,...")
+    return _media(_decoded(data))
+
+
+def _from_anthropic(source: Mapping[str, Any]) -> Media:
+    if source.get("type") == "url":
+        return picture_of_url(str(source.get("url", "")))
+    data = source.get("data")
+    if source.get("type") != "base64" or not isinstance(data, str):
+        raise PictureError(
+            f'a picture\'s source is {{"type": "base64", "data": ...}}, not of type {source.get("type")!r:.40}'
+        )
+    return _media(_decoded(data))
+
+
+def picture_of_file(path: Path) -> Media:
+    """The picture of a file."""
+    try:
+        with path.open("rb") as file:
+            return _media(file.read(MOST_BYTES + 1))
+    except OSError as error:
+        raise PictureError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _decoded(text: str) -> bytes:
+    if len(text) > MOST_BYTES * 4 // 3 + 4:
+        raise _too_large()
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"a picture is not base64: {error}") from None
+
+
+def _media(data: bytes) -> Media:
+    if not data:
+        raise PictureError("a picture has no bytes")
+    if len(data) > MOST_BYTES:
+        raise _too_large()
+    return Media.image(data)
+
+
+def _too_large() -> PictureError:
+    return PictureError(
+        f"a picture has more than {MOST_BYTES >> 20} MiB, which is the most that is read"
+    )
+
+
+def decode_picture(data: bytes) -> Image:
+    """The pixels, in RGB; what is transparent is white."""
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError:
+        raise MissingExtraError("pillow", "vision", "a picture that a model is shown") from None
+    if len(data) > MOST_BYTES:
+        raise _too_large()
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > MOST_PIXELS:  # nothing is decoded yet
+                raise PictureError(
+                    f"a picture has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded"
+                )
+            picture = ImageOps.exif_transpose(opened)
+            if "A" in picture.getbands() or "transparency" in picture.info:
+                layered = picture.convert("RGBA")
+                picture = Image.new("RGB", layered.size, "white")
+                picture.paste(layered, mask=layered.getchannel("A"))
+            return picture.convert("RGB")
+    except PictureError:
+        raise
+    except UnidentifiedImageError:
+        raise PictureError(f"a picture is in no format that is read ({', '.join(FORMATS)})") from None
+    except Exception as error:  # decoders raise whatever broken bytes make of them
+        raise PictureError(
+            f"a picture cannot be decoded: {type(error).__name__}: {error!s:.200}"
+        ) from None
