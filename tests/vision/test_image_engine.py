@@ -1,4 +1,4 @@
-"""Pictures in the embedded engine, against the Hugging Face model's own forward on its own processor's inputs."""
+"""Pictures in the embedded engine, against the Hugging Face model's own forward on its processor's inputs."""
 
 from __future__ import annotations
 
@@ -98,8 +98,12 @@ async def test_the_same_picture_is_reused_and_another_is_not(seeing: Seeing) -> 
     again = await engine.generate(tokens, GREEDY, media=media)
     found = await engine.generate(tokens, GREEDY, media=media_of_other)
     assert first.cached_tokens == 0
-    assert again.cached_tokens > media[0].stop and again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
-    assert found.cached_tokens <= media[0].start + int(seeing.tokenizer.images.token != tokens[media[0].start])
+    assert again.cached_tokens > media[0].stop and again.logprobs == pytest.approx(
+        first.logprobs, abs=1e-5
+    )
+    assert found.cached_tokens <= media[0].start + int(
+        seeing.tokenizer.images.token != tokens[media[0].start]
+    )
     assert found.logprobs != pytest.approx(first.logprobs, abs=1e-3)
     seeing.check(tokens, [one], first)
     seeing.check(tokens, [other], found)
@@ -107,7 +111,9 @@ async def test_the_same_picture_is_reused_and_another_is_not(seeing: Seeing) -> 
 
 
 async def test_sessions_go_on_and_fork_with_pictures(seeing: Seeing) -> None:
-    engine = EmbeddedEngine(seeing.model, seeing.tokenizer, EngineConfig(cache_tokens=2048, block_size=4))
+    engine = EmbeddedEngine(
+        seeing.model, seeing.tokenizer, EngineConfig(cache_tokens=2048, block_size=4)
+    )
     one, two, three = noise(1), noise(2), noise(3)
     tokens, media = seeing.context(one)
     first = await engine.generate(tokens, GREEDY, session="a", media=media)
@@ -168,7 +174,9 @@ def test_preempted_requests_and_static_buffers_give_the_same(seeing: Seeing, is_
 
 
 async def test_score_equals_the_stock_model(seeing: Seeing) -> None:
-    engine = EmbeddedEngine(seeing.model, config=EngineConfig(cache_tokens=512, max_running=2, tokens_per_step=9))
+    engine = EmbeddedEngine(
+        seeing.model, config=EngineConfig(cache_tokens=512, max_running=2, tokens_per_step=9)
+    )
     picture = noise(5)
     tokens, media = seeing.context(picture)
     scored = await engine.score(tokens, media=media)

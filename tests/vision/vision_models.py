@@ -80,8 +80,13 @@ def _clip(**more: Any) -> dict[str, Any]:
 
 def save_llava(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
     """LLaVA's shape: a CLIP tower, four placeholders a picture."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-    from transformers import LlavaProcessor
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     tokenizer = _tokenizer(("<image>",), template)
@@ -108,7 +113,7 @@ def save_llava(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
 
 
 def save_idefics3(folder: Path, *, template: str = CHATML, seed: int = 0) -> Path:
-    """Idefics3's shape, as SmolVLM has it: pictures in tiles, with tokens of their own around the placeholders."""
+    """Idefics3's shape, as SmolVLM has it: pictures in tiles, with tokens of their own around placeholders."""
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -121,7 +126,10 @@ def save_idefics3(folder: Path, *, template: str = CHATML, seed: int = 0) -> Pat
     processor = Idefics3Processor(images, tokenizer, image_seq_len=1, chat_template=template)
     config = Idefics3Config(
         vision_config=_clip(),
-        text_config={"model_type": "llama", **_text(len(tokenizer), eos_token_id=tokenizer.eos_token_id)},
+        text_config={
+            "model_type": "llama",
+            **_text(len(tokenizer), eos_token_id=tokenizer.eos_token_id),
+        },
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         tie_word_embeddings=False,

@@ -101,7 +101,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
 
-        `media` says which tokens stand for pictures, with their bytes; an engine that reads text only refuses it.
+        `media` says which tokens stand for pictures, with their bytes; engines that read text only refuse it.
         """
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:

@@ -36,8 +36,8 @@ Base64 = Annotated[
 """Bytes that are base64 in JSON."""
 
 IMAGE_MARK = "\ufffc"
-"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character): the first mark is
-the first picture's. Pictures beyond the marks stand before the text; marks beyond the pictures are text."""
+"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character): the first
+mark is the first picture's. Pictures beyond the marks stand before the text; marks beyond the pictures are text."""
 
 _SHAREGPT = {
     "human": "user",
@@ -142,7 +142,8 @@ class Message:
             )
         if not isinstance(content, str):
             raise ValueError(
-                f"a message's content must be a string, or a list of parts of type text or image, not {content!r:.80}"
+                "a message's content must be a string, or a list of parts of type text or image, not "
+                f"{content!r:.80}"
             )
         known = {"role", "content", "name", "tool_calls", "tool_call_id"}
         # clients list fields that are empty; a 0 or a false would say something

@@ -1,8 +1,8 @@
 """Pictures: from what files and clients send to `Media`, and from `Media` to pixels, within bounds.
 
-A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Whoever
-sends it may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
-Addresses are never fetched, and files are read only where a caller says that a row of data may name them.
+A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
+sender may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
+Addresses are never fetched, and files are read only where a row of a file names them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is decoded; of an animation, the first frame."""
 PARTS = frozenset({"image", "image_url", "input_image"})
-"""The types that a part of a message has where it is a picture: Hugging Face's and Anthropic's, then OpenAI's."""
+"""The types of parts of a message that are pictures: Hugging Face's and Anthropic's, then OpenAI's."""
 
 
 class PictureError(ValueError):
@@ -35,7 +35,7 @@ class PictureError(ValueError):
 
 
 def picture_of_part(part: Mapping[str, Any]) -> Media:
-    """The picture of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, or `{"image": Media}`."""
+    """The picture of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, `{"image": Media}`."""
     kind = part.get("type")
     given = part.get("image") if kind == "image" else part.get("image_url")
     source = part.get("source")
@@ -135,7 +135,7 @@ def decode_picture(data: bytes) -> Image:
         raise
     except UnidentifiedImageError:
         raise PictureError(f"a picture is in no format that is read ({', '.join(FORMATS)})") from None
-    except Exception as error:  # decoders raise whatever broken bytes make of them
+    except Exception as error:  # noqa: BLE001 - decoders raise whatever broken bytes make of them
         raise PictureError(
             f"a picture cannot be decoded: {type(error).__name__}: {error!s:.200}"
         ) from None

@@ -26,7 +26,7 @@ class ImageTokens(Protocol):
 
     @property
     def token(self) -> int:
-        """The placeholder: the model reads a part of a picture where it stands. One of the tokenizer's controls."""
+        """The placeholder, one of the tokenizer's controls: a part of a picture is read where it stands."""
 
     @property
     def text(self) -> str:

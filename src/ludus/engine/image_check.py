@@ -1,8 +1,8 @@
 """The probe that decides whether a model's pictures can be run: its own forward against ours, on two pictures.
 
 Ours puts features in the place of placeholders and counts positions one by one, with causal attention. Models
-that give a picture's tokens positions in two dimensions (M-RoPE), let them look at each other in both directions,
-or feed pictures into deeper layers come out differently, and are refused.
+that give a picture's tokens positions in two dimensions (M-RoPE), let them look at each other in both
+directions, or feed pictures into deeper layers come out differently, and are refused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def check_images(model: nn.Module) -> None:
     spans = _spans(processor, made["input_ids"][0].tolist(), pictures)
     if spans is None:
         raise ConfigError(
-            f"the processor of {name} writes a picture in other tokens when there are two of them than when it is "
-            f"alone: {_INSTEAD}"
+            f"the processor of {name} writes a picture in other tokens beside another one than alone: "
+            f"{_INSTEAD}"
         )
     with torch.no_grad(), sampling_mode(model):
         expected = inner(**_placed(made, model), use_cache=False).logits[0]

@@ -1,9 +1,9 @@
 """Pictures in a model whose pictures are embeddings in the place of placeholder tokens.
 
 A model's own processor says which tokens stand for a picture and turns it into pixels (`ImageProcessor`); the
-model's vision tower and projector turn pixels into features; and a forward pass over flat tokens reads a feature
-wherever a placeholder stands inside a picture's span (`embedded`). A placeholder anywhere else, such as one that
-the model sampled, is a token like any other.
+model's vision tower and projector turn pixels into features; and a forward pass over flat tokens reads a
+feature wherever a placeholder stands inside a picture's span (`embedded`). A placeholder anywhere else, such as
+one that the model sampled, is a token like any other.
 
 In the engine a picture's placeholders have virtual token ids, made from the picture's hash (`virtual_ids`). So
 all that compares tokens (prefix caching, sessions, forks, recomputation) tells pictures apart, and finds the
@@ -94,7 +94,7 @@ class ImageProcessor:
                     text=self.text, images=[picture], add_special_tokens=False, return_tensors="pt"
                 )
             )
-        except Exception as error:  # whatever a processor makes of a strange shape
+        except Exception as error:
             raise PictureError(
                 f"the model's processor refuses a picture of {picture.width} x {picture.height} pixels: "
                 f"{type(error).__name__}: {error!s:.200}"
@@ -198,7 +198,7 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
 
 
 def embedded(model: nn.Module, input_ids: Tensor, images: Sequence[MediaSpan]) -> Tensor | None:
-    """[T, H]: what the decoder reads for flat tokens with pictures in these spans; None where there are none."""
+    """[T, H]: what the decoder reads for flat tokens with pictures in these spans; None without any."""
     return with_features(model, input_ids, placed_features(model, images))
 
 

@@ -569,8 +569,8 @@ UNSEEN_IMAGES = "images_unseen"
 def _warn_of_unseen() -> None:
     """Once in a process; the metric has the count."""
     log.warning(
-        "pictures (or other media) come up in episodes and the model is not shown them: it reads text only, or they "
-        "could not be read. images_unseen counts them; docs/images.md says which models see"
+        "pictures (or other media) come up in episodes and the model is not shown them: it reads text only, or "
+        "they could not be read. images_unseen counts them; docs/images.md says which models see"
     )
 
 

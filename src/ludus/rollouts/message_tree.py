@@ -29,6 +29,7 @@ from ludus.core.failures import Aborted, ConfigError, Fault, LudusError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
 from ludus.core.messages import MediaSpan, Message, ToolCall, ToolSpec
 from ludus.core.random import key
+from ludus.core.tokenizer import ImageTokens
 from ludus.core.trajectory import (
     Segment,
     SegmentKind,
@@ -211,6 +212,11 @@ class MessageTree:
         self._sampled: dict[int, int] = {}
         """How often each context was sampled from, by its digest."""
 
+    @property
+    def images(self) -> ImageTokens | None:
+        """How the model is shown pictures; None where it reads text only."""
+        return self._renderer.images
+
     # Sampling
 
     async def sample(
@@ -239,8 +245,8 @@ class MessageTree:
             )
             raise BudgetUsedUp(message, StopReason.MAX_TOKENS)
         limit = min(room, self._limits.turn_tokens, max_tokens or room)
-        read = array("q", context).tobytes() + "".join(span.sha256 for span in media).encode()
-        digest = int.from_bytes(blake2b(read, digest_size=8).digest(), "big")
+        whole = array("q", context).tobytes() + "".join(span.sha256 for span in media).encode()
+        digest = int.from_bytes(blake2b(whole, digest_size=8).digest(), "big")
         self._sampled[digest] = number = self._sampled.get(digest, -1) + 1
         seed = key(self.trajectory.seed, digest, number)
         sampling = replace(

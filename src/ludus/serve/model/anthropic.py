@@ -20,6 +20,7 @@ from ludus.serve.model.requests import (
     number_field,
     pieces_of,
     read_call,
+    read_content,
     read_tool,
     stops_field,
     text_field,
@@ -98,10 +99,12 @@ def _messages(raw: Json, where: str) -> list[Message]:
             texts.append(block)
             continue
         id = block.get("tool_use_id")
-        result = content_text(block.get("content"), where)
-        found.append(Message("tool", result, tool_call_id=id if isinstance(id, str) else None))
+        result, media = read_content(block.get("content"), where)
+        id = id if isinstance(id, str) else None
+        found.append(Message("tool", result, tool_call_id=id, media=media))
     if texts or not found:
-        found.append(Message(role, content_text(texts, where)))
+        text, media = read_content(texts, where)
+        found.append(Message(role, text, media=media))
     return found
 
 

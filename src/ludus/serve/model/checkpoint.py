@@ -17,7 +17,14 @@ from ludus.rollouts.message_tree import read_completion
 from ludus.rollouts.renderer import Renderer
 from ludus.serve.admission import Admission
 from ludus.serve.http import check_token
-from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.requests import (
+    ApiError,
+    ModelReply,
+    ModelRequest,
+    bad,
+    check_pictures,
+    refuse_pictures,
+)
 from ludus.serve.model.server import Incoming
 from ludus.serve.server import check_exposure
 from ludus.serve.service import ServerConfig
@@ -66,12 +73,17 @@ class CheckpointService:
         ticket = self._admission.enter(_LANE)
         try:
             await ticket.granted()
-            context = renderer.prompt(request.messages, request.tools)
+            await check_pictures(request, renderer.images)
+            opening = renderer.opening(request.messages, request.tools)
+            context = opening.tokens
             seed = request.asked.get("seed")
             first = int(seed) if seed is not None else secrets.randbits(62)
             seeds = [(first + number) % 2**62 for number in range(request.count)]
             completions = await asyncio.gather(
-                *(self._engine.generate(context, replace(sampling, seed=one)) for one in seeds)
+                *(
+                    self._engine.generate(context, replace(sampling, seed=one), media=opening.media)
+                    for one in seeds
+                )
             )
         finally:
             ticket.leave()
@@ -109,6 +121,7 @@ class CheckpointService:
 
     def count_tokens(self, caller: None, request: ModelRequest) -> int:
         renderer = self._renderer.bound(request.tools)
+        refuse_pictures(request, renderer.images)
         return len(renderer.prompt(request.messages, request.tools))
 
     def reward(self, caller: None, body: Json) -> None:

@@ -28,7 +28,14 @@ from ludus.llm import Address
 from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
-from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.requests import (
+    ApiError,
+    ModelReply,
+    ModelRequest,
+    bad,
+    check_pictures,
+    refuse_pictures,
+)
 from ludus.serve.model.server import Forwarded, Incoming, finite_number, unknown_model
 from ludus.serve.telemetry import ModelMetrics
 
@@ -143,6 +150,7 @@ class EpisodeSession:
             running.waiters -= 1
 
     async def _sample(self, tree: MessageTree, request: ModelRequest) -> SampledTurn:
+        await check_pictures(request, tree.images)
         try:
             turn = await tree.sample(
                 request.messages,
@@ -203,6 +211,7 @@ class EpisodeSession:
             raise self.failure from error
 
     def count_tokens(self, request: ModelRequest) -> int:
+        refuse_pictures(request, self.tree.images)
         return self.tree.count_tokens(request.messages, request.tools)
 
     # Rewards

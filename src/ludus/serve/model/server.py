@@ -22,6 +22,7 @@ from aiohttp import web
 
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.messages import Json
+from ludus.core.pictures import PictureError
 from ludus.rollouts.message_tree import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import release_bytes, request_bytes
@@ -57,6 +58,10 @@ class Forwarded:
     status: int
     content_type: str
     body: bytes
+
+
+_REPORTED = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
+"""What a client is told as an error of the API."""
 
 
 class ModelService(Protocol):
@@ -152,7 +157,7 @@ class ModelServer:
         async def answer(request: web.Request) -> web.Response:
             try:
                 response = await handle(request, dialect)
-            except (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted) as error:
+            except _REPORTED as error:
                 response = _error_response(_as_api_error(error), dialect)
             finally:
                 release_bytes()
@@ -272,7 +277,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, BudgetUsedUp):
         is_long = error.stop.value == "max_tokens"
         return ApiError(400, str(error), code="context_length_exceeded" if is_long else "max_turns")
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | PictureError):
         return bad(str(error))
     if isinstance(error, InfraError) and not error.retriable:
         return bad(str(error))

@@ -125,8 +125,8 @@ class ModelConfig(Config):
             )
         if self.vision == "trained" and self.lora is not None:
             raise ValueError(
-                'model.vision = "trained" trains weights of the model itself, and model.lora leaves all of them as '
-                "they are: leave out one of the two"
+                'model.vision = "trained" trains weights of the model itself, and model.lora leaves all '
+                "of them as they are: leave out one of the two"
             )
         return self
 

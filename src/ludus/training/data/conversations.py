@@ -20,7 +20,7 @@ from ludus.core.generation import FinishReason
 from ludus.core.messages import Message, ToolSpec, parse_messages
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.observe import holds_trajectories, read_trajectories
+from ludus.observe import holds_trajectories, read_trajectories, with_pictures
 from ludus.rollouts.formats.base import THINK
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tasksets import Columns, read_rows
@@ -60,7 +60,8 @@ def read_conversations(source: str | Path, columns: Columns | None = None) -> li
     """The conversations of a file or dataset of rows, or of a Parquet file of episodes as Ludus writes them."""
     found: list[Conversation]
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        found = [trajectory.messages for trajectory in read_trajectories(source)]
+        read = with_pictures(read_trajectories(source), Path(source))
+        found = [trajectory.messages for trajectory in read]
     else:
         what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
         found = list(_parsed_rows(source, columns, what, _checked_conversation))
@@ -86,7 +87,8 @@ def read_preferences(source: str | Path, columns: Columns | None = None) -> list
 def read_scored_steps(source: str | Path, columns: Columns | None = None) -> list[ScoredSteps]:
     """Conversations with `scores`, or the episodes of a Parquet file whose turns have rewards."""
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        played = [one for one in read_trajectories(source) if one.turns]
+        read = with_pictures(read_trajectories(source), Path(source))
+        played = [one for one in read if one.turns]
         found = [ScoredSteps(one.messages, tuple(a.reward for a in one.actions)) for one in played]
         return [one for one in found if _assistants(one.messages) == len(one.scores)]
     what = 'a conversation {"messages": [...], "scores": [...]}'
