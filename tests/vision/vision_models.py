@@ -144,3 +144,74 @@ def _save(folder: Path, kind: Any, config: Any, processor: Any, seed: int) -> Pa
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def save_llava_next(folder: Path) -> Path:
+    """LLaVA-NeXT's shape: tiles by the picture's aspect, and a feature at the end of each line."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig
+    from transformers import LlavaNextForConditionalGeneration, LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    tokenizer = _tokenizer(("<image>",))
+    points = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
+        image_grid_pinpoints=points,
+    )
+    processor = LlavaNextProcessor(
+        images,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    config = LlavaNextConfig(
+        vision_config=CLIPVisionConfig(**_clip()),
+        text_config=LlamaConfig(**_text(len(tokenizer), eos_token_id=tokenizer.eos_token_id)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-1,
+        image_grid_pinpoints=points,
+    )
+    return _save(folder, LlavaNextForConditionalGeneration, config, processor, 0)
+
+
+def save_qwen2_vl(folder: Path) -> Path:
+    """Qwen2-VL's shape: positions in three dimensions. Its processor wants torchvision: there is none."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    tokenizer = _tokenizer(("<|image_pad|>",))
+    config = Qwen2VLConfig(
+        vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 4},
+        text_config=_text(len(tokenizer), rope_parameters=rotation),
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+    )
+    return _save(folder, Qwen2VLForConditionalGeneration, config, tokenizer, 0)
+
+
+def save_gemma3(folder: Path) -> Path:
+    """Gemma 3's shape: the tokens of a picture see each other in both directions."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokenizer = _tokenizer(("<image_soft_token>", "<start_of_image>", "<end_of_image>"))
+    names = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer._set_model_specific_special_tokens(special_tokens=names)
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    processor = Gemma3Processor(images, tokenizer, image_seq_length=4)
+    config = Gemma3Config(
+        vision_config=_clip(vision_use_head=False),
+        text_config=_text(len(tokenizer), head_dim=16, sliding_window=64),
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+    )
+    return _save(folder, Gemma3ForConditionalGeneration, config, processor, 0)

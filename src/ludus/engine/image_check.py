@@ -26,17 +26,21 @@ _SIDES = (48, 64)
 _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'
 
 
+def check_positions(model: nn.Module) -> None:
+    """Refuse a model that says itself that its pictures have positions of another kind."""
+    rotation = getattr(text_config(model), "rope_parameters", None) or {}
+    if "mrope_section" in rotation:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} gives the tokens of a picture positions in two or three dimensions "
+            f"(M-RoPE), which Ludus does not run: {_INSTEAD}"
+        )
+
+
 def check_images(model: nn.Module) -> None:
     """Refuse a model whose pictures `images.embedded` does not reproduce. Its attention must be its own."""
     inner, processor = unwrapped(model), images_of(model)
     assert processor is not None
     name = type(inner).__name__
-    rotation = getattr(text_config(model), "rope_parameters", None) or {}
-    if "mrope_section" in rotation:
-        raise ConfigError(
-            f"{name} gives the tokens of a picture positions in two or three dimensions (M-RoPE), which Ludus "
-            f"does not run: {_INSTEAD}"
-        )
     pictures = [_picture(seed) for seed in (0, 1)]
     text = f"{processor.text}\n{processor.text}\n"
     images = [_pixels(seed) for seed in (0, 1)]

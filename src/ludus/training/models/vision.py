@@ -10,7 +10,7 @@ from torch import nn
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.pictures import PictureError
 from ludus.engine.hf_model import unwrapped, vocabulary_size
-from ludus.engine.image_check import check_images
+from ludus.engine.image_check import check_images, check_positions
 from ludus.engine.images import ImageProcessor, attach_images, vision_parameters
 from ludus.rollouts.tokenizers import HFTokenizer
 
@@ -32,6 +32,7 @@ def load_vision(
     if vision == "off":
         return
     try:
+        check_positions(model)
         images = _processor(name, tokenizer, revision)
         if images.token >= vocabulary_size(model):
             raise ConfigError(f"the image token {images.text!r} is not in the model's vocabulary")
@@ -56,9 +57,10 @@ def _processor(name: str, tokenizer: HFTokenizer, revision: str | None) -> Image
 
     try:
         processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise ConfigError(
-            f"the processor of {name!r} cannot be loaded ({type(error).__name__}: {str(error).strip():.300})"
+            f"the processor of {name!r} cannot be loaded ({type(error).__name__}: {str(error).strip():.200}); "
+            "those that take videos as well need the package torchvision"
         ) from error
     if (
         getattr(processor, "image_token", None) is None
