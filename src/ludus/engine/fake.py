@@ -28,6 +28,7 @@ class FakeCall:
     sampling: Sampling
     session: str | None
     completion: Completion
+    media: tuple[MediaSpan, ...] = ()
 
 
 class FakeEngine:
@@ -99,7 +100,7 @@ class FakeEngine:
         )
         if session is not None:
             self.sessions[session] = context + produced
-        self.calls.append(FakeCall(tuple(context), sampling, session, completion))
+        self.calls.append(FakeCall(tuple(context), sampling, session, completion, tuple(media)))
         return completion
 
     def _reply(
