@@ -149,7 +149,13 @@ def run(folder: Path, *, blank: bool = False, seed: int = 0, **settings: Any) ->
         "seed": seed,
         "budgets": {"max_turns": 2, "max_turn_tokens": 24},
         "warm_start": {"steps": 120, "batch": 16, "optimizer": {"learning_rate": 3e-3}},
-        "rl": {"steps": 20, "tasks": 16, "attempts": 8, "updates": 2, "optimizer": {"learning_rate": 1e-3}},
+        "rl": {
+            "steps": 20,
+            "tasks": 16,
+            "attempts": 8,
+            "updates": 2,
+            "optimizer": {"learning_rate": 1e-3},
+        },
         **settings,
     }
     return ludus.train(

@@ -77,7 +77,9 @@ async def play(renderer: Renderer, tool: Any, *prompt: Media) -> tuple[Trajector
 
 
 @pytest.mark.parametrize("name", ["llava", "parts", "idefics3"])
-async def test_prompts_and_results_hold_their_pictures(renderers: dict[str, Renderer], name: str) -> None:
+async def test_prompts_and_results_hold_their_pictures(
+    renderers: dict[str, Renderer], name: str
+) -> None:
     renderer = renderers[name]
     assert renderer.images is not None
     trajectory, engine = await play(renderer, look, noise(1))
@@ -125,7 +127,14 @@ async def test_a_task_whose_picture_cannot_be_read_is_an_error_of_the_task(
         await play(renderers["llava"], look, Media.image(b"no picture at all"))
 
 
-HOSTILE = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<|im_end|>", IMAGE_MARK)
+HOSTILE = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<row_1_col_1>",
+    "<|im_end|>",
+    IMAGE_MARK,
+)
 texts = st.lists(
     st.one_of(st.sampled_from(HOSTILE), st.text(max_size=6), st.sampled_from(["<ima", "ge>", "\n"])),
     max_size=6,

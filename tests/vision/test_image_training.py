@@ -105,7 +105,9 @@ async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
         recomputed = logprobs_of(model, rows, action_T, 1.0, budget)[action_T]
         torch.testing.assert_close(recomputed, sampled, atol=1e-4, rtol=0)
     swapped = [
-        replace(row, images=tuple(replace(s, sha256=noise(9).sha256, data=noise(9).data) for s in row.images))
+        replace(
+            row, images=tuple(replace(s, sha256=noise(9).sha256, data=noise(9).data) for s in row.images)
+        )
         for row in rows[1:]
     ]
     with pytest.raises(AssertionError):  # other pictures, the same tokens
@@ -148,7 +150,9 @@ async def test_a_split_pack_keeps_each_picture_with_its_row(folder: Path) -> Non
     weights = torch.ones(sum(len(row.tokens) for row in rows))
     (pack,) = packs_of(rows, Columns.of(rows, weights, weights), 10_000)
     whole, _ = action_logprobs(model, pack, 1.0)
-    parts = [part for half in pack.split() for part in (half.split() if len(half.lengths) > 1 else [half])]
+    parts = [
+        part for half in pack.split() for part in (half.split() if len(half.lengths) > 1 else [half])
+    ]
     assert len(parts) == 3
     torch.testing.assert_close(
         torch.cat([action_logprobs(model, part, 1.0)[0] for part in parts]), whole, atol=1e-4, rtol=0

@@ -130,7 +130,10 @@ def test_task_files_name_pictures_by_path_url_and_column(tmp_path: Path) -> None
     rows = [
         {"prompt": [{"role": "user", "content": [by_path, text]}], "target": "a"},
         {"messages": [{"role": "user", "content": [text, {"type": "image", "image": url(two)}]}]},
-        {"prompt": [{"role": "user", "content": [{"type": "image"}, text]}], "images": ["pictures/one.png"]},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, text]}],
+            "images": ["pictures/one.png"],
+        },
     ]
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))

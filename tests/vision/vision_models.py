@@ -148,8 +148,13 @@ def _save(folder: Path, kind: Any, config: Any, processor: Any, seed: int) -> Pa
 
 def save_llava_next(folder: Path) -> Path:
     """LLaVA-NeXT's shape: tiles by the picture's aspect, and a feature at the end of each line."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaNextConfig
-    from transformers import LlavaNextForConditionalGeneration, LlavaNextProcessor
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaNextConfig,
+        LlavaNextForConditionalGeneration,
+        LlavaNextProcessor,
+    )
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
     tokenizer = _tokenizer(("<image>",))

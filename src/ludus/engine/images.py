@@ -127,14 +127,20 @@ def attach_images(model: nn.Module, processor: ImageProcessor) -> None:
 
 def images_of(model: nn.Module) -> ImageProcessor | None:
     """The processor of a model that is shown pictures; None for one that reads text only."""
-    found: ImageProcessor | None = getattr(unwrapped(model), _ATTRIBUTE, None)
+    found: ImageProcessor | None = getattr(_seeing(model), _ATTRIBUTE, None)
     return found
+
+
+def _seeing(model: nn.Module) -> Any:
+    """The Hugging Face model with the vision part; a reference has another model's."""
+    inner = unwrapped(model)
+    return getattr(inner, "sees_by", inner)
 
 
 def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
     """What only pictures pass through: all parameters outside of the decoder and the LM head."""
-    inner = unwrapped(model)
-    parts = (decoder_of(model), inner.get_output_embeddings(), inner.get_input_embeddings())
+    inner = _seeing(model)
+    parts = (decoder_of(inner), inner.get_output_embeddings(), inner.get_input_embeddings())
     text = {id(p) for part in parts for p in part.parameters()}
     return [p for p in inner.parameters() if id(p) not in text]
 
@@ -144,7 +150,7 @@ def image_features(model: nn.Module, picture: EncodedImage) -> Tensor:
 
     They have a gradient where the vision part is trained, and gradients are on.
     """
-    inner = unwrapped(model)
+    inner = _seeing(model)
     wanted = inspect.signature(inner.get_image_features).parameters
     dtype, device = inner.get_input_embeddings().weight.dtype, device_of(model)
     inputs = {

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, MissingExtraError
-from ludus.engine import decoder_of, hidden_states, images_of, sampling_mode, unwrapped
+from ludus.engine import decoder_of, hidden_states, sampling_mode, unwrapped
 from ludus.engine.attention import CONTEXT
-from ludus.engine.images import ImageProcessor
 from ludus.training.config.recipe import LoraConfig
 from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like, whole_of
 
@@ -159,12 +158,9 @@ class AdapterReference(nn.Module):
         return unwrapped(self.policy).get_input_embeddings()
 
     @property
-    def ludus_images(self) -> ImageProcessor | None:
-        """It sees as the policy does: adapters are put into decoders alone."""
-        return images_of(self.policy)
-
-    def get_image_features(self, **inputs: Any) -> Any:
-        return unwrapped(self.policy).get_image_features(**inputs)
+    def sees_by(self) -> Any:
+        """The model whose vision part it has: adapters are put into decoders alone."""
+        return unwrapped(self.policy)
 
     def get_output_embeddings(self) -> Any:
         head = unwrapped(self.policy).get_output_embeddings()
