@@ -100,7 +100,7 @@ async def test_the_three_apis_show_the_same_picture(folder: Path) -> None:
 
 
 async def test_results_of_tools_may_be_pictures(folder: Path) -> None:
-    async with served(folder) as (post, _, renderer):
+    async with served(folder) as (post, _, _):
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
         part = {"type": "image_url", "image_url": {"url": url(noise(1))}}
         messages = [

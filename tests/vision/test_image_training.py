@@ -210,7 +210,7 @@ async def test_observations_with_pictures_are_trained_without_them(folder: Path)
 def test_a_text_model_refuses_the_pictures_of_another(folder: Path) -> None:
     model, _ = loaded(folder, vision="off")
     assert images_of(model) is None
-    seeing, renderer = loaded(folder)
+    _, renderer = loaded(folder)
     opening = renderer.opening([Message("user", "?", media=(noise(1),))])
     action = Segment(SegmentKind.ACTION, [5], [0.0])
     prompt = Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media)

@@ -37,7 +37,7 @@ Base64 = Annotated[
 
 IMAGE_MARK = "\ufffc"
 """Where a picture of `Message.media` stands in the text (Unicode's object replacement character): the first
-mark is the first picture's. Pictures beyond the marks stand before the text; marks beyond the pictures are text."""
+mark is the first picture's. Pictures beyond the marks stand before the text; further marks are text."""
 
 _SHAREGPT = {
     "human": "user",

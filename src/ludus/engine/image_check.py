@@ -31,8 +31,8 @@ def check_positions(model: nn.Module) -> None:
     rotation = getattr(text_config(model), "rope_parameters", None) or {}
     if "mrope_section" in rotation:
         raise ConfigError(
-            f"{type(unwrapped(model)).__name__} gives the tokens of a picture positions in two or three dimensions "
-            f"(M-RoPE), which Ludus does not run: {_INSTEAD}"
+            f"{type(unwrapped(model)).__name__} gives the tokens of a picture positions in two or three "
+            f"dimensions (M-RoPE), which Ludus does not run: {_INSTEAD}"
         )
 
 
