@@ -17,6 +17,7 @@ from ludus.core.messages import IMAGE_MARK, Media, Message, ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, SegmentKind, Trajectory
 from ludus.engine import FakeEngine
+from ludus.envs import EnvPool, Observation, Step
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Renderer, Rollout, load_format
@@ -93,6 +94,37 @@ async def test_prompts_and_results_hold_their_pictures(
     assert [span.sha256 for span in trajectory.sequences[0].media] == [noise(1).sha256, noise(2).sha256]
     assert [len(call.media) for call in engine.calls] == [1, 2]
     assert "images_unseen" not in trajectory.counts
+
+
+class Gallery(ludus.Env):
+    """Shows a picture at first, and another one after each step."""
+
+    def reset(self, task: Task) -> Observation:
+        return Observation("a gallery", (noise(4),))
+
+    def step(self, action: str) -> Step:
+        return Step(Observation("walked on", (noise(5),)), terminated=True)
+
+
+async def test_environments_show_pictures_from_the_first_observation_on(
+    renderers: dict[str, Renderer],
+) -> None:
+    renderer = renderers["llava"]
+    engine = FakeEngine(['<tool_call>\n{"name": "step", "arguments": {"action": "on"}}\n</tool_call>'] * 2,
+                        renderer.tokenizer)  # fmt: skip
+    pools = {"gallery": EnvPool(Gallery, name="gallery", size=1)}
+    rollout = Rollout(engine, renderer, Scorer([one]), LocalTools([]), pools)
+    message = Message("user", f"like {IMAGE_MARK} this", media=(noise(3), noise(1)))
+    task = Task("t", (message,), envs={"gallery": {}})
+    (group,) = [group async for group in rollout.groups([task], 0)]
+    (trajectory,) = group.trajectories
+    assert trajectory.failure is None, trajectory.failure
+    order = [noise(seed).sha256 for seed in (3, 1, 4)]
+    assert [span.sha256 for span in trajectory.sequences[0].media] == order
+    assert trajectory.messages[-1].media == (noise(5),)  # the episode ended: the model never saw it
+    text = renderer.tokenizer.decode(trajectory.sequences[0].segments[0].tokens)
+    assert text.index("like") < text.rindex("<image>") < text.index("a gallery")
+    await pools["gallery"].close()
 
 
 async def test_a_model_that_reads_text_only_is_counted_as_blind(renderers: dict[str, Renderer]) -> None:

@@ -36,8 +36,8 @@ Base64 = Annotated[
 """Bytes that are base64 in JSON."""
 
 IMAGE_MARK = "\ufffc"
-"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character): the first
-mark is the first picture's. Pictures beyond the marks stand before the text; further marks are text."""
+"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character). The marks
+are those of the last pictures, in order; those before them stand before the text. Further marks are text."""
 
 _SHAREGPT = {
     "human": "user",
