@@ -15,9 +15,9 @@ from vision_models import noise, save_idefics3, save_llava
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Sampling
 from ludus.core.messages import Media, MediaSpan, Message
-from ludus.core.pictures import decode_picture
 from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore, use_ludus_attention
 from ludus.engine.images import virtual_ids, with_virtual_ids
+from ludus.engine.pictures import decode_picture
 from ludus.engine.scheduler import Request
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model

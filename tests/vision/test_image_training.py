@@ -15,11 +15,11 @@ from vision_models import noise, save_idefics3, save_llava
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.generation import Sampling
 from ludus.core.messages import Media, Message
-from ludus.core.pictures import decode_picture
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig, images_of, use_ludus_attention
 from ludus.engine.images import vision_parameters
+from ludus.engine.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
 from ludus.rollouts import Renderer, load_format
 from ludus.training import Columns, load_model, logprobs_of, packs_of, rows_of

@@ -23,10 +23,10 @@ from ludus.core.pictures import (
     MOST_BYTES,
     MOST_PIXELS,
     PictureError,
-    decode_picture,
     picture_of_part,
     picture_of_url,
 )
+from ludus.engine.pictures import decode_picture
 from ludus.rollouts.tasksets import load_tasks
 from ludus.training.data.conversations import read_conversations
 

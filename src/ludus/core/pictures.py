@@ -1,4 +1,4 @@
-"""Pictures: from what files and clients send to `Media`, and from `Media` to pixels, within bounds.
+"""Pictures: from what files and clients send to `Media`, within bounds. `engine.pictures` decodes them.
 
 A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
 sender may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
@@ -10,15 +10,10 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ludus.core.failures import MissingExtraError
 from ludus.core.messages import Media
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MOST_BYTES = 32 << 20
 """Bytes of one picture."""
@@ -89,7 +84,7 @@ def picture_of_file(path: Path) -> Media:
 
 def _decoded(text: str) -> bytes:
     if len(text) > MOST_BYTES * 4 // 3 + 4:
-        raise _too_large()
+        raise too_large()
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -100,42 +95,12 @@ def _media(data: bytes) -> Media:
     if not data:
         raise PictureError("a picture has no bytes")
     if len(data) > MOST_BYTES:
-        raise _too_large()
+        raise too_large()
     return Media.image(data)
 
 
-def _too_large() -> PictureError:
+def too_large() -> PictureError:
+    """More bytes than are read."""
     return PictureError(
         f"a picture has more than {MOST_BYTES >> 20} MiB, which is the most that is read"
     )
-
-
-def decode_picture(data: bytes) -> Image:
-    """The pixels, in RGB; what is transparent is white."""
-    try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError:
-        raise MissingExtraError("pillow", "vision", "a picture that a model is shown") from None
-    if len(data) > MOST_BYTES:
-        raise _too_large()
-    try:
-        with Image.open(BytesIO(data), formats=FORMATS) as opened:
-            width, height = opened.size
-            if width * height > MOST_PIXELS:  # nothing is decoded yet
-                raise PictureError(
-                    f"a picture has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded"
-                )
-            picture = ImageOps.exif_transpose(opened)
-            if "A" in picture.getbands() or "transparency" in picture.info:
-                layered = picture.convert("RGBA")
-                picture = Image.new("RGB", layered.size, "white")
-                picture.paste(layered, mask=layered.getchannel("A"))
-            return picture.convert("RGB")
-    except PictureError:
-        raise
-    except UnidentifiedImageError:
-        raise PictureError(f"a picture is in no format that is read ({', '.join(FORMATS)})") from None
-    except Exception as error:  # noqa: BLE001 - decoders raise whatever broken bytes make of them
-        raise PictureError(
-            f"a picture cannot be decoded: {type(error).__name__}: {error!s:.200}"
-        ) from None

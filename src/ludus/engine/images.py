@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
-from ludus.core.pictures import PictureError, decode_picture
+from ludus.core.pictures import PictureError
 from ludus.engine.hf_model import decoder_of, device_of, unwrapped
+from ludus.engine.pictures import decode_picture
 
 VIRTUAL = 1 << 62
 """Token ids from here on are virtual."""
