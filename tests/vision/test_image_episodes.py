@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Renderer, Rollout, load_format
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.renderer import warn_of_unseen
 from ludus.tools import LocalTools
 from ludus.training import load_model, rows_of
 from ludus.training.config.recipe import ModelConfig
@@ -222,6 +224,19 @@ def test_conversations_to_imitate_hold_pictures(renderers: dict[str, Renderer], 
     assert [span.sha256 for span in spans] == [noise(1).sha256, noise(2).sha256]
     whole = renderer.opening(conversation[:3])
     assert trajectory.sequences[0].tokens[: len(whole.tokens)] == whole.tokens or name == "parts"
+
+
+def test_conversations_without_their_pictures_are_not_imitated_in_silence(
+    renderers: dict[str, Renderer], caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = [Message("user", "look", media=(noise(1),)), Message("assistant", "noise")]
+    warn_of_unseen.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert trajectory_of(shown, renderers["blind"], ()).sequences[0].media == []
+    assert "is not shown them" in caplog.text
+    broken_one = [Message("user", "look", media=(Media.image(b"nothing"),)), shown[1]]
+    with pytest.raises(ConfigError, match="no format"):
+        trajectory_of(broken_one, renderers["llava"], ())
 
 
 async def test_conversations_of_clients_keep_pictures_apart(renderers: dict[str, Renderer]) -> None:

@@ -47,7 +47,7 @@ from ludus.core.trajectory import (
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
-from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.renderer import Renderer, warn_of_unseen
 from ludus.tools import OutputLimits, changed_tools, tools_changed
 
 log = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Episode:
     def _count_unseen(self, count: int) -> None:
         counts = self.trajectory.counts
         counts[UNSEEN_IMAGES] = counts.get(UNSEEN_IMAGES, 0.0) + count
-        _warn_of_unseen()
+        warn_of_unseen()
 
     async def note_renders(self) -> None:
         """Record what the environments look like now, where that is asked for."""
@@ -563,15 +563,6 @@ class Episode:
 
 
 UNSEEN_IMAGES = "images_unseen"
-
-
-@lru_cache(maxsize=1)
-def _warn_of_unseen() -> None:
-    """Once in a process; the metric has the count."""
-    log.warning(
-        "pictures (or other media) come up in episodes and the model is not shown them: it reads text only, or "
-        "they could not be read. images_unseen counts them; docs/images.md says which models see"
-    )
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, Self
 
@@ -154,7 +155,10 @@ class Renderer:
 
     def _with_images(self, context: NextContext, messages: Sequence[Message]) -> NextContext:
         """What a template has written one placeholder for, in all tokens that stand for it."""
-        if self.images is None or not any(message.media for message in messages):
+        if not any(message.media for message in messages):
+            return context
+        if self.images is None:
+            warn_of_unseen()
             return context
         pictures = [one for message in messages for one in shown_images(message)]
         if context.tokens.count(self.images.token) != len(pictures):
@@ -343,6 +347,15 @@ class Renderer:
 
     def _is_stop(self, token: int) -> bool:
         return token in self.tokenizer.stop_tokens
+
+
+@lru_cache(maxsize=1)
+def warn_of_unseen() -> None:
+    """Once in a process; the metric has the count."""
+    log.warning(
+        "pictures (or other media) come up, and the model is not shown them: it reads text only, or they could "
+        "not be read. In episodes images_unseen counts them; docs/images.md says which models see"
+    )
 
 
 def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
 from ludus.core.messages import Message, ToolSpec, parse_messages
+from ludus.core.pictures import PictureError
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.observe import holds_trajectories, read_trajectories, with_pictures
@@ -249,6 +250,13 @@ def trajectory_of(
 ) -> Trajectory:
     """The conversation as an episode in which the assistant's messages are the actions."""
     check_conversation(conversation)
+    try:
+        return _rendered(conversation, renderer, tools)
+    except PictureError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]) -> Trajectory:
     bound = renderer.bound(tools)
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
     turn = ""  # what was said in a turn that results do not close
