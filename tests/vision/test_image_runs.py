@@ -150,6 +150,11 @@ def test_finished_groups_of_a_checkpoint_keep_their_pictures(model: Path, tmp_pa
     assert json.loads((again.model / "progress.json").read_text())["step"] == 3
 
 
+def test_several_trainer_ranks_are_refused_with_the_reason(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="on one rank"):
+        train(tmp_path / "run", {"name": str(model)}, rl=RL, cluster={"trainer_ranks": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_only_the_picture_tells(tmp_path: Path) -> None:
