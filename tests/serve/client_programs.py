@@ -33,9 +33,9 @@ def with_openai(stream: bool = False) -> str:
         }
         if stream:
             with client.chat.completions.stream(**asked) as events:
-                for _ in events:
-                    pass
+                deltas = [event.delta for event in events if event.type == "content.delta"]
                 message = events.get_final_completion().choices[0].message
+            assert "".join(deltas) == (message.content or "")
         else:
             message = client.chat.completions.create(**asked).choices[0].message
         messages.append(message.model_dump(exclude_none=stream))
@@ -61,9 +61,9 @@ def with_responses(stream: bool = False) -> str:
         }
         if stream:
             with client.responses.stream(**asked) as events:
-                for _ in events:
-                    pass
+                deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
                 response = events.get_final_response()
+            assert "".join(deltas) == response.output_text
         else:
             response = client.responses.create(**asked)
         items += [item.model_dump(exclude_none=True) for item in response.output]
@@ -92,9 +92,9 @@ def with_anthropic(stream: bool = False) -> str:
         }
         if stream:
             with client.messages.stream(**asked) as events:
-                for _ in events:
-                    pass
+                deltas = list(events.text_stream)
                 reply = events.get_final_message()
+            assert "".join(deltas) == "".join(b.text for b in reply.content if b.type == "text")
         else:
             reply = client.messages.create(**asked)
         messages.append({"role": "assistant", "content": reply.content})
@@ -112,7 +112,7 @@ def with_anthropic(stream: bool = False) -> str:
         messages.append({"role": "user", "content": results})
 
 
-def with_agents(chat: bool = False) -> str:
+def with_agents(chat: bool = False, stream: bool = False) -> str:
     from agents import (
         Agent,
         ModelSettings,
@@ -132,10 +132,21 @@ def with_agents(chat: bool = False) -> str:
 
     model = OpenAIChatCompletionsModel("policy", AsyncOpenAI()) if chat else "policy"
     agent = Agent("adder", instructions=SYSTEM, tools=[add], model=model, model_settings=ModelSettings())
-    return Runner.run_sync(agent, QUESTION).final_output
+    if not stream:
+        return Runner.run_sync(agent, QUESTION).final_output
+
+    async def run() -> str:
+        result, said = Runner.run_streamed(agent, QUESTION), ""
+        async for event in result.stream_events():
+            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+                said += event.data.delta
+        assert said == result.final_output, (said, result.final_output)
+        return result.final_output
+
+    return asyncio.run(run())
 
 
-def with_langgraph() -> str:
+def with_langgraph(stream: bool = False) -> str:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
@@ -146,10 +157,17 @@ def with_langgraph() -> str:
         return str(a + b)
 
     agent = create_react_agent(ChatOpenAI(model="policy"), [add], prompt=SYSTEM)
-    return agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content
+    asked = {"messages": [("user", QUESTION)]}
+    if not stream:
+        return agent.invoke(asked)["messages"][-1].content
+    said = ""
+    for chunk, about in agent.stream(asked, stream_mode="messages"):
+        if about["langgraph_node"] == "agent":
+            said += chunk.content
+    return said
 
 
-def with_pydantic_ai() -> str:
+def with_pydantic_ai(stream: bool = False) -> str:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
 
@@ -160,7 +178,14 @@ def with_pydantic_ai() -> str:
         """Add two numbers."""
         return str(a + b)
 
-    return agent.run_sync(QUESTION).output
+    if not stream:
+        return agent.run_sync(QUESTION).output
+
+    async def run() -> str:
+        async with agent.run_stream(QUESTION) as result:
+            return "".join([piece async for piece in result.stream_text(delta=True)])
+
+    return asyncio.run(run())
 
 
 def with_smolagents() -> str:
@@ -183,15 +208,17 @@ def with_smolagents() -> str:
     return str(agent.run(QUESTION))
 
 
-def with_litellm() -> str:
+def with_litellm(stream: bool = False) -> str:
     import litellm
 
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     while True:
         reply = litellm.completion(
             "openai/policy", messages=messages, tools=[{"type": "function", "function": TOOL}],
-            api_base=os.environ["OPENAI_BASE_URL"],
+            api_base=os.environ["OPENAI_BASE_URL"], stream=stream,
         )  # fmt: skip
+        if stream:
+            reply = litellm.stream_chunk_builder(list(reply), messages=messages)
         message = reply.choices[0].message
         messages.append(message.model_dump())
         if not message.tool_calls:
@@ -255,6 +282,11 @@ PROGRAMS = {
     "pydantic-ai": with_pydantic_ai,
     "smolagents": with_smolagents,
     "litellm": with_litellm,
+    "openai-agents-stream": lambda: with_agents(stream=True),
+    "openai-agents-chat-stream": lambda: with_agents(chat=True, stream=True),
+    "langgraph-stream": lambda: with_langgraph(stream=True),
+    "pydantic-ai-stream": lambda: with_pydantic_ai(stream=True),
+    "litellm-stream": lambda: with_litellm(stream=True),
     "rate-limited": rate_limited,
     "impatient": impatient,
     "parallel": parallel,

@@ -31,10 +31,15 @@ PACKAGES = {
     "anthropic-stream": "anthropic",
     "openai-agents": "agents",
     "openai-agents-chat": "agents",
+    "openai-agents-stream": "agents",
+    "openai-agents-chat-stream": "agents",
     "langgraph": "langgraph.prebuilt",
+    "langgraph-stream": "langgraph.prebuilt",
     "pydantic-ai": "pydantic_ai",
+    "pydantic-ai-stream": "pydantic_ai",
     "smolagents": "smolagents",
     "litellm": "litellm",
+    "litellm-stream": "litellm",
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -82,6 +87,8 @@ async def test_a_tool_loop_is_token_exact(name: str) -> None:
     async with serving([CALL, FINAL if rewrites else "It is 5."]) as served:
         assert await run(name, served.address, served.session.key) == "It is 5."
         assert_every_token_is_recorded(served)
+        streamed = [one.feed is not None for one in served.session._sampling.values()]
+        assert streamed == [name.endswith("-stream")] * 2
         counts = {"requests": 2, "conversations": 1, "branches": 0, "restarts": int(rewrites)}
         assert served.session.tree.counts == counts
         assert len(served.trajectory.sequences) == 1 + rewrites

@@ -14,7 +14,11 @@ from model_parts import ADD, CALL, Served, chat, serving, serving_checkpoint, us
 from server_process import ServerProcess
 
 from ludus.core.failures import ConfigError, EngineError
+from ludus.core.messages import Message
 from ludus.core.trajectory import StopReason
+from ludus.serve.model.anthropic import ANTHROPIC
+from ludus.serve.model.chat import CHAT
+from ludus.serve.model.requests import Dialect
 from ludus.training import fit_tokenizer
 from ludus.training.config.recipe import ScratchConfig
 from ludus.training.models.loading import scratch_model
@@ -156,6 +160,49 @@ async def test_the_same_conversation_by_all_three_apis_is_one_sequence() -> None
         status, last = await served.post({"model": "m", "max_tokens": 9, "messages": said}, "messages")
         assert (status, last["content"][0]["text"]) == (200, "three")
         assert len(served.trajectory.sequences) == 1
+
+
+async def test_messages_that_come_again_are_the_same_objects_and_only_those() -> None:
+    def call(value: Any) -> dict[str, Any]:
+        function = {"name": "add", "arguments": json.dumps({"a": value})}
+        return {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }
+
+    def use(value: Any) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "name": "add", "input": {"a": value}}],
+        }
+
+    def read(dialect: Dialect, *messages: Any) -> tuple[Message, ...]:
+        return dialect.parse({"model": "m", "max_tokens": 9, "messages": list(messages)}).messages
+
+    for dialect, made in ((CHAT, call), (ANTHROPIC, use)):
+        first, again = read(dialect, user("a"), made(1)), read(dialect, user("a"), made(1), user("b"))
+        assert all(one is other for one, other in zip(first, again, strict=False))
+        for other in (True, 1.0, "1"):
+            (message,) = read(dialect, made(other))
+            value = message.tool_calls[0].arguments["a"]
+            assert (type(value), value) == (type(other), other)
+    assert read(CHAT, user("a"))[0].role == "user" and read(CHAT, {"role": "system", "content": "a"})
+
+
+async def test_the_same_words_mean_the_newest_reply() -> None:
+    """Two samples of one conversation say the same: it goes on from the second."""
+    async with serving(["same", "x", "same", "y"]) as served:
+        said = [user("a"), {"role": "assistant", "content": "same"}, user("b")]
+        await served.post(chat(user("a")))
+        await served.post(chat(*said))
+        await served.post(chat(user("a")))
+        status, _ = await served.post(chat(*said, {"role": "assistant", "content": "x"}, user("c")))
+        assert status == 200 and served.session.tree.counts["restarts"] == 0
+        first, _, second, last = served.engine.calls
+        assert first.completion.tokens == second.completion.tokens
+        assert len(served.trajectory.actions) == 4
+        shown = list(second.consumed) + second.completion.tokens
+        assert list(last.consumed[: len(shown)]) == shown
 
 
 async def test_models_and_unknown_paths() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -83,6 +83,10 @@ class Completion:
     """How long the request waited before anything was computed for it."""
 
 
+OnTokens = Callable[[Sequence[int]], None]
+"""Is given the tokens of a generation while it goes on: those since the last call, on the caller's loop."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Something that generates tokens with a policy whose version it knows."""
@@ -98,10 +102,14 @@ class Engine(Protocol):
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
 
         `media` says which tokens stand for pictures, with their bytes; engines that read text only refuse it.
+        `on_tokens` sees tokens early and decides nothing: the completion has all of them again. The token that
+        ends the generation is not reported, and an engine that learns of tokens only at the end reports none.
+        It must not raise.
         """
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:

@@ -2,11 +2,12 @@
 
 Who waits for whom: callers live on event loops, the model on one thread of its own (`EngineThread`). A caller
 posts its request to the thread and awaits a future. The thread takes in what has arrived, runs a step, and
-delivers what is finished, with one wake-up per step and loop. Everything that touches the scheduler runs on the
-thread, between steps, in the order in which it was asked for. `max_waiting` bounds the scheduler's queue:
-callers beyond it wait in an `AdmissionQueue`. The thread ends after a while without work and starts again with
-the next request, so that a forgotten engine leaves no thread behind. On a GPU a step is launched while the one
-before it runs (see `engine_core`); a pause, new weights and a closing engine wait for both.
+delivers what is finished, and the new tokens of requests with `on_tokens`, with one wake-up per step and loop.
+Everything that touches the scheduler runs on the thread, between steps, in the order in which it was asked
+for. `max_waiting` bounds the scheduler's queue: callers beyond it wait in an `AdmissionQueue`. The thread ends
+after a while without work and starts again with the next request, so that a forgotten engine leaves no thread
+behind. On a GPU a step is launched while the one before it runs (see `engine_core`); a pause, new weights and a
+closing engine wait for both.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 from torch import nn
 
 from ludus.core.failures import EngineError, LudusError
-from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
-from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture
+from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
 from ludus.engine.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.engine.images import images_of, with_virtual_ids
 from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
@@ -67,6 +68,7 @@ class EmbeddedEngine:
         )
         self._admission = AdmissionQueue(self.config.max_waiting)
         self._thread = EngineThread(self._step, self._rest)
+        self._streams: list[TokenStream] = []
         self._mode = ExitStack()
         self._is_sampling = False
 
@@ -86,6 +88,7 @@ class EmbeddedEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         arrived = time.perf_counter()
         context = self._checked(tokens)
@@ -109,7 +112,8 @@ class EmbeddedEngine:
             stop_checker=stop_checker,
             seen=self._seen(context, sampling),
         )
-        completion: Completion = await self._run(request, reply_future)
+        stream = None if on_tokens is None else TokenStream(reply_future, keyed, on_tokens)
+        completion: Completion = await self._run(request, reply_future, stream)
         return completion
 
     async def score(
@@ -130,10 +134,18 @@ class EmbeddedEngine:
         logprobs: list[float] = await self._run(request, reply_future)
         return logprobs
 
-    async def _run(self, request: Request, reply_future: ReplyFuture) -> Any:
+    async def _run(
+        self, request: Request, reply_future: ReplyFuture, stream: TokenStream | None = None
+    ) -> Any:
         """Post a request to the thread and wait for its outcome; a cancelled caller cancels the request."""
+
+        def submit() -> None:
+            self._core.submit(request)
+            if stream is not None:
+                self._streams.append(stream)
+
         try:
-            self._thread.post(lambda: self._core.submit(request), reply_future)
+            self._thread.post(submit, reply_future)
         except EngineError:
             request.started()
             raise
@@ -210,7 +222,16 @@ class EmbeddedEngine:
             self._mode.enter_context(sampling_mode(self.model))
             self._is_sampling = True
         self._core.step()
+        if self._streams:
+            self._report_tokens()
         return self._core.has_work
+
+    def _report_tokens(self) -> None:
+        """On the thread: send what requests with a stream have sampled in this step, along with the replies."""
+        self._streams = [one for one in self._streams if self._thread.awaits(one.reply_future)]
+        for stream in self._streams:
+            if new := stream.take():
+                self._thread.send(stream, new)
 
     def _rest(self) -> None:
         """On the thread: restore the module's training mode."""

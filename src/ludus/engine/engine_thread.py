@@ -10,10 +10,11 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ludus.core.failures import EngineError
+from ludus.core.generation import OnTokens
 
 T = TypeVar("T")
 
@@ -39,14 +40,37 @@ class ReplyFuture:
             self.future.set_result(outcome)
 
 
+class TokenStream:
+    """Tells a caller what was sampled for it so far, before its future is resolved."""
+
+    def __init__(self, reply_future: ReplyFuture, tokens: list[int], on_tokens: OnTokens) -> None:
+        """`tokens` are the request's own: a prompt now, which grows."""
+        self.reply_future, self.loop = reply_future, reply_future.loop
+        self._tokens, self._told, self._on_tokens = tokens, len(tokens), on_tokens
+
+    def take(self) -> list[int]:
+        """The tokens since the last time. On the engine's thread only."""
+        new = self._tokens[self._told :]
+        self._told += len(new)
+        return new
+
+    def settle(self, outcome: Any) -> None:
+        """Hand tokens to the caller, if it is still there. On its event loop only."""
+        if not self.reply_future.future.done():
+            self._on_tokens(outcome)
+
+
+Receiver = ReplyFuture | TokenStream
+
+
 def _resolve_futures(
-    loop: asyncio.AbstractEventLoop, outcomes: list[tuple[ReplyFuture, object]]
+    loop: asyncio.AbstractEventLoop, outcomes: Sequence[tuple[Receiver, object]]
 ) -> bool:
     """Settle futures of one loop, from any thread; False when that loop is closed and its callers are gone."""
 
     def settle() -> None:
-        for reply_future, outcome in outcomes:
-            reply_future.settle(outcome)
+        for receiver, outcome in outcomes:
+            receiver.settle(outcome)
 
     try:
         loop.call_soon_threadsafe(settle)
@@ -67,7 +91,7 @@ class EngineThread:
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._unresolved: set[ReplyFuture] = set()
-        self._outbox: list[tuple[ReplyFuture, object]] = []
+        self._outbox: list[tuple[Receiver, object]] = []
         self._thread: threading.Thread | None = None
         self._has_work = False
         self._is_paused = False
@@ -111,6 +135,14 @@ class EngineThread:
         """Resolve a caller's future after the current step. On the thread only."""
         self._unresolved.discard(reply_future)
         self._outbox.append((reply_future, outcome))
+
+    def send(self, stream: TokenStream, tokens: list[int]) -> None:
+        """Hand tokens to a caller after the current step, in order with the replies. On the thread only."""
+        self._outbox.append((stream, tokens))
+
+    def awaits(self, reply_future: ReplyFuture) -> bool:
+        """Whether a caller has no outcome yet. On the thread only."""
+        return reply_future in self._unresolved
 
     def set_paused(self, paused: bool) -> None:
         """No step begins while paused. On the thread only."""
@@ -173,9 +205,9 @@ class EngineThread:
 
     def _deliver(self) -> None:
         """One wake-up for each loop, however many of its callers are answered."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ReplyFuture, object]]] = {}
-        for reply_future, outcome in self._outbox:
-            by_loop.setdefault(reply_future.loop, []).append((reply_future, outcome))
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Receiver, object]]] = {}
+        for receiver, outcome in self._outbox:
+            by_loop.setdefault(receiver.loop, []).append((receiver, outcome))
         self._outbox.clear()
         for loop, outcomes in by_loop.items():
             _resolve_futures(loop, outcomes)

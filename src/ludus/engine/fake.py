@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
@@ -37,8 +37,8 @@ class FakeEngine:
     `script` is a function of (tokens, sampling, session), or the replies in order. A reply is token ids,
     taken as they are, or text, which `tokenizer` encodes and which ends with the first stop token unless
     a stop string or the length ends it before. Stops and lengths are honoured as a real engine does.
-    Each request takes `seconds` (a number, or a function of the number of tokens produced). `failures`
-    names the requests, counted from 0, that raise instead.
+    Each request takes `seconds` (a number, or a function of the number of tokens produced), over which its
+    tokens come one by one. `failures` names the requests, counted from 0, that raise instead.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class FakeEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
@@ -86,8 +87,10 @@ class FakeEngine:
             raise self._failures[number]
         context, version = list(tokens), self._version
         produced, finish, stop = self._reply(context, sampling, session)
-        if await self._elapse(self._seconds(len(produced)), session):
-            produced, finish, stop = produced[: len(produced) // 2], FinishReason.ABORTED, None
+        told: list[int] = []
+        if await self._elapse(produced, session, on_tokens, told):
+            kept = max(len(produced) // 2, len(told))
+            produced, finish, stop = produced[:kept], FinishReason.ABORTED, None
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
         completion = Completion(
@@ -128,28 +131,43 @@ class FakeEngine:
                 break
         return produced, FinishReason.LENGTH, None
 
-    async def _elapse(self, seconds: float, session: str | None) -> bool:
-        """Let the request's time pass, and any pause; whether it was aborted meanwhile."""
+    async def _elapse(
+        self, produced: list[int], session: str | None, on_tokens: OnTokens | None, told: list[int]
+    ) -> bool:
+        """Let the request's time pass, and any pause; whether it was aborted meanwhile.
+
+        With `on_tokens` a token is told after its share of the time, and added to `told`.
+        """
+        seconds = self._seconds(len(produced))
+        early = produced[:-1] if on_tokens is not None else []
         aborted = asyncio.Event()
         if session is not None:
             self._running[session] = aborted
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
-            if session is None:
-                await asyncio.sleep(seconds)
-            else:
-                try:
-                    async with asyncio.timeout(seconds):
-                        await aborted.wait()
-                except TimeoutError:
-                    pass  # not aborted: its time is up, and the answer is ready
-            if self._resumed is not None and not aborted.is_set():
-                await self._resumed.wait()
+            for token in early:
+                if await self._wait(seconds / len(produced), aborted):
+                    break
+                told.append(token)
+                if on_tokens is not None:
+                    on_tokens([token])
+            await self._wait(seconds / (len(early) + 1), aborted)
         finally:
             self.in_flight -= 1
             if session is not None:
                 del self._running[session]
+        return aborted.is_set()
+
+    async def _wait(self, seconds: float, aborted: asyncio.Event) -> bool:
+        """Let time pass, and any pause; whether that was cut short."""
+        try:
+            async with asyncio.timeout(seconds):
+                await aborted.wait()
+        except TimeoutError:
+            pass  # not aborted: its time is up, and the answer is ready
+        if self._resumed is not None and not aborted.is_set():
+            await self._resumed.wait()
         return aborted.is_set()
 
     def _cached(self, context: list[int], session: str | None) -> int:

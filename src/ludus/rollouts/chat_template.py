@@ -459,7 +459,20 @@ def _each(value: Any, escape: Escape) -> Any:
     return value
 
 
+_last_key: tuple[object, str] = (None, "")
+"""The tools whose key was asked for last, and the key: one turn asks for the same ones several times."""
+
+
 def tools_key(tools: Sequence[ToolSpec]) -> str:
     """A short key: the same for tools that look the same to a model."""
+    global _last_key
+    if not tools:
+        return ""
+    known, key = _last_key
+    if known is tools:
+        return key
     shown = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return hashlib.sha256(json.dumps(shown, default=repr).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(shown, default=repr).encode()).hexdigest()
+    if isinstance(tools, tuple):
+        _last_key = tools, key
+    return key

@@ -42,6 +42,7 @@ from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.chat_template import tools_key
 from ludus.rollouts.formats.base import split_thinking
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.streaming import ReplyView, TokenFeed
 
 MessageKey = tuple[Any, ...]
 Position = tuple[int, int]
@@ -89,11 +90,14 @@ def read_completion(
     """A completion as a reply. A call that cannot be read stays text, as does any call without tools."""
     whole = shown = renderer.text_of(completion)
     if completion.stop is not None and completion.stop in stop:
-        shown = whole[: whole.rfind(completion.stop)]  # a client's own stop is not part of its text
+        at = whole.rfind(completion.stop)  # a client's own stop is not part of its text
+        shown = whole[:at] if at >= 0 else whole
     thought, body, closed = split_thinking(shown)
     parsed = renderer.format.parse(shown)
-    found = tuple(replace(one, id=f"call_{id}_{place}") for place, one in enumerate(parsed.calls))
-    found = found if parses_calls else ()
+    found = tuple(
+        ToolCall(one.name, one.arguments, f"call_{id}_{place}", one.fault, one.problem)
+        for place, one in enumerate(parsed.calls if parses_calls else ())
+    )
     calls = tuple(call for call in found if call.fault is None)
     text = (parsed.text if calls else body).strip() if closed else ""
     answer = parsed.answer if parsed.answer is not None else whole
@@ -129,6 +133,8 @@ class _Spot:
     """Which of these stand for pictures."""
     conversation: list[Message]
     """The known messages, replies as they were sampled."""
+    digest: blake2b
+    """Of all that the model reads."""
     kind: str | None = None
     """What it counts as: a restart, a branch, or neither so far."""
 
@@ -144,6 +150,19 @@ class _KnownTurn:
 
     position: Position
     conversation: list[Message]
+    digest: blake2b
+    """Of all tokens up to its end: what follows is added to a copy."""
+
+
+def _digest(
+    tokens: Sequence[int], media: Sequence[MediaSpan] = (), before: blake2b | None = None
+) -> blake2b:
+    """The digest of these tokens and pictures after those of another: a turn costs what is new in it."""
+    found = blake2b(digest_size=8) if before is None else before.copy()
+    found.update(array("q", tokens))
+    for span in media:
+        found.update(span.sha256.encode())
+    return found
 
 
 def message_key(message: Message) -> MessageKey:
@@ -159,13 +178,18 @@ def message_key(message: Message) -> MessageKey:
 
 def canonical_json(value: Any) -> str:
     """JSON that is the same for equal values: keys sorted, 2.0 written as 2."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return _canonical(_plain(value))
+
+
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, str | int):  # most are
+        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
@@ -209,6 +233,8 @@ class MessageTree:
         self._sessions: dict[str, int | None] = {}
         """The engine's sessions, and the sequence that each one holds the KV of."""
         self._busy: set[str] = set()
+        self._walked: tuple[int, list[tuple[Message, int]]] = (0, [])
+        """The root and the known messages of the request that was located last, with the state after each."""
         self._sampled: dict[int, int] = {}
         """How often each context was sampled from, by its digest."""
 
@@ -227,8 +253,12 @@ class MessageTree:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         parses_calls: bool = True,
+        feed: TokenFeed | None = None,
     ) -> SampledTurn:
-        """A reply to a conversation. Raises `BudgetUsedUp`, and what the engine and the renderer raise."""
+        """A reply to a conversation. Raises `BudgetUsedUp`, and what the engine and the renderer raise.
+
+        `feed` gets the tokens while they are sampled.
+        """
         if len(self._actions) + len(self._busy) >= self._limits.turns:
             message = f"the episode has used up its {self._limits.turns} turns (budgets.max_turns)"
             raise BudgetUsedUp(message, StopReason.MAX_TURNS)
@@ -245,8 +275,7 @@ class MessageTree:
             )
             raise BudgetUsedUp(message, StopReason.MAX_TOKENS)
         limit = min(room, self._limits.turn_tokens, max_tokens or room)
-        whole = array("q", context).tobytes() + "".join(span.sha256 for span in media).encode()
-        digest = int.from_bytes(blake2b(whole, digest_size=8).digest(), "big")
+        digest = int.from_bytes(spot.digest.digest(), "big")
         self._sampled[digest] = number = self._sampled.get(digest, -1) + 1
         seed = key(self.trajectory.seed, digest, number)
         sampling = replace(
@@ -256,13 +285,19 @@ class MessageTree:
             stop_tokens=(*self._sampling.stop_tokens, *renderer.tokenizer.stop_tokens),
             seed=seed,
         )
+        id, parses = f"{seed:016x}", bool(tools) and parses_calls
         session = await self._take_session(spot)
+        if feed is not None:
+            feed.open(id, len(context), lambda: ReplyView(renderer, stop, parses))
+        on_tokens = None if feed is None else feed.push
         started = time.perf_counter()
         try:
             if self.expert is not None:
                 completion = await self._demonstrated(renderer, spot, self.expert)
             else:
-                completion = await self._engine.generate(context, sampling, session=session, media=media)
+                completion = await self._engine.generate(
+                    context, sampling, session=session, media=media, on_tokens=on_tokens
+                )
         finally:
             self._busy.discard(session)
             seconds = time.perf_counter() - started
@@ -270,7 +305,7 @@ class MessageTree:
             spent["generate"] = spent.get("generate", 0.0) + seconds
         if completion.finish is FinishReason.ABORTED:
             raise Aborted("the engine aborted the request")
-        read = read_completion(renderer, completion, f"{seed:016x}", stop, bool(tools) and parses_calls)
+        read = read_completion(renderer, completion, id, stop, parses)
         return SampledTurn(read, completion, len(context), seconds, session, spot)
 
     async def _demonstrated(self, renderer: Renderer, spot: _Spot, expert: ExpertMoves) -> Completion:
@@ -289,29 +324,50 @@ class MessageTree:
         name = tools_key(tools)
         if name not in self._roots:
             self._roots[name] = self._new_state()
-        root = state = self._roots[name]
+        root = self._roots[name]
         known, last = 0, root
-        for number, message in enumerate(messages, start=1):
-            found = self._next.get((state, message_key(message)))
-            if found is None:
-                break
-            state = found
+        for number, state in enumerate(self._walk(root, messages), start=1):
             if state in self._turns:
                 known, last = number, state
         has_replies = any(message.role == "assistant" for message in messages[known:])
         if last == root:
             opening = renderer.opening(messages, tools)
             kind = "restarts" if has_replies and self._actions else None
-            return _Spot(root, messages, 0, None, opening.tokens, opening.media, [], kind)
+            digest = _digest(opening.tokens, opening.media)
+            return _Spot(root, messages, 0, None, opening.tokens, opening.media, [], digest, kind)
         turn = self._turns[last]
         new, conversation = messages[known:], turn.conversation
         action = self.trajectory.sequences[turn.position[0]].segments[turn.position[1]]
         step = renderer.next_context(TokenSequence([action]), conversation, new, tools)
         if step.restart:
             # the template rewrites earlier turns, and history = "split"
-            return _Spot(last, messages, known, None, step.tokens, step.media, conversation, "restarts")
+            digest = _digest(step.tokens, step.media)
+            return _Spot(
+                last, messages, known, None, step.tokens, step.media, conversation, digest, "restarts"
+            )
         kind = "branches" if has_replies else None
-        return _Spot(last, messages, known, turn.position, step.tokens, step.media, conversation, kind)
+        digest = _digest(step.tokens, step.media, turn.digest)
+        return _Spot(
+            last, messages, known, turn.position, step.tokens, step.media, conversation, digest, kind
+        )
+
+    def _walk(self, root: int, messages: Sequence[Message]) -> list[int]:
+        """The states after these messages, as far as they are known.
+
+        Messages that are the very objects of the last walk are not compared again.
+        """
+        known_root, known = self._walked
+        path: list[tuple[Message, int]] = []
+        state, is_same = root, known_root == root
+        for number, message in enumerate(messages):
+            is_same = is_same and number < len(known) and known[number][0] is message
+            found = known[number][1] if is_same else self._next.get((state, message_key(message)))
+            if found is None:
+                break
+            state = found
+            path.append((message, state))
+        self._walked = root, path
+        return [state for _, state in path]
 
     async def _take_session(self, spot: _Spot) -> str:
         """A session of the engine for a request: the one that holds its sequence's KV, or a fork of it."""
@@ -401,10 +457,17 @@ class MessageTree:
             self._sessions[turn.session] = sequence
         end = self._new_state()
         conversation = [*spot.conversation, *spot.messages[spot.known :], turn.reply.message]
-        self._turns[end] = _KnownTurn((sequence, len(sequences[sequence].segments) - 1), conversation)
+        self._turns[end] = _KnownTurn(
+            (sequence, len(sequences[sequence].segments) - 1),
+            conversation,
+            _digest(action.tokens, before=spot.digest),
+        )
         # as clients echo it: with its text, or with its calls alone
         echoed = Message("assistant", turn.reply.text, turn.reply.calls)
-        self._next[state, message_key(echoed)] = end
+        step = (state, message_key(echoed))
+        if step in self._next:
+            self._walked = (0, [])  # from now on the same words mean this turn
+        self._next[step] = end
         if turn.reply.calls and turn.reply.text:
             self._next[state, message_key(replace(echoed, content=""))] = end
         self.trajectory.messages = conversation
@@ -496,16 +559,13 @@ class MessageTree:
 
     def last_turn_of(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str | None:
         """The id of the reply that a conversation goes on from."""
-        state, found = self._roots.get(tools_key(tools)), None
-        for message in messages:
-            state = None if state is None else self._next.get((state, message_key(message)))
-            if state is None:
-                break
-            if state in self._turns:
-                found = self._turns[state].position
+        root = self._roots.get(tools_key(tools))
+        states = [] if root is None else self._walk(root, messages)
+        found = next((self._turns[one] for one in reversed(states) if one in self._turns), None)
         if found is None:
             return None
-        segment = self.trajectory.sequences[found[0]].segments[found[1]]
+        sequence, place = found.position
+        segment = self.trajectory.sequences[sequence].segments[place]
         return next(id for id, action in self._actions.items() if action is segment)
 
     def _segments_until(self, position: Position | None) -> list[Segment]:

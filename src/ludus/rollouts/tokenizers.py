@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -137,6 +138,15 @@ class HFTokenizer:
     @property
     def controls(self) -> Mapping[str, int]:
         return MappingProxyType(self._controls)
+
+    @cached_property
+    def fallback_bytes(self) -> frozenset[int]:
+        """The tokens that stand for a single byte where the vocabulary has nothing better (SentencePiece)."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = self.inner.convert_tokens_to_ids(names)
+        found = [id for id in ids if id is not None]
+        known = dict(zip(found, self.inner.convert_ids_to_tokens(found), strict=True))
+        return frozenset(id for name, id in zip(names, ids, strict=True) if known.get(id) == name)
 
     def encode(self, text: str) -> list[int]:
         """A tokenizer that puts a space before any text is kept from doing so: pieces must join."""

@@ -85,16 +85,34 @@ class ModelMetrics:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"ludus_model_{name}", help, labels, registry=registry)
 
-        self.requests = counter("requests", "Requests, by API and HTTP status.", "api", "status")
-        self.tokens = counter("tokens", "Tokens: read, found in the cache, written.", "kind")
+        self._children: dict[tuple[Any, ...], Any] = {}
+        self._requests = counter("requests", "Requests, by API and HTTP status.", "api", "status")
+        self._tokens = counter("tokens", "Tokens: read, found in the cache, written.", "kind")
         self.retried = counter("retried", "Requests answered by what an earlier, equal one had sampled.")
-        self.seconds = Histogram(
+        self._seconds = Histogram(
             "ludus_model_seconds",
             "How long replies took.",
             ("api",),
             buckets=_BUCKETS,
             registry=registry,
         )
+
+    def count(self, api: str, status: int) -> None:
+        """A request that was answered."""
+        self._child(self._requests, api, status).inc()
+
+    def note(self, api: str, seconds: float, **tokens: int) -> None:
+        """A reply, and its tokens: read, cached, written."""
+        self._child(self._seconds, api).observe(seconds)
+        for kind, number in tokens.items():
+            self._child(self._tokens, kind).inc(number)
+
+    def _child(self, metric: Any, *labels: str | int) -> Any:
+        """The series of these labels. To look one up in the library takes longer than to count."""
+        key = (metric, *labels)
+        if key not in self._children:
+            self._children[key] = metric.labels(*labels)
+        return self._children[key]
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is asked for."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, Engine, FinishReason, Sampling
+from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
@@ -39,6 +39,7 @@ class RecordedEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         number = self._given[session]
         self._given[session] += 1
@@ -46,7 +47,9 @@ class RecordedEngine:
             return self._actions[number]
         if self._then is None:
             return Completion([], [], FinishReason.ABORTED)
-        return await self._then.generate(tokens, sampling, session=session, media=media)
+        return await self._then.generate(
+            tokens, sampling, session=session, media=media, on_tokens=on_tokens
+        )
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         if self._then is None:

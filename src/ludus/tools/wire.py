@@ -265,10 +265,12 @@ _RESULT = TypeAdapter(ToolResult)
 _MEDIA = TypeAdapter(tuple[Media, ...])
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=text_of).encode
+
+
 def dump(value: Any) -> bytes:
     """JSON as UTF-8. Never fails on odd text: what UTF-8 cannot carry (lone surrogates) becomes '?'."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=text_of)
-    return text.encode("utf-8", "replace")
+    return _encode(value).encode("utf-8", "replace")
 
 
 def task_to_json(task: Task) -> Json:

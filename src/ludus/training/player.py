@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from ludus.core.failures import Boundary, EngineError, Failure
-from ludus.core.generation import Completion, Engine, Sampling
+from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
@@ -259,13 +259,16 @@ class _GatedEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         await self.gate.wait()
         if session is None:
-            return await self._inner.generate(tokens, sampling, media=media)
+            return await self._inner.generate(tokens, sampling, media=media, on_tokens=on_tokens)
         self.phases[session] = "at the engine"
         try:
-            return await self._inner.generate(tokens, sampling, session=session, media=media)
+            return await self._inner.generate(
+                tokens, sampling, session=session, media=media, on_tokens=on_tokens
+            )
         finally:
             self.phases[session] = "at tools or rewards"
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling
+from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.openai_api import (
@@ -100,6 +100,7 @@ class RemoteEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.core.failures import ConfigError, EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import Json, MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.vllm_api import (
@@ -89,6 +89,7 @@ class VllmEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         self._check_open()
         if media:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ludus.core.generation import Completion, Sampling
+from ludus.core.generation import Completion, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
 
 
@@ -58,6 +58,7 @@ class Replica(Protocol):
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion: ...
 
     async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:

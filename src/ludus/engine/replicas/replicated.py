@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import MediaSpan
 from ludus.engine.replicas.canary import Canary, CanaryError
 from ludus.engine.replicas.replica import Replica
@@ -314,6 +314,7 @@ class ReplicatedEngine:
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         member = await self._placed(session)
         if member is None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, Sampling
+from ludus.core.generation import Completion, OnTokens, Sampling
 from ludus.core.messages import Json, MediaSpan
 from ludus.engine.replicas.frames import pack_tokens, unpack_completion, unpack_logprobs
 
@@ -28,6 +28,7 @@ class RequestedReplica(ABC):
         *,
         session: str | None = None,
         media: Sequence[MediaSpan] = (),
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         if media:
             raise EngineError(

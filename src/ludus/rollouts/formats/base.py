@@ -94,6 +94,14 @@ class ActionFormat(ABC):
     def parse(self, text: str) -> ParsedAction:
         """What `text` asks for. Never raises: a call that cannot be read is one with a fault."""
 
+    def certain(self, body: str) -> int:
+        """How many characters of a reply's beginning are text in it, whatever follows them.
+
+        `body` is what comes after the thinking. A stream shows so much early; a format that does not say holds
+        all of it back until the end.
+        """
+        return 0
+
     @abstractmethod
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         """The instructions for the model, where the chat template does not give them."""
@@ -144,6 +152,20 @@ def split_thinking(text: str) -> tuple[str, str, bool]:
 def is_thinking(text: str) -> bool:
     """Whether a thought is open at the end of `text`."""
     return text.rfind(THINK[0]) > text.rfind(THINK[1])
+
+
+def before_any(text: str, marks: Sequence[str], start: int = 0) -> int:
+    """Where the first of these marks begins in `text`, or might begin once more text follows."""
+    return min((_place(text, mark, start) for mark in marks), default=len(text))
+
+
+def _place(text: str, mark: str, start: int) -> int:
+    """Where `mark` stands; else where the longest end of `text` begins that `mark` begins with."""
+    found = text.find(mark, start)
+    if found >= 0:
+        return found
+    first = max(start, len(text) - len(mark) + 1)
+    return next((at for at in range(first, len(text)) if mark.startswith(text[at:])), len(text))
 
 
 def skip_space(text: str, start: int) -> int:

@@ -74,6 +74,17 @@ class FencedFormat(ActionFormat):
             return self.without_calls(text_outside, thought)
         return ParsedAction(text_outside, limited(calls), None, thought)
 
+    def certain(self, body: str) -> int:
+        """Up to the first fence that opens a block in a known language, or might once its line is whole."""
+        last = body.rfind("\n") + 1
+        whole, begun = body[:last], body[last:]
+        for block in _blocks(whole):
+            if block.language in self.languages:
+                return block.start
+            if block.code is None:
+                return len(body)  # inside a block in another language
+        return last if begun.startswith("```") or "```".startswith(begun) else len(body)
+
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         known = {tool.name: tool for tool in tools}
         shown: dict[str, str] = {}

@@ -11,6 +11,7 @@ from ludus.rollouts.formats.base import (
     ActionFormat,
     BadJson,
     ParsedAction,
+    before_any,
     limited,
     malformed,
     read_call,
@@ -56,6 +57,9 @@ class HermesFormat(ActionFormat):
         if not calls:
             return self.without_calls(text_outside, thought)
         return ParsedAction(text_outside, limited(calls), None, thought)
+
+    def certain(self, body: str) -> int:
+        return before_any(body, (OPEN,))
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         if not tools:

@@ -12,6 +12,7 @@ from ludus.rollouts.formats.base import (
     ActionFormat,
     BadJson,
     ParsedAction,
+    before_any,
     limited,
     malformed,
     read_call,
@@ -54,6 +55,9 @@ class Llama3Format(ActionFormat):
             return self.without_calls(body, thought)
         outside = before.strip() if tag else ""
         return ParsedAction(outside, limited(calls or [_nothing()]), None, thought)
+
+    def certain(self, body: str) -> int:
+        return 0 if body.startswith("{") else before_any(body, (TAG,))
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         if not tools:

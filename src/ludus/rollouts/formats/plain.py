@@ -10,6 +10,7 @@ from ludus.core.messages import Role, ToolCall, ToolSpec
 from ludus.rollouts.formats.base import (
     ActionFormat,
     ParsedAction,
+    before_any,
     malformed,
     split_thinking,
     unfinished,
@@ -50,6 +51,12 @@ class PlainFormat(ActionFormat):
         if not action:
             return ParsedAction(body, (malformed(self._how(), self.tool),), None, thought)
         return ParsedAction(outside, (ToolCall(self.tool, {self.argument: action}),), None, thought)
+
+    def certain(self, body: str) -> int:
+        """All of the text, or its last line, is the action."""
+        if self.take == "label":
+            return before_any(body, (self.label,))
+        return max(0, body.rstrip().rfind("\n")) if self.take == "last_line" else 0
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         return self._how()

@@ -23,7 +23,8 @@ EXAMPLE = (
     'Thought: what to do next\nAction: tool\nAction Input: {"key": "value"}\n\n'
     "or, at the end,\n\nThought: why this is the answer\nFinal Answer: the answer"
 )
-_LABEL = re.compile(r"^(Thought|Action Input|Action|Observation|Final Answer)[ \t]*:", re.MULTILINE)
+_LABELS = ("Thought", "Action Input", "Action", "Observation", "Final Answer")
+_LABEL = re.compile(rf"^({'|'.join(_LABELS)})[ \t]*:", re.MULTILINE)
 
 
 class ReActFormat(ActionFormat):
@@ -60,6 +61,12 @@ class ReActFormat(ActionFormat):
         problem = f"there is neither an Action nor a Final Answer; write\n{EXAMPLE}"
         return ParsedAction(outside, (malformed(problem),), None, thought)
 
+    def certain(self, body: str) -> int:
+        if (label := _LABEL.search(body)) is not None:
+            return label.start()
+        line = body.rfind("\n") + 1
+        return line if _might_be_label(body[line:]) else len(body)
+
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         listed = f"You can use these tools:\n{summaries(tools)}\n\n" if tools else ""
         return (
@@ -86,6 +93,11 @@ class ReActFormat(ActionFormat):
         return Target(name, None if is_json else self._main[name]).call(
             given[1], 'Action Input: {"key": "value"}'
         )
+
+
+def _might_be_label(line: str) -> bool:
+    """Whether a line that goes on could become one that begins with a label."""
+    return any(label.startswith(line) or line.rstrip(" \t") == label for label in _LABELS)
 
 
 def _labelled(text: str) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from ludus.rollouts.formats.base import (
     ActionFormat,
     ParsedAction,
     Target,
+    before_any,
     limited,
     malformed,
     targets,
@@ -101,6 +102,12 @@ class TagsFormat(ActionFormat):
                 calls.append(target.call(inside, self._example(tag)))
         text_outside = "".join([*outside, body[position:]]).strip()
         return ParsedAction(text_outside, limited(calls or [self._neither()]), None, thought)
+
+    def certain(self, body: str) -> int:
+        first = self._opening.search(body)
+        if first is not None and first[1] == self._answer:
+            return len(body)  # calls after an answer are not read
+        return before_any(body, [f"<{tag}>" for tag in (*self.tags, self._answer)])
 
     def describe(self, tools: Sequence[ToolSpec]) -> str:
         known = {tool.name: tool for tool in tools}

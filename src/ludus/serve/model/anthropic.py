@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ludus.core.messages import Json, Message, ToolSpec
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
+    Event,
     ModelReply,
     ModelRequest,
+    ReplyHead,
     arguments_text,
     asked_of,
     bad,
@@ -18,9 +19,9 @@ from ludus.serve.model.requests import (
     content_text,
     list_field,
     number_field,
-    pieces_of,
     read_call,
     read_content,
+    read_once,
     read_tool,
     stops_field,
     text_field,
@@ -36,12 +37,12 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_STREAMED: dict[str, tuple[str, Any, str, str]] = {
-    "thinking": ("thinking", "", "thinking_delta", "thinking"),
-    "text": ("text", "", "text_delta", "text"),
-    "tool_use": ("input", {}, "input_json_delta", "partial_json"),
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
 }
-"""For each kind of block: the field that is streamed, its beginning, and the delta's type and field."""
+"""For each kind of block: the type of its deltas, and their field."""
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 
 
@@ -56,7 +57,7 @@ def parse(body: Json) -> ModelRequest:
     if not messages:
         raise bad("messages: at least one message is required", "messages")
     for number, message in enumerate(messages):
-        found += _messages(message, f"messages.{number}")
+        found += read_once("anthropic", message, f"messages.{number}", _messages)
     return ModelRequest(
         model=text_field(body, "model"),
         messages=tuple(found),
@@ -76,13 +77,13 @@ def _tool(tool: Json, where: str) -> ToolSpec:
     return read_tool(tool, "input_schema", where)
 
 
-def _messages(raw: Json, where: str) -> list[Message]:
+def _messages(raw: Json, where: str) -> tuple[Message, ...]:
     """One message of theirs: results stand in a user's message, before its text."""
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}: a role is user or assistant, not {role!r:.40}", where)
     if isinstance(content, str):
-        return [Message(role, content)]
+        return (Message(role, content),)
     blocks = list_field(raw, "content")
     if role == "assistant":
         calls = [
@@ -91,7 +92,7 @@ def _messages(raw: Json, where: str) -> list[Message]:
             if block.get("type") == "tool_use"
         ]
         texts = [b for b in blocks if b.get("type") != "tool_use" and b.get("type") not in _THOUGHTS]
-        return [Message("assistant", content_text(texts, where), tuple(calls))]
+        return (Message("assistant", content_text(texts, where), tuple(calls)),)
     found: list[Message] = []
     texts = []
     for block in blocks:
@@ -105,18 +106,18 @@ def _messages(raw: Json, where: str) -> list[Message]:
     if texts or not found:
         text, media = read_content(texts, where)
         found.append(Message(role, text, media=media))
-    return found
+    return tuple(found)
 
 
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
     """The reply as one JSON object."""
     (reply,) = replies
-    return {**_head(request, reply), "content": _blocks(reply), **_ending(reply), "usage": _usage(reply)}
+    head, usage = _head(request, reply.head), _usage_of(reply)
+    return {**head, "content": _blocks(reply), **_ending(reply), "usage": usage}
 
 
-def _head(request: ModelRequest, reply: ModelReply) -> Json:
-    id = f"msg_{reply.reply.id}"
-    return {"id": id, "type": "message", "role": "assistant", "model": request.model}
+def _head(request: ModelRequest, head: ReplyHead) -> Json:
+    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": request.model}
 
 
 def _blocks(reply: ModelReply) -> list[Json]:
@@ -142,37 +143,70 @@ def _ending(reply: ModelReply) -> Json:
     return {"stop_reason": reason, "stop_sequence": reply.stop if reason == "stop_sequence" else None}
 
 
-def _usage(reply: ModelReply) -> Json:
+def _usage_of(reply: ModelReply) -> Json:
+    return _usage(reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
+
+
+def _usage(prompt: int, cached: int, written: int) -> Json:
     return {
-        "input_tokens": reply.prompt_tokens - reply.cached_tokens,
+        "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": reply.cached_tokens,
-        "output_tokens": reply.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "output_tokens": written,
     }
 
 
-def events(
-    request: ModelRequest, replies: Sequence[ModelReply]
-) -> Iterator[tuple[str | None, Json | str]]:
-    """The reply as events."""
-    (reply,) = replies
+class MessageWriter:
+    """Blocks, one after the other: thinking, text, and one for each call."""
 
-    def event(kind: str, **fields: object) -> tuple[str, Json]:
-        return kind, {"type": kind, **fields}
+    def __init__(self, request: ModelRequest, heads: Sequence[ReplyHead]) -> None:
+        self._request, self._heads = request, heads
+        self._blocks = 0
+        self._open: str | None = None
 
-    usage = {**_usage(reply), "output_tokens": 0}
-    start: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    yield event("message_start", message={**_head(request, reply), **start})
-    inputs = iter(arguments_text(call) for call in reply.reply.calls)
-    for index, block in enumerate(_blocks(reply)):
+    def start(self) -> Iterator[Event]:
+        (head,) = self._heads
+        usage = _usage(head.prompt_tokens, 0, 0)  # what was cached is known at the end
+        start: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message={**_head(self._request, head), **start})
+
+    def thought(self, index: int, piece: str) -> Iterator[Event]:
+        yield from self._piece({"type": "thinking", "thinking": "", "signature": ""}, piece)
+
+    def text(self, index: int, piece: str) -> Iterator[Event]:
+        yield from self._piece({"type": "text", "text": ""}, piece)
+
+    def _piece(self, block: Json, piece: str) -> Iterator[Event]:
+        """A delta of a block, which is begun if it is not open."""
         kind = block["type"]
-        field, empty, name, part = _STREAMED[kind]
-        yield event("content_block_start", index=index, content_block={**block, field: empty})
-        for piece in pieces_of(next(inputs) if kind == "tool_use" else block[kind]):
-            yield event("content_block_delta", index=index, delta={"type": name, part: piece})
-        yield event("content_block_stop", index=index)
-    yield event("message_delta", delta=_ending(reply), usage={"output_tokens": reply.completion_tokens})
-    yield event("message_stop")
+        if self._open != kind:
+            yield from self._stop()
+            yield _event("content_block_start", index=self._blocks, content_block=block)
+            self._open = kind
+        name, field = _DELTAS[kind]
+        yield _event("content_block_delta", index=self._blocks, delta={"type": name, field: piece})
+
+    def _stop(self) -> Iterator[Event]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._blocks)
+            self._blocks, self._open = self._blocks + 1, None
+
+    def end(self, replies: Sequence[ModelReply]) -> Iterator[Event]:
+        (reply,) = replies
+        for call in reply.reply.calls:
+            yield from self._stop()
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield from self._piece(block, arguments_text(call))
+        yield from self._stop()
+        yield _event("message_delta", delta=_ending(reply), usage=_usage_of(reply))
+        yield _event("message_stop")
+
+    def error(self, problem: Json) -> Event:
+        return "error", problem
+
+
+def _event(kind: str, **fields: object) -> Event:
+    return kind, {"type": kind, **fields}
 
 
 def error(problem: ApiError) -> Json:
@@ -181,4 +215,4 @@ def error(problem: ApiError) -> Json:
     return {"type": "error", "error": {"type": kind, "message": str(problem)}}
 
 
-ANTHROPIC = Dialect("anthropic", parse, body, events, error)
+ANTHROPIC = Dialect("anthropic", parse, body, MessageWriter, error)

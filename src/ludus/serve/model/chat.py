@@ -9,17 +9,19 @@ from ludus.core.messages import Json, Message, Role
 from ludus.serve.model.requests import (
     ApiError,
     Dialect,
+    Event,
     ModelReply,
     ModelRequest,
+    ReplyHead,
     arguments_text,
     asked_of,
     bad,
     check_tools,
     list_field,
     number_field,
-    pieces_of,
     read_call,
     read_content,
+    read_once,
     read_tool,
     stops_field,
     text_field,
@@ -78,7 +80,15 @@ def read_messages(raw: Sequence[Json]) -> tuple[Message, ...]:
     """The messages of a conversation."""
     if not raw:
         raise bad("'messages' must hold at least one message", "messages")
-    return tuple(_message(message, f"messages[{i}]") for i, message in enumerate(raw))
+    return tuple(
+        read
+        for i, message in enumerate(raw)
+        for read in read_once("chat", message, f"messages[{i}]", _messages)
+    )
+
+
+def _messages(raw: Json, where: str) -> tuple[Message]:
+    return (_message(raw, where),)
 
 
 def _message(raw: Json, where: str) -> Message:
@@ -129,14 +139,14 @@ def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
         {"index": i, "message": _reply_message(r), "logprobs": None, "finish_reason": _finish(r)}
         for i, r in enumerate(replies)
     ]
-    return {**_head(request, replies, ""), "choices": choices, "usage": _usage(replies)}
+    return {**_head(request, replies[0].head, ""), "choices": choices, "usage": _usage(replies)}
 
 
-def _head(request: ModelRequest, replies: Sequence[ModelReply], kind: str) -> Json:
+def _head(request: ModelRequest, head: ReplyHead, kind: str) -> Json:
     return {
-        "id": f"chatcmpl-{replies[0].reply.id}",
+        "id": f"chatcmpl-{head.id}",
         "object": f"chat.completion{kind}",
-        "created": replies[0].created,
+        "created": head.created,
         "model": request.model,
     }
 
@@ -182,32 +192,43 @@ def _usage(replies: Sequence[ModelReply]) -> Json:
     }
 
 
-def events(
-    request: ModelRequest, replies: Sequence[ModelReply]
-) -> Iterator[tuple[str | None, Json | str]]:
-    """The reply as chunks."""
-    head = _head(request, replies, ".chunk")
+class ChatWriter:
+    """Chunks."""
 
-    def chunk(index: int, delta: Json, finish: str | None = None) -> tuple[None, Json]:
+    def __init__(self, request: ModelRequest, heads: Sequence[ReplyHead]) -> None:
+        self._request, self._count = request, len(heads)
+        self._head = _head(request, heads[0], ".chunk") if heads else {}
+
+    def _chunk(self, index: int, delta: Json, finish: str | None = None) -> Event:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return None, {**head, "choices": [choice]}
+        return None, {**self._head, "choices": [choice]}
 
-    for index, reply in enumerate(replies):
-        yield chunk(index, {"role": "assistant", "content": ""})
-        for piece in pieces_of(reply.reply.thought):
-            yield chunk(index, {"reasoning_content": piece})
-        for piece in pieces_of(reply.reply.text):
-            yield chunk(index, {"content": piece})
-        for number, call in enumerate(_calls(reply)):
-            function = {**call["function"], "arguments": ""}
-            yield chunk(index, {"tool_calls": [{**call, "index": number, "function": function}]})
-            for piece in pieces_of(call["function"]["arguments"]):
-                more = {"index": number, "function": {"arguments": piece}}
-                yield chunk(index, {"tool_calls": [more]})
-        yield chunk(index, {}, _finish(reply))
-    if request.usage_in_stream:
-        yield None, {**head, "choices": [], "usage": _usage(replies)}
-    yield None, "[DONE]"
+    def start(self) -> Iterator[Event]:
+        for index in range(self._count):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def thought(self, index: int, piece: str) -> Iterator[Event]:
+        yield self._chunk(index, {"reasoning_content": piece})
+
+    def text(self, index: int, piece: str) -> Iterator[Event]:
+        yield self._chunk(index, {"content": piece})
+
+    def end(self, replies: Sequence[ModelReply]) -> Iterator[Event]:
+        for index, reply in enumerate(replies):
+            for number, call in enumerate(_calls(reply)):
+                function = {**call["function"], "arguments": ""}
+                yield self._chunk(
+                    index, {"tool_calls": [{**call, "index": number, "function": function}]}
+                )
+                more = {"index": number, "function": {"arguments": call["function"]["arguments"]}}
+                yield self._chunk(index, {"tool_calls": [more]})
+            yield self._chunk(index, {}, _finish(reply))
+        if self._request.usage_in_stream:
+            yield None, {**self._head, "choices": [], "usage": _usage(replies)}
+        yield None, "[DONE]"
+
+    def error(self, problem: Json) -> Event:
+        return None, problem
 
 
 def error(problem: ApiError) -> Json:
@@ -217,4 +238,4 @@ def error(problem: ApiError) -> Json:
     return {"error": shown}
 
 
-CHAT = Dialect("chat", parse, body, events, error)
+CHAT = Dialect("chat", parse, body, ChatWriter, error)

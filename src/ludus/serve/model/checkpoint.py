@@ -11,10 +11,11 @@ from typing import Any
 
 from aiohttp import web
 
-from ludus.core.generation import Completion, Engine, Sampling
+from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
 from ludus.rollouts.message_tree import read_completion
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.serve.admission import Admission
 from ludus.serve.http import check_token
 from ludus.serve.model.requests import (
@@ -26,6 +27,7 @@ from ludus.serve.model.requests import (
     refuse_pictures,
 )
 from ludus.serve.model.server import Incoming
+from ludus.serve.model.streams import LiveReplies
 from ludus.serve.server import check_exposure
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import ModelMetrics
@@ -65,7 +67,7 @@ class CheckpointService:
         return [self._name]
 
     async def complete(
-        self, caller: None, request: ModelRequest, incoming: Incoming
+        self, caller: None, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply]:
         """Any model name will do: clients have names of their own for what they talk to."""
         renderer = self._renderer.bound(request.tools)
@@ -79,23 +81,33 @@ class CheckpointService:
             seed = request.asked.get("seed")
             first = int(seed) if seed is not None else secrets.randbits(62)
             seeds = [(first + number) % 2**62 for number in range(request.count)]
+            ids = [secrets.token_hex(8) for _ in seeds]
+            parses = bool(request.tools) and request.calls_allowed
+            reporting: list[OnTokens | None] = [None for _ in seeds]
+            if live is not None:
+                feeds = [TokenFeed() for _ in seeds]
+                for feed, id in zip(feeds, ids, strict=True):
+                    feed.open(id, len(context), lambda: ReplyView(renderer, request.stop, parses))
+                reporting = [feed.push for feed in feeds]
+                live.follow(feeds)
             completions = await asyncio.gather(
                 *(
-                    self._engine.generate(context, replace(sampling, seed=one), media=opening.media)
-                    for one in seeds
+                    self._engine.generate(
+                        context, replace(sampling, seed=one), media=opening.media, on_tokens=on_tokens
+                    )
+                    for one, on_tokens in zip(seeds, reporting, strict=True)
                 )
             )
         finally:
             ticket.leave()
-        parses = bool(request.tools) and request.calls_allowed
         return [
             reply_of(
-                read_completion(renderer, completion, secrets.token_hex(8), request.stop, parses),
+                read_completion(renderer, completion, id, request.stop, parses),
                 completion,
                 len(context),
                 request,
             )
-            for completion in completions
+            for id, completion in zip(ids, completions, strict=True)
         ]
 
     def _sampling_of(self, request: ModelRequest, renderer: Renderer) -> Sampling:

@@ -26,6 +26,7 @@ from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
 from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
+from ludus.rollouts.streaming import TokenFeed
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
 from ludus.serve.model.requests import (
@@ -37,6 +38,7 @@ from ludus.serve.model.requests import (
     refuse_pictures,
 )
 from ludus.serve.model.server import Forwarded, Incoming, finite_number, unknown_model
+from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class _Sampling:
 
     task: asyncio.Task[SampledTurn]
     tree: MessageTree
+    feed: TokenFeed | None = None
+    """Its tokens as they come, for a stream."""
     waiters: int = 0
     is_recorded: bool = False
     orphaned: asyncio.TimerHandle | None = None
@@ -99,7 +103,7 @@ class EpisodeSession:
         return ["policy" if name == ANY else name for name in self._models]
 
     async def complete(
-        self, request: ModelRequest, incoming: Incoming
+        self, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply] | Forwarded:
         route = self._models.get(request.model, self._models.get(ANY))
         if route is None:
@@ -115,12 +119,15 @@ class EpisodeSession:
             self._check(request)
             tree = self.tree if route == TRAINED else self._frozen_tree(request.model)
             self._header_reward(request, incoming)
-            running = _Sampling(asyncio.create_task(self._sample(tree, request)), tree)
+            feed = None if live is None else TokenFeed()
+            running = _Sampling(asyncio.create_task(self._sample(tree, request, feed)), tree, feed)
             self._sampling[incoming.digest] = running
         else:
             self.counts["retries"] += 1
             if self._metrics is not None:
                 self._metrics.retried.inc()
+        if live is not None and running.feed is not None:
+            live.follow([running.feed])
         turn = await self._wait(running, incoming.digest)
         if not running.is_recorded:
             running.is_recorded = True
@@ -149,7 +156,9 @@ class EpisodeSession:
         finally:
             running.waiters -= 1
 
-    async def _sample(self, tree: MessageTree, request: ModelRequest) -> SampledTurn:
+    async def _sample(
+        self, tree: MessageTree, request: ModelRequest, feed: TokenFeed | None
+    ) -> SampledTurn:
         await check_pictures(request, tree.images)
         try:
             turn = await tree.sample(
@@ -158,6 +167,7 @@ class EpisodeSession:
                 max_tokens=request.max_tokens,
                 stop=request.stop,
                 parses_calls=request.calls_allowed,
+                feed=feed,
             )
         except BudgetUsedUp as error:
             if tree is self.tree:
@@ -312,9 +322,13 @@ class EpisodeService:
         return caller.models
 
     async def complete(
-        self, caller: EpisodeSession, request: ModelRequest, incoming: Incoming
+        self,
+        caller: EpisodeSession,
+        request: ModelRequest,
+        incoming: Incoming,
+        live: LiveReplies | None = None,
     ) -> Sequence[ModelReply] | Forwarded:
-        return await caller.complete(request, incoming)
+        return await caller.complete(request, incoming, live)
 
     def count_tokens(self, caller: EpisodeSession, request: ModelRequest) -> int:
         return caller.count_tokens(request)

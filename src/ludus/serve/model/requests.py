@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import marshal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
+from ludus.core.lru import LruCache
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
 from ludus.core.pictures import PARTS, PictureError, picture_of_part
 from ludus.core.tokenizer import ImageTokens
 from ludus.rollouts.message_tree import Reply
-from ludus.tools.wire import dump
 
 MOST_STOPS = 16
+_LONGEST = 8192
+"""Bytes of a message that is remembered."""
 _EMPTY = {"type": "object", "properties": {}}
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
@@ -64,6 +67,15 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What is known of a reply before it is sampled."""
+
+    id: str
+    prompt_tokens: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelReply:
     """A reply, with what APIs tell about it."""
 
@@ -80,6 +92,33 @@ class ModelReply:
     def is_cut(self) -> bool:
         return self.finish is FinishReason.LENGTH
 
+    @property
+    def head(self) -> ReplyHead:
+        return ReplyHead(self.reply.id, self.prompt_tokens, self.created)
+
+
+Event = tuple[str | None, Json | str]
+"""A server-sent event: its name, and its data."""
+
+
+class StreamWriter(Protocol):
+    """The events of one stream. Thoughts come before text; calls, and why a reply ended, come with the end."""
+
+    def start(self) -> Iterator[Event]:
+        """Before anything is said."""
+
+    def thought(self, index: int, piece: str) -> Iterator[Event]:
+        """The thought of a reply goes on."""
+
+    def text(self, index: int, piece: str) -> Iterator[Event]:
+        """The text of a reply goes on."""
+
+    def end(self, replies: Sequence[ModelReply]) -> Iterator[Event]:
+        """After the last piece: calls, usage, the end."""
+
+    def error(self, problem: Json) -> Event:
+        """Something failed after the stream had begun; `problem` is the API's form of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -88,24 +127,8 @@ class Dialect:
     name: str
     parse: Callable[[Json], ModelRequest]
     body: Callable[[ModelRequest, Sequence[ModelReply]], Json]
-    events: Callable[[ModelRequest, Sequence[ModelReply]], Iterator[tuple[str | None, Json | str]]]
-    """The reply as a stream of server-sent events: (name, data)."""
+    writer: Callable[[ModelRequest, Sequence[ReplyHead]], StreamWriter]
     error: Callable[[ApiError], Json]
-
-
-def event_bytes(events: Iterable[tuple[str | None, Json | str]]) -> bytes:
-    """Server-sent events."""
-    lines: list[bytes] = []
-    for name, data in events:
-        if name is not None:
-            lines.append(f"event: {name}\n".encode())
-        lines.append(b"data: " + (data.encode() if isinstance(data, str) else dump(data)) + b"\n\n")
-    return b"".join(lines)
-
-
-def pieces_of(text: str, size: int = 64) -> list[str]:
-    """A text in the pieces that a stream sends."""
-    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 # Reading fields. What is null is left out.
@@ -207,6 +230,27 @@ async def check_pictures(request: ModelRequest, images: ImageTokens | None) -> N
             except PictureError as error:
                 where = f"messages[{number}]"
                 raise bad(f"{where}: {error}", where, "invalid_image") from None
+
+
+_known: LruCache[tuple[Message, ...]] = LruCache(
+    1 << 25, lambda messages: 1000 + 2 * sum(len(message.content) for message in messages)
+)
+
+
+def read_once(
+    api: str, raw: Json, where: str, read: Callable[[Json, str], tuple[Message, ...]]
+) -> tuple[Message, ...]:
+    """The messages that `raw` is read as; the same objects when it comes again.
+
+    Clients send the whole conversation with every request: what is not new in it should cost next to nothing.
+    """
+    try:
+        key = marshal.dumps(
+            (api, raw), 2
+        )  # version 2 is the same for equal values: it has no references
+    except ValueError:  # nested too deeply
+        return read(raw, where)
+    return read(raw, where) if len(key) > _LONGEST else _known.get(key, lambda: read(raw, where))
 
 
 def read_call(name: Any, arguments: Any, id: Any, where: str) -> ToolCall:

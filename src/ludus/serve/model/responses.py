@@ -9,8 +9,10 @@ from ludus.core.messages import Json, Message, ToolSpec
 from ludus.serve.model.chat import ASKED, MORE, error
 from ludus.serve.model.requests import (
     Dialect,
+    Event,
     ModelReply,
     ModelRequest,
+    ReplyHead,
     arguments_text,
     asked_of,
     bad,
@@ -18,7 +20,6 @@ from ludus.serve.model.requests import (
     content_text,
     list_field,
     number_field,
-    pieces_of,
     read_call,
     read_content,
     read_tool,
@@ -109,22 +110,28 @@ def _tool(tool: Json, where: str) -> ToolSpec:
 def body(request: ModelRequest, replies: Sequence[ModelReply]) -> Json:
     """The reply as one JSON object."""
     (reply,) = replies
-    return _response(request, reply, "incomplete" if reply.is_cut else "completed", _items(reply))
+    status, head = "incomplete" if reply.is_cut else "completed", reply.head
+    return {**_response(request, head, status), "output": _items(reply), "usage": _usage(reply)}
 
 
-def _response(request: ModelRequest, reply: ModelReply, status: str, output: list[Json]) -> Json:
-    raw, written = request.raw, reply.completion_tokens
-    usage = {
+def _usage(reply: ModelReply) -> Json:
+    written = reply.completion_tokens
+    return {
         "input_tokens": reply.prompt_tokens,
         "input_tokens_details": {"cached_tokens": reply.cached_tokens},
         "output_tokens": written,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.prompt_tokens + written,
     }
+
+
+def _response(request: ModelRequest, head: ReplyHead, status: str) -> Json:
+    """A response that says nothing yet."""
+    raw = request.raw
     return {
-        "id": f"resp_{reply.reply.id}",
+        "id": f"resp_{head.id}",
         "object": "response",
-        "created_at": reply.created,
+        "created_at": head.created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -132,7 +139,7 @@ def _response(request: ModelRequest, reply: ModelReply, status: str, output: lis
         "max_output_tokens": request.max_tokens,
         "metadata": raw.get("metadata") or {},
         "model": request.model,
-        "output": output,
+        "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
@@ -143,7 +150,7 @@ def _response(request: ModelRequest, reply: ModelReply, status: str, output: lis
         "tools": raw.get("tools") or [],
         "top_p": raw.get("top_p"),
         "truncation": "disabled",
-        "usage": None if status == "in_progress" else usage,
+        "usage": None,
     }
 
 
@@ -151,19 +158,9 @@ def _items(reply: ModelReply) -> list[Json]:
     said = reply.reply
     items: list[Json] = []
     if said.thought:
-        summary = [{"type": "summary_text", "text": said.thought}]
-        items.append({"id": f"rs_{said.id}", "type": "reasoning", "summary": summary})
+        items.append(_reasoning(said.id, said.thought))
     if said.text or not said.calls:
-        part = {"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "id": f"msg_{said.id}",
-                "type": "message",
-                "role": "assistant",
-                "status": "incomplete" if reply.is_cut else "completed",
-                "content": [part],
-            }
-        )
+        items.append(_message(said.id, said.text, "incomplete" if reply.is_cut else "completed"))
     for call in said.calls:
         items.append(
             {
@@ -178,40 +175,111 @@ def _items(reply: ModelReply) -> list[Json]:
     return items
 
 
-def events(
-    request: ModelRequest, replies: Sequence[ModelReply]
-) -> Iterator[tuple[str | None, Json | str]]:
-    """The reply as events."""
-    (reply,) = replies
-    numbers = count()
+def _reasoning(id: str, thought: str) -> Json:
+    return {
+        "id": f"rs_{id}",
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": thought}],
+    }
 
-    def event(kind: str, **fields: object) -> tuple[str, Json]:
-        return kind, {"type": kind, "sequence_number": next(numbers), **fields}
 
-    started = _response(request, reply, "in_progress", [])
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
-    for index, item in enumerate(_items(reply)):
-        place = {"item_id": item["id"], "output_index": index}
-        begun: Json = {"content": [], "arguments": "", "status": "in_progress"}
-        shown = {name: begun.get(name, value) for name, value in item.items()}
-        yield event("response.output_item.added", output_index=index, item=shown)
-        if item["type"] == "message":
-            (part,) = item["content"]
-            where = {**place, "content_index": 0}
-            yield event("response.content_part.added", **where, part={**part, "text": ""})
-            for piece in pieces_of(part["text"]):
-                yield event("response.output_text.delta", **where, delta=piece, logprobs=[])
-            yield event("response.output_text.done", **where, text=part["text"], logprobs=[])
-            yield event("response.content_part.done", **where, part=part)
-        if item["type"] == "function_call":
-            for piece in pieces_of(item["arguments"]):
-                yield event("response.function_call_arguments.delta", **place, delta=piece)
+def _message(id: str, text: str, status: str) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status}
+    return {**about, "content": [part]}
+
+
+_DELTAS = {
+    "reasoning": ("reasoning_summary_text", "reasoning_summary_part", "summary", "summary_index"),
+    "message": ("output_text", "content_part", "content", "content_index"),
+}
+"""For each kind of item: the names of its events, the field with its parts, and the one with their numbers."""
+
+
+class ResponseWriter:
+    """Items, one after the other: reasoning, a message, and one for each call."""
+
+    def __init__(self, request: ModelRequest, heads: Sequence[ReplyHead]) -> None:
+        self._request, self._heads = request, heads
+        self._numbers = count()
+        self._items = 0
+        self._open: Json | None = None
+        self._said = ""
+
+    def _event(self, kind: str, **fields: object) -> Event:
+        name = f"response.{kind}"
+        return name, {"type": name, "sequence_number": next(self._numbers), **fields}
+
+    def start(self) -> Iterator[Event]:
+        started = _response(self._request, self._heads[0], "in_progress")
+        yield self._event("created", response=started)
+        yield self._event("in_progress", response=started)
+
+    def thought(self, index: int, piece: str) -> Iterator[Event]:
+        yield from self._piece(_reasoning(self._heads[0].id, ""), piece)
+
+    def text(self, index: int, piece: str) -> Iterator[Event]:
+        yield from self._piece(_message(self._heads[0].id, "", "in_progress"), piece)
+
+    def _piece(self, item: Json, piece: str) -> Iterator[Event]:
+        """A delta of an item, which is begun if it is not open."""
+        text, part, parts, _ = _DELTAS[item["type"]]
+        if self._open is None or self._open["id"] != item["id"]:
+            yield from self._stop()
+            self._open, self._said = item, ""
+            yield self._event("output_item.added", output_index=self._items, item={**item, parts: []})
+            yield self._event(f"{part}.added", **self._place(), part=item[parts][0])
+        if piece:
+            more: Json = {"logprobs": []} if text == "output_text" else {}
+            self._said += piece
+            yield self._event(f"{text}.delta", **self._place(), delta=piece, **more)
+
+    def _place(self) -> Json:
+        assert self._open is not None
+        number = _DELTAS[self._open["type"]][3]
+        return {"item_id": self._open["id"], "output_index": self._items, number: 0}
+
+    def _stop(self, status: str = "completed") -> Iterator[Event]:
+        """End the item that is open."""
+        if self._open is None:
+            return
+        item = self._open
+        text, part, parts, _ = _DELTAS[item["type"]]
+        whole = {**item[parts][0], "text": self._said}
+        more: Json = {"logprobs": []} if text == "output_text" else {}
+        yield self._event(f"{text}.done", **self._place(), text=self._said, **more)
+        yield self._event(f"{part}.done", **self._place(), part=whole)
+        done = {**item, parts: [whole], **({"status": status} if "status" in item else {})}
+        yield self._event("output_item.done", output_index=self._items, item=done)
+        self._items, self._open = self._items + 1, None
+
+    def end(self, replies: Sequence[ModelReply]) -> Iterator[Event]:
+        (reply,) = replies
+        if not reply.reply.calls:
+            yield from self.text(0, "")  # there is a message, if an empty one
+        yield from self._stop("incomplete" if reply.is_cut else "completed")
+        for item in _items(reply):
+            if item["type"] != "function_call":
+                continue
+            place = {"item_id": item["id"], "output_index": self._items}
+            begun = {**item, "arguments": "", "status": "in_progress"}
             done = {"arguments": item["arguments"], "name": item["name"]}
-            yield event("response.function_call_arguments.done", **place, **done)
-        yield event("response.output_item.done", output_index=index, item=item)
-    whole = body(request, replies)
-    yield event(f"response.{whole['status']}", response=whole)
+            yield self._event("output_item.added", output_index=self._items, item=begun)
+            yield self._event("function_call_arguments.delta", **place, delta=item["arguments"])
+            yield self._event("function_call_arguments.done", **place, **done)
+            yield self._event("output_item.done", output_index=self._items, item=item)
+            self._items += 1
+        whole = {**body(self._request, replies), "created_at": self._heads[0].created}
+        yield self._event(whole["status"], response=whole)
+
+    def error(self, problem: Json) -> Event:
+        fields = {name: problem["error"][name] for name in ("code", "message", "param")}
+        return "error", {
+            "type": "error",
+            "sequence_number": next(self._numbers),
+            **fields,
+            **problem,  # openai's client raises what has an "error"
+        }
 
 
-RESPONSES = Dialect("responses", parse, body, events, error)
+RESPONSES = Dialect("responses", parse, body, ResponseWriter, error)

@@ -28,15 +28,17 @@ from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import release_bytes, request_bytes
 from ludus.serve.model.anthropic import ANTHROPIC
 from ludus.serve.model.chat import CHAT
-from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad, event_bytes
+from ludus.serve.model.requests import ApiError, Dialect, ModelReply, ModelRequest, bad
 from ludus.serve.model.responses import RESPONSES
+from ludus.serve.model.streams import EventResponse, EventStream, LiveReplies
 from ludus.serve.server import address_of, listening
 from ludus.serve.service import ServerConfig
 from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
 from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
 
 REWARD_HEADER = "X-Ludus-Reward"
-_EVENTS = "text/event-stream"
+_TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
+"""What clients are told, in the API's own form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,6 @@ class Forwarded:
     body: bytes
 
 
-_REPORTED = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
-"""What a client is told as an error of the API."""
-
-
 class ModelService(Protocol):
     """Who may ask what, and what is replied. A caller is what `authorize` returns."""
 
@@ -77,9 +75,9 @@ class ModelService(Protocol):
         """The names of the models that may be asked for."""
 
     async def complete(
-        self, caller: Any, request: ModelRequest, incoming: Incoming
+        self, caller: Any, request: ModelRequest, incoming: Incoming, live: LiveReplies | None = None
     ) -> Sequence[ModelReply] | Forwarded:
-        """The replies to a request."""
+        """The replies to a request. `live` is told where their tokens can be read while they are sampled."""
 
     def count_tokens(self, caller: Any, request: ModelRequest) -> int:
         """How many tokens the model would read."""
@@ -150,23 +148,24 @@ class ModelServer:
         return app
 
     def _answering(
-        self, dialect: Dialect, handle: Callable[[web.Request, Dialect], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        self, dialect: Dialect, handle: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler with errors as responses in the API's own form."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 response = await handle(request, dialect)
-            except _REPORTED as error:
+            except _TOLD as error:
                 response = _error_response(_as_api_error(error), dialect)
             finally:
                 release_bytes()
-            self._service.metrics.requests.labels(dialect.name, response.status).inc()
+            status = response.outcome if isinstance(response, EventResponse) else response.status
+            self._service.metrics.count(dialect.name, status)
             return response
 
         return answer
 
-    async def _complete(self, request: web.Request, dialect: Dialect) -> web.Response:
+    async def _complete(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         started = time.perf_counter()
         caller = self._authorize(request)
         data = await request_bytes(request, self._bytes, self._config)
@@ -180,23 +179,63 @@ class ModelServer:
         )
         self._running += 1
         try:
+            if asked.stream:
+                return await self._stream(request, dialect, caller, asked, incoming)
             replies = await self._service.complete(caller, asked, incoming)
         finally:
             self._running -= 1
             if self._draining and not self._running:
                 self._idle.set()
         if isinstance(replies, Forwarded):
-            kind = replies.content_type
-            return web.Response(body=replies.body, status=replies.status, content_type=kind)
-        metrics = self._service.metrics
-        metrics.seconds.labels(dialect.name).observe(time.perf_counter() - started)
-        metrics.tokens.labels("read").inc(replies[0].prompt_tokens)
-        metrics.tokens.labels("cached").inc(replies[0].cached_tokens)
-        metrics.tokens.labels("written").inc(sum(reply.completion_tokens for reply in replies))
-        if asked.stream:
-            events = event_bytes(dialect.events(asked, replies))
-            return web.Response(body=events, content_type=_EVENTS, headers={"Cache-Control": "no-cache"})
+            return _forwarded(replies)
+        self._note(dialect, replies, started)
         return _json_response(dialect.body(asked, replies))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        caller: Any,
+        asked: ModelRequest,
+        incoming: Incoming,
+    ) -> web.StreamResponse:
+        """The reply as it is sampled. What fails before its first event is raised."""
+        started = time.perf_counter()
+        live, stream = LiveReplies(asked, dialect), EventStream(request, self._config.client_seconds)
+        task = asyncio.create_task(self._service.complete(caller, asked, incoming, live))
+        try:
+            await stream.follow(live, task)
+            replies = await task
+            if isinstance(replies, Forwarded):
+                if not stream.has_begun:
+                    return _forwarded(replies)
+                await stream.send(replies.body)
+                return stream.response
+            self._note(dialect, replies, started)
+            await stream.send(live.rest(replies))
+        except ConnectionError:
+            pass  # the client is gone: there is nobody to tell
+        except _TOLD as error:
+            if not stream.has_begun:
+                raise
+            problem = _as_api_error(error)
+            stream.response.outcome = problem.status
+            with contextlib.suppress(ConnectionError):
+                await stream.send(live.failure(problem))
+        finally:
+            live.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return stream.response
+
+    def _note(self, dialect: Dialect, replies: Sequence[ModelReply], started: float) -> None:
+        self._service.metrics.note(
+            dialect.name,
+            time.perf_counter() - started,
+            read=replies[0].prompt_tokens,
+            cached=replies[0].cached_tokens,
+            written=sum(reply.completion_tokens for reply in replies),
+        )
 
     async def _count(self, request: web.Request, dialect: Dialect) -> web.Response:
         caller = self._authorize(request)
@@ -282,6 +321,10 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, InfraError) and not error.retriable:
         return bad(str(error))
     return ApiError(500, str(error))
+
+
+def _forwarded(answer: Forwarded) -> web.Response:
+    return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
 
 
 def _error_response(error: ApiError, dialect: Dialect) -> web.Response:

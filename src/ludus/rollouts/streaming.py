@@ -1,0 +1,146 @@
+"""A reply while it is sampled: its tokens as they come, and how much of its text is certain.
+
+Tokens are the truth, and a stream is a view of them. What a view shows is a prefix of the finished reply
+(`read_completion`), whatever is sampled next. So these are held back: a character of which some bytes are
+missing, white space that may be stripped, the beginning of a tag or of a stop string, and all that might still
+become a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ludus.core.failures import EngineError
+from ludus.core.tokenizer import Tokenizer
+from ludus.rollouts.formats.base import THINK, before_any, skip_space
+from ludus.rollouts.renderer import Renderer
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_PATIENCE = 16
+
+
+class Detokenizer:
+    """Text for tokens that arrive a few at a time: together exactly what `decode` gives for all of them.
+
+    Text is given out up to the last token that ends with a whole character. Decoding starts a few tokens
+    earlier, because some tokenizers write the first token of a text without its space. Tokens that stand for
+    one byte where a tokenizer has no other (`<0xE4>`) are decoded as a run: one wrong byte changes all of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._bytes: frozenset[int] = getattr(tokenizer, "fallback_bytes", frozenset())
+        self._before: list[int] = []
+        """Tokens whose text was given out: what the next ones are decoded after."""
+        self._pending: list[int] = []
+        self._enough = 0
+        """How many tokens must be pending before decoding is tried again."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        self._pending += tokens
+        if len(self._pending) < self._enough or not self._pending or self._pending[-1] in self._bytes:
+            return ""
+        before = self._decode(self._before)
+        text = self._decode([*self._before, *self._pending])
+        if len(text) <= len(before) or text.endswith(UNKNOWN) or not text.startswith(before):
+            # the longer nothing is certain, the less often it is tried: garbage costs no quadratic time
+            self._enough = len(self._pending) + 1 + len(self._pending) // _PATIENCE
+            return ""
+        self._before, self._pending, self._enough = self._pending, [], 0
+        return text[len(before) :]
+
+
+@dataclass(slots=True)
+class ReplyView:
+    """The thought and the text of a reply, as far as they are certain."""
+
+    renderer: Renderer
+    stop: Sequence[str]
+    """The client's stop strings: they end the text, and are not part of it."""
+    parses_calls: bool
+    _raw: str = ""
+    _thought: str = ""
+    _text: str = ""
+    _detokenizer: Detokenizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.renderer.tokenizer)
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """How thought and text go on."""
+        new = self._detokenizer.push(tokens)
+        if not new:
+            return "", ""
+        self._raw += new
+        return self._advance(*self._certain())
+
+    def finish(self, thought: str, text: str) -> tuple[str, str]:
+        """The rest, given all of it."""
+        if not (thought.startswith(self._thought) and text.startswith(self._text)):
+            raise EngineError("the finished reply differs from what was streamed of it: ask again")
+        return self._advance(thought, text)
+
+    def _advance(self, thought: str, text: str) -> tuple[str, str]:
+        new = thought[len(self._thought) :], text[len(self._text) :]
+        self._thought, self._text = max(self._thought, thought, key=len), max(self._text, text, key=len)
+        return new
+
+    def _certain(self) -> tuple[str, str]:
+        features = self.renderer.features
+        if len(self._raw) < len(features.lead) and features.lead.startswith(self._raw):
+            return "", ""
+        shown = features.opens_thinking + self._raw.removeprefix(features.lead)
+        shown = shown[: before_any(shown, self.stop)]
+        thought, start = certain_thought(shown)
+        if start is None:
+            return thought, ""
+        body = shown[start:]
+        if self.parses_calls:
+            format = self.renderer.format
+            body = body[: 0 if format.inline else format.certain(body)]
+        return thought, body.rstrip()
+
+
+def certain_thought(text: str) -> tuple[str, int | None]:
+    """What `split_thinking` will find as the thought, and where the rest begins; None while that is open."""
+    opening, closing = THINK
+    thoughts: list[str] = []
+    position = skip_space(text, 0)
+    while text.startswith(opening, position):
+        start = position + len(opening)
+        stop = text.find(closing, start)
+        if stop < 0:
+            inside = text[start : before_any(text, (closing,), start)]
+            return "\n".join([*thoughts, inside.strip()]), None
+        thoughts.append(text[start:stop].strip())
+        position = skip_space(text, stop + len(closing))
+    is_open = opening.startswith(text[position:])
+    return "\n".join(thoughts), None if is_open else position
+
+
+class TokenFeed:
+    """The tokens of one reply as they are sampled. Any number may read it, each at its own pace."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.id = ""
+        """The reply's; empty until the engine is asked."""
+        self.prompt_tokens = 0
+        self.created = int(time.time())
+        self.view: Callable[[], ReplyView] | None = None
+        """Makes a view of the tokens, for one reader."""
+        self.readers: set[asyncio.Event] = set()
+        """Set whenever there is something new."""
+
+    def open(self, id: str, prompt_tokens: int, view: Callable[[], ReplyView]) -> None:
+        """The engine is being asked."""
+        self.id, self.prompt_tokens, self.view = id, prompt_tokens, view
+
+    def push(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        for reader in self.readers:
+            reader.set()
