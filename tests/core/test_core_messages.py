@@ -111,7 +111,10 @@ def test_metadata_may_be_given_as_a_table_too():
             {"messages": {"role": "user", "content": "x"}},
             "a prompt is a text or a list of messages, not {",
         ),
-        ({"messages": [{"role": "user", "content": [3]}]}, "a list of parts of type text, not [3]"),
+        (
+            {"messages": [{"role": "user", "content": [3]}]},
+            "a list of parts of type text or image, not [3]",
+        ),
         ({"prompt": "x", "envs": "safe"}, """such as {"safe": {}}, not 'safe'"""),
         ({"prompt": "x", "envs": {"safe": 3}}, """such as {"safe": {}}, not {'safe': 3}"""),
         ({"prompt": "x", "metadata": "a"}, "metadata is a table of fields, not 'a'"),

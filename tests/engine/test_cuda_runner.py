@@ -292,12 +292,12 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_parts(
     states = prefill.StepParts.hidden_states
     counts: list[int] = []
 
-    def scarce(parts: prefill.StepParts, inputs: dict[str, Tensor], block_tables: Tensor) -> Any:
+    def scarce(parts: prefill.StepParts, inputs: dict[str, Tensor], *rest: Any) -> Any:
         tokens = len(inputs["ids_T"])
         if tokens > 20:
             raise torch.OutOfMemoryError("too much")
         counts.append(tokens)
-        return states(parts, inputs, block_tables)
+        return states(parts, inputs, *rest)
 
     monkeypatch.setattr(prefill.StepParts, "hidden_states", scarce)
     monkeypatch.setattr(prefill, "SIZES", sizes)

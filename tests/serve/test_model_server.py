@@ -255,7 +255,10 @@ async def test_images_are_refused_in_each_api() -> None:
         url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         status, body = await served.post(chat({"role": "user", "content": [url]}))
         assert status == 400 and body["error"]["code"] == "no_images"
-        item = {"role": "user", "content": [{"type": "input_image", "image_url": "data:..."}]}
+        item = {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}],
+        }
         status, body = await served.post({"model": "m", "input": [item]}, "responses")
         assert status == 400 and "text only" in body["error"]["message"]
         block = {

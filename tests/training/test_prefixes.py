@@ -195,7 +195,7 @@ def test_pictures_at_the_very_beginning_keep_rows_apart() -> None:
     rows = rows_of([shown("x", before=0), shown("y", before=0)])
     (packed,) = pack_rows(rows, [0, 1], 1000, share=True)
     assert packed.fold is None
-    keys = row_keys([[7, 8], [7, 8]], [[(0, ("x",))], [(0, ("x",))]])
+    keys = row_keys([[7, 8], [7, 8]], [[MediaSpan("x", 0, 2)], [MediaSpan("x", 0, 2)]])
     assert np.array_equal(keys[0], keys[1])
 
 

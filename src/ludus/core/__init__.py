@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ludus.core.generation import Completion, Engine, FinishReason, Sampling, VersionSpan
     from ludus.core.messages import (
         Media,
+        MediaSpan,
         Message,
         ToolCall,
         ToolContext,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         EnvRender,
         Group,
         GroupReward,
-        MediaSpan,
         Reward,
         Segment,
         SegmentKind,

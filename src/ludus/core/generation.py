@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 
 
 class FinishReason(StrEnum):
@@ -101,11 +101,12 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Continue `tokens`. A session keeps its KV for the next call whose tokens extend these.
 
+        `media` says which tokens stand for pictures, with their bytes; engines that read text only refuse it.
         `on_tokens` sees tokens early and decides nothing: the completion has all of them again. The token that
         ends the generation is not reported, and an engine that learns of tokens only at the end reports none.
         It must not raise.

@@ -6,6 +6,7 @@ The tokens that the model read and wrote are in `trajectory`.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,10 @@ Base64 = Annotated[
 ]
 """Bytes that are base64 in JSON."""
 
+IMAGE_MARK = "\ufffc"
+"""Where a picture of `Message.media` stands in the text (Unicode's object replacement character). The marks
+are those of the last pictures, in order; those before them stand before the text. Further marks are text."""
+
 _SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -51,6 +56,30 @@ class Media:
     kind: str
     sha256: str
     data: Base64 | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def image(cls, data: bytes, kind: str = "image") -> Media:
+        """A picture: the bytes of a PNG, JPEG, WebP, GIF or BMP file."""
+        return cls(kind, hashlib.sha256(data).hexdigest(), data)
+
+    @property
+    def is_image(self) -> bool:
+        return self.kind == "image" or self.kind.startswith("image/")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Which tokens stand for a piece of media: of a segment, of a context, or of a row, as its owner says."""
+
+    sha256: str
+    start: int
+    stop: int
+    data: bytes | None = field(default=None, repr=False, compare=False)
+    """The bytes, while they are at hand: files of episodes have the hash alone."""
+
+    def moved(self, by: int) -> MediaSpan:
+        """The same, counted from another place."""
+        return MediaSpan(self.sha256, self.start + by, self.stop + by, self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +132,8 @@ class Message:
         is_sharegpt = "from" in raw and "role" not in raw
         if is_sharegpt:
             raw = _from_sharegpt(raw)
-        role, content = raw.get("role"), _text(raw.get("content"), bool(raw.get("tool_calls")))
+        role, given = raw.get("role"), raw.get("content")
+        content, media = _content(given, bool(raw.get("tool_calls")))
         if role not in ("system", "user", "assistant", "tool"):
             others = ", ".join(_SHAREGPT) if is_sharegpt else ""
             also = f" (in ShareGPT's form also {others})" if others else ""
@@ -112,7 +142,8 @@ class Message:
             )
         if not isinstance(content, str):
             raise ValueError(
-                f"a message's content must be a string, or a list of parts of type text, not {content!r:.80}"
+                "a message's content must be a string, or a list of parts of type text or image, not "
+                f"{content!r:.80}"
             )
         known = {"role", "content", "name", "tool_calls", "tool_call_id"}
         # clients list fields that are empty; a 0 or a false would say something
@@ -128,7 +159,7 @@ class Message:
                 raise ValueError(f"a message's {text} is text, not {raw[text]!r:.80}")
         if calls and role != "assistant":
             raise ValueError(f"the assistant calls tools, not {role!r}")
-        return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"))
+        return cls(role, content, calls, raw.get("name"), raw.get("tool_call_id"), media)
 
 
 def parse_messages(given: Any) -> list[Message]:
@@ -152,16 +183,25 @@ def _from_sharegpt(raw: Mapping[str, Any]) -> Json:
     return known | {"content": "", "tool_calls": [{"function": call} for call in calls]}
 
 
-def _text(content: Any, has_calls: bool) -> Any:
-    """A message's text; a call may come without any, and a text may come in parts."""
+def _content(content: Any, has_calls: bool) -> tuple[Any, tuple[Media, ...]]:
+    """A message's text and pictures; a call may come without any, and both may come in parts."""
+    from ludus.core.pictures import PARTS, picture_of_part  # which makes `Media`
+
     if has_calls and (content is None or content == []):
-        return ""
+        return "", ()
     parts = content if isinstance(content, list) else []
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in parts}
-    if kinds == {"text"} and all(isinstance(text, str) for text in texts):
-        return "".join(map(str, texts))
-    return content
+    texts: list[str] = []
+    media: list[Media] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PARTS:
+            media.append(picture_of_part(part))
+            texts.append(IMAGE_MARK)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            return content, ()
+    return ("".join(texts), tuple(media)) if parts else (content, ())
 
 
 def _call(raw: Any) -> ToolCall:

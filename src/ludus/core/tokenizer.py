@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from ludus.core.messages import Json
+from ludus.core.messages import Json, Media
 
 SPECIALS = (
     "<|im_start|>",
@@ -19,6 +19,24 @@ SPECIALS = (
     "<think>",
     "</think>",
 )
+
+
+class ImageTokens(Protocol):
+    """How a model's prompts say that a picture stands here."""
+
+    @property
+    def token(self) -> int:
+        """The placeholder, one of the tokenizer's controls: a part of a picture is read where it stands."""
+
+    @property
+    def text(self) -> str:
+        """The placeholder's text; chat templates write it once for each picture."""
+
+    def tokens(self, media: Media) -> list[int]:
+        """What stands for this picture: placeholders, and what the model wants around them.
+
+        Raises `PictureError` if it cannot be read. The result is kept: the same picture costs nothing again.
+        """
 
 
 class Tokenizer(Protocol):

@@ -19,14 +19,14 @@ tokens the advantage +0.71 and each action token of the other attempt -0.71; obs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from ludus.core.failures import Failure, Fault
 from ludus.core.generation import FinishReason, VersionSpan
-from ludus.core.messages import Media, Message, ToolCall
+from ludus.core.messages import Media, MediaSpan, Message, ToolCall
 from ludus.core.task import Task
 
 
@@ -54,15 +54,6 @@ class StopReason(StrEnum):
         return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
-class MediaSpan:
-    """Which tokens of a segment stand for a piece of media."""
-
-    sha256: str
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class Segment:
     """A run of tokens with one origin. The fields below `tokens` are for actions only."""
@@ -80,6 +71,7 @@ class Segment:
     """The turn's own reward; None when it was not scored, which is not zero."""
     seconds: float = 0.0
     media: tuple[MediaSpan, ...] = ()
+    """Which of the tokens stand for pictures: of prompts and observations, never of actions."""
     advantages: list[float] | None = field(default=None, compare=False)
     """One for each token, as a step of RL has used them; None where it was not trained on, or not yet."""
     entropies: list[float] | None = field(default=None, compare=False)
@@ -91,6 +83,16 @@ class Segment:
                 raise ValueError("an action needs one log-probability for each of its tokens")
         elif self.logprobs is not None:
             raise ValueError(f"a segment of kind {self.kind} has no log-probabilities")
+
+
+def media_spans(segments: Iterable[Segment]) -> list[MediaSpan]:
+    """Where pictures stand in these segments, laid end to end."""
+    spans: list[MediaSpan] = []
+    start = 0
+    for segment in segments:
+        spans += [span.moved(start) for span in segment.media]
+        start += len(segment.tokens)
+    return spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,11 @@ class TokenSequence:
             for segment in self.segments
             for value in (segment.logprobs or [0.0] * len(segment.tokens))
         ]
+
+    @property
+    def media(self) -> list[MediaSpan]:
+        """Where pictures stand, counted from the first token."""
+        return media_spans(self.segments)
 
     @property
     def actions(self) -> Iterator[Segment]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         unwrapped,
         vocabulary_size,
     )
+    from ludus.engine.images import embedded, images_of
     from ludus.engine.model_runner import head_logits, hidden_states, plain_head
     from ludus.engine.packed_attention import PackedContext
     from ludus.engine.scheduler import Request, Scheduler, StopChecker
@@ -57,8 +58,10 @@ __all__ = [
     "checkpointed_layers",
     "context_limit",
     "decoder_of",
+    "embedded",
     "head_logits",
     "hidden_states",
+    "images_of",
     "plain_head",
     "probe_head",
     "sampling_mode",

@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ludus.core.failures import EngineError
+from ludus.core.failures import EngineError, LudusError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.config import EngineConfig, EngineStats
 from ludus.engine.engine_core import EngineCore
 from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture, TokenStream
-from ludus.engine.hf_model import context_limit, sampling_mode, vocabulary_size
+from ludus.engine.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
+from ludus.engine.images import images_of, with_virtual_ids
 from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
 from ludus.engine.scheduler import Decode, Marks, Request, StopChecker
 from ludus.engine.self_check import use_ludus_attention
@@ -56,6 +57,7 @@ class EmbeddedEngine:
         self._decode: Decode | None = decode if callable(decode) or decode is None else decode.decode
         self._vocabulary = vocabulary_size(model)
         self._context = context_limit(model)
+        self._images = images_of(model)
         self._core = EngineCore(
             model,
             blocks=cache_blocks(model, self.config),
@@ -85,23 +87,23 @@ class EmbeddedEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        if media:
-            raise EngineError("this engine reads text only, not media", retriable=False)
         arrived = time.perf_counter()
         context = self._checked(tokens)
+        keyed = await self._keyed(context, media)
         limit, stop_checker = self._limit(len(context), sampling), self._stop_checker(sampling)
         if not await self._admission.enter(session):
             self._thread.check_open()
             return Completion([], [], FinishReason.ABORTED, (VersionSpan(0, self.policy_version),))
         reply_future = ReplyFuture()
         request = Request(
-            tokens=context,
+            tokens=keyed,
             prompt=len(context),
             limit=limit,
             sampling=sampling,
+            images=tuple(media),
             session=session,
             reply=lambda outcome: self._thread.reply(reply_future, outcome),
             leave_queue=self._admission.leave,
@@ -110,17 +112,21 @@ class EmbeddedEngine:
             stop_checker=stop_checker,
             seen=self._seen(context, sampling),
         )
-        stream = None if on_tokens is None else TokenStream(reply_future, context, on_tokens)
+        stream = None if on_tokens is None else TokenStream(reply_future, keyed, on_tokens)
         completion: Completion = await self._run(request, reply_future, stream)
         return completion
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        context = self._checked(tokens)
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
+        context = await self._keyed(self._checked(tokens), media)
         reply_future = ReplyFuture()
         request = Request(
             tokens=context,
             prompt=len(context),
             limit=self._limit(len(context), None),
+            images=tuple(media),
+            placeholder=self._images.token if self._images is not None else 0,
             sampling=Sampling(temperature=temperature),
             is_score=True,
             reply=lambda outcome: self._thread.reply(reply_future, outcome),
@@ -244,6 +250,20 @@ class EmbeddedEngine:
             )
         context: list[int] = array.tolist()
         return context
+
+    async def _keyed(self, context: list[int], media: Sequence[MediaSpan]) -> list[int]:
+        """The context with virtual ids where pictures are read; pictures are decoded in a thread."""
+        if not media:
+            return context
+        if self._images is None:
+            raise EngineError(
+                f"{type(unwrapped(self.model)).__name__} reads text only here, not pictures (docs/images.md)",
+                retriable=False,
+            )
+        try:
+            return await asyncio.to_thread(with_virtual_ids, context, media, self._images)
+        except (LudusError, ValueError) as error:
+            raise EngineError(f"a picture cannot be shown: {error}", retriable=False) from error
 
     def _limit(self, prompt: int, sampling: Sampling | None) -> int:
         """Most tokens of a request, its prompt included; raises when it can never be served."""

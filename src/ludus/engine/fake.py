@@ -10,7 +10,7 @@ import numpy as np
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.block_manager import common_prefix
@@ -28,6 +28,7 @@ class FakeCall:
     sampling: Sampling
     session: str | None
     completion: Completion
+    media: tuple[MediaSpan, ...] = ()
 
 
 class FakeEngine:
@@ -74,7 +75,7 @@ class FakeEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_closed:
@@ -102,7 +103,7 @@ class FakeEngine:
         )
         if session is not None:
             self.sessions[session] = context + produced
-        self.calls.append(FakeCall(tuple(context), sampling, session, completion))
+        self.calls.append(FakeCall(tuple(context), sampling, session, completion, tuple(media)))
         return completion
 
     def _reply(

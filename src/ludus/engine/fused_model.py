@@ -293,12 +293,13 @@ def fused_hidden_states(
     positions_T: Tensor,
     context: AttentionContext,
     checkpointed: int = 0,
+    embedded_TD: Tensor | None = None,
 ) -> Tensor:
-    """[T, hidden]: the last hidden states of flat tokens.
+    """[T, hidden]: the last hidden states of flat tokens; `embedded_TD` stands in for their embeddings.
 
     The first `checkpointed` layers keep no activations: the backward pass recomputes them.
     """
-    residual_TD: Tensor = parts.embedding(ids_T)
+    residual_TD: Tensor = parts.embedding(ids_T) if embedded_TD is None else embedded_TD
     cos, sin = parts.rotary(residual_TD[None], positions_T.reshape(1, -1))
     shared = (parts, cos[0], sin[0], context)
     added_TD: Tensor | None = None

@@ -32,6 +32,19 @@ def decoder_of(model: nn.Module) -> Any:
     return decoder
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a causal LM of this configuration, its vision part included."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees and not is_text else AutoModelForCausalLM
+
+
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language part."""
     return unwrapped(model).config.get_text_config()

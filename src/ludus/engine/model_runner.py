@@ -32,6 +32,7 @@ from ludus.engine.hf_model import (
     text_config,
     unwrapped,
 )
+from ludus.engine.images import VIRTUAL, ImageFeatures, images_of
 from ludus.engine.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.sampler import log_softmax_at, sample_with_params
 from ludus.engine.scheduler import Chunk
@@ -84,22 +85,36 @@ def _number(config: object, name: str) -> float:
 
 
 def hidden_states(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    context: AttentionContext,
+    embedded_TH: Tensor | None = None,
 ) -> Tensor:
-    """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits."""
+    """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits.
+
+    `embedded_TH` is read in the place of the tokens' embeddings, where there are pictures (`images.embedded`).
+    """
     parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
     if parts is not None:
         checkpointed = checkpointed_layers(model)
-        return fused_hidden_states(parts, input_ids, position_ids, context, checkpointed)
-    return stock_hidden_states(model, input_ids, position_ids, context)
+        return fused_hidden_states(parts, input_ids, position_ids, context, checkpointed, embedded_TH)
+    return stock_hidden_states(model, input_ids, position_ids, context, embedded_TH)
 
 
 def stock_hidden_states(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    context: AttentionContext,
+    embedded_TH: Tensor | None = None,
 ) -> Tensor:
     """[T, hidden]: the same by the Hugging Face module's own forward."""
+    read = (
+        {"input_ids": input_ids[None]} if embedded_TH is None else {"inputs_embeds": embedded_TH[None]}
+    )
     output = decoder_of(model)(
-        input_ids=input_ids[None],
+        **read,
         position_ids=position_ids.reshape(1, -1),
         use_cache=False,
         **{CONTEXT: context},
@@ -181,6 +196,7 @@ class TorchModelRunner:
     def __init__(self, model: nn.Module, kv_cache: TorchKVCache) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._images = engine_images(model)
 
     def launch(
         self, chunks: Sequence[Chunk], block_tables: npt.NDArray[np.int64], blocks: int
@@ -189,11 +205,13 @@ class TorchModelRunner:
         device = device_of(self._model)
         ids, positions, batch = flat_batch(chunks, block_tables, self._kv_cache.block_size)
         context = PagedContext(batch, self._kv_cache, device)
+        ids_T = torch.from_numpy(ids).to(device)
         hidden_TH = hidden_states(
             self._model,
-            torch.from_numpy(ids).to(device),
+            ids_T,
             torch.from_numpy(positions).to(device),
             context,
+            embedded_chunks(self._images, chunks, ids_T),
         )
         ends = np.cumsum(batch.counts)
         results = self._sample(chunks, hidden_TH, ends)
@@ -208,7 +226,9 @@ class TorchModelRunner:
         return CompletedStep(chunks, results)
 
     def refresh(self) -> None:
-        """Nothing here depends on addresses."""
+        """Nothing here depends on addresses; features depend on weights."""
+        if self._images is not None:
+            self._images.clear()
 
     def close(self) -> None:
         """Nothing here is kept."""
@@ -225,6 +245,21 @@ class TorchModelRunner:
         logits_RV = head_logits(self._model, hidden_TH.index_select(0, last))
         sampled = [chunk for chunk, _ in chosen]
         return StepResults(sampled, *sample_chunks(logits_RV, sampled))
+
+
+def engine_images(model: nn.Module) -> ImageFeatures | None:
+    """The features of an engine's pictures; None for a model that reads text only."""
+    processor = images_of(model)
+    return None if processor is None else ImageFeatures(model, processor)
+
+
+def embedded_chunks(
+    images: ImageFeatures | None, chunks: Sequence[Chunk], ids_T: Tensor
+) -> Tensor | None:
+    """What the decoder reads for chunks with pictures in them; None where there are none."""
+    if images is None or not any(chunk.request.images for chunk in chunks):
+        return None
+    return images.embedded(((c.request.images, c.start, c.stop) for c in chunks), ids_T)
 
 
 def make_runner(
@@ -288,6 +323,8 @@ def sample_chunks(
 def score(model: nn.Module, chunk: Chunk, hidden_CH: Tensor) -> Tensor:
     """The log-probability of each token that follows one of the chunk's."""
     following = chunk.request.tokens[chunk.start + 1 : chunk.stop + 1]
+    if chunk.request.images:
+        following = [chunk.request.placeholder if t >= VIRTUAL else t for t in following]
     temperature = chunk.request.sampling.temperature or 1.0
     values: list[Tensor] = []
     for first in range(0, len(following), _HEAD_ROWS):
@@ -319,4 +356,7 @@ def flat_batch(
     slots_T = blocks_T * block_size + positions_T % block_size
     width = -(-int(lengths_R.max()) // block_size)
     batch = PagedBatch(slots_T, counts_R, lengths_R, block_tables[rows_R, :width])
-    return np.array(ids), positions_T, batch
+    ids_T = np.array(ids)
+    if any(chunk.request.images for chunk in chunks):
+        ids_T[ids_T >= VIRTUAL] = 0  # features are read there, and no token's embedding
+    return ids_T, positions_T, batch

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.messages import MediaSpan
 from ludus.engine.block_manager import BlockManager, BlockTable
 
 Decode = Callable[[Sequence[int]], str]
@@ -73,7 +74,7 @@ class Request:
     """A request, what has been generated for it, and its place in the batch and in the KV cache."""
 
     tokens: list[int]
-    """The prompt, then what has been generated."""
+    """The prompt, then what has been generated; virtual ids where a picture is read (`images`)."""
     prompt: int
     """Length of the prompt."""
     limit: int
@@ -94,6 +95,10 @@ class Request:
     stop_checker: StopChecker | None = None
     seen: Marks | None = None
     """Which tokens of the vocabulary the context has, for a repetition penalty."""
+    images: tuple[MediaSpan, ...] = ()
+    """The pictures of the prompt."""
+    placeholder: int = 0
+    """The token that stands for a part of a picture."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     block_table: BlockTable = field(default_factory=BlockTable)

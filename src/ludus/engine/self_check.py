@@ -151,17 +151,20 @@ def use_ludus_attention(model: nn.Module) -> None:
     inner = unwrapped(model)
     decoder_of(model)
     _check_rotation(model)
-    if inner.config._attn_implementation == NAME:
+    config = text_config(model)
+    if config._attn_implementation == NAME:
         return
-    before = inner.config._attn_implementation
+    # a vision tower keeps its own attention, which is not causal
+    switched = inner if config is inner.config else decoder_of(model)
+    before = config._attn_implementation
     with torch.no_grad(), sampling_mode(model):
         try:
-            inner.set_attn_implementation("eager")
+            switched.set_attn_implementation("eager")
             stock = _one_by_one(model)
             with computed_in_float32(model):
                 exact = _one_by_one(model)
-            inner.set_attn_implementation(NAME)
-            if inner.config._attn_implementation != NAME:
+            switched.set_attn_implementation(NAME)
+            if config._attn_implementation != NAME:
                 raise ConfigError(
                     f"{type(inner).__name__} does not use the attention interface of transformers, "
                     "which Ludus needs to run it"
@@ -170,7 +173,7 @@ def use_ludus_attention(model: nn.Module) -> None:
             probe_head(model)
             _warn_if_slow(model)
         except BaseException:
-            inner.set_attn_implementation(before)
+            switched.set_attn_implementation(before)
             raise
 
 

@@ -20,6 +20,7 @@ from ludus.observe.files import (
     clean_leftovers,
     remove_directory,
 )
+from ludus.observe.media import keep_pictures, with_pictures
 from ludus.observe.metrics import (
     CATALOGUE,
     SPLITS,
@@ -121,6 +122,7 @@ __all__ = [
     "flip_test",
     "has_signal",
     "holds_trajectories",
+    "keep_pictures",
     "list_checkpoints",
     "load_value",
     "markdown_text",
@@ -154,6 +156,7 @@ __all__ = [
     "tree_text",
     "undefined",
     "unescape",
+    "with_pictures",
     "write_groups",
     "write_trajectories",
 ]

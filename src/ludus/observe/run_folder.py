@@ -37,7 +37,7 @@ from ludus.observe.checkpoints import (
     remove_checkpoints_after,
 )
 from ludus.observe.files import FolderLock, atomic_write, clean_leftovers, is_hidden_write, remove
-from ludus.observe.media import MediaStore
+from ludus.observe.media import MEDIA, MediaStore
 from ludus.observe.sinks import JsonLinesSink, Sink, Sinks, read_metrics
 from ludus.observe.trajectory_store import read_trajectories, write_groups
 
@@ -65,7 +65,7 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.trajectories_path = self.path / "trajectories"
         self.checkpoints_path = self.path / "checkpoints"
-        self.media_path = self.path / "media"
+        self.media_path = self.path / MEDIA
         self.log_path = self.path / "logs" / "ludus.log"
         self.tensorboard_path = self.path / "tensorboard"
         self.curve_path = self.path / "curve.png"

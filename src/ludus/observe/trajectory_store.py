@@ -438,10 +438,17 @@ def _render_row(render: EnvRender) -> Json:
 
 
 def _segment_row(segment: Segment, sequence: int) -> Json:
-    apart = {"tokens", "logprobs", "calls", *_OF_TRAINING}
+    apart = {"tokens", "logprobs", "calls", "media", *_OF_TRAINING}
     plain = _SEGMENT.dump_python(segment, exclude=apart, warnings=False)
     calls = _dumped([_fields(call) for call in segment.calls])
-    return {**plain, "sequence": sequence, "length": len(segment.tokens), "calls": calls}
+    media = [{"sha256": one.sha256, "start": one.start, "stop": one.stop} for one in segment.media]
+    return {
+        **plain,
+        "sequence": sequence,
+        "length": len(segment.tokens),
+        "calls": calls,
+        "media": media,
+    }
 
 
 def _sequences(row: Mapping[str, Any]) -> list[Json]:

@@ -189,7 +189,9 @@ class EpisodeRecord:
             return
         other = self._prefix[place]
         if len(trajectory.sequences) > 1 or segments[place] is not other:
-            if len(trajectory.sequences) > 1 or segments[place].tokens != other.tokens:
+            own = segments[place]
+            is_same = own.tokens == other.tokens and own.media == other.media
+            if len(trajectory.sequences) > 1 or not is_same:
                 raise CannotFork(
                     "the conversation was rendered to other tokens than before", "the episode"
                 )

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ludus.core.chat import ChatModel, ChatOptions, ChatReply, policy_model
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import EngineError
 from ludus.core.generation import Engine, FinishReason, Sampling
 from ludus.core.messages import Message
+from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.llm import ChatError
 from ludus.rollouts.renderer import Renderer
@@ -33,10 +35,18 @@ class EngineChatModel:
         return f"{self._name}@{self._engine.policy_version}"
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008 - frozen
-        if any(message.media for message in messages):
+        if self._renderer.images is None and any(message.media for message in messages):
             raise ChatError(f"{self._name} reads text only, and is asked about an image")
-        prompt = self._renderer.prompt(messages)
-        seed = key(*prompt) if options.seed is None else options.seed
+        try:
+            opening = await run_sync(self._renderer.opening, messages)
+        except PictureError as error:
+            raise ChatError(f"{self._name} cannot be asked: {error}") from error
+        prompt = opening.tokens
+        seed = (
+            key(*prompt, *(one.sha256 for one in opening.media))
+            if options.seed is None
+            else options.seed
+        )
         sampling = Sampling(
             max_tokens=options.max_tokens,
             temperature=options.temperature,
@@ -45,7 +55,7 @@ class EngineChatModel:
         )
         try:
             async with asyncio.timeout(self._seconds) as deadline:
-                completion = await self._engine.generate(prompt, sampling)
+                completion = await self._engine.generate(prompt, sampling, media=opening.media)
         except EngineError as error:
             raise ChatError(f"{self._name} cannot be asked: {error}") from error
         except TimeoutError as error:

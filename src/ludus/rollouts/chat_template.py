@@ -19,14 +19,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.core.lru import LruCache
 from ludus.core.messages import Json, Role, ToolSpec
 from ludus.core.tokenizer import Tokenizer
 from ludus.rollouts.tokenizers import ControlTexts
@@ -34,7 +33,6 @@ from ludus.rollouts.tokenizers import ControlTexts
 Writer = Callable[["Piece"], str]
 Escape = Callable[[str], str]
 Span = tuple[int, int]
-Kept = TypeVar("Kept")
 
 MOST_TOOL_LISTS = 256
 
@@ -47,6 +45,8 @@ class Piece:
     trusted: bool = False
     identifier: bool = False
     """The id of a call: it may be replaced by another one, but not by a longer one."""
+    is_image: bool = False
+    """A picture, for a template that is given pictures as parts of their own and writes their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +220,24 @@ def _chat(entry: ChatEntry, write: Writer) -> Json:
     """The dictionary a template takes. Names may come from a model or a server: they are content too."""
     written = [write(piece) for piece in entry.all_pieces()]
     count = len(entry.pieces)
-    chat: Json = {"role": entry.role, "content": "".join(written[:count])}
+    chat: Json = {"role": entry.role, "content": _content(entry.pieces, written[:count])}
     keys = [key for key in ("name", "tool_call_id") if getattr(entry, key) is not None]
     return chat | dict(zip(keys, written[count:], strict=True))
+
+
+def _content(pieces: Sequence[Piece], written: Sequence[str]) -> str | list[Json]:
+    """A text; with pictures in it, a list of parts."""
+    if not any(piece.is_image for piece in pieces):
+        return "".join(written)
+    parts: list[Json] = []
+    for piece, text in zip(pieces, written, strict=True):
+        if piece.is_image:
+            parts.append({"type": "image"})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += text
+        elif text:
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _end(text: str, word: str) -> int:
@@ -442,38 +457,6 @@ def _each(value: Any, escape: Escape) -> Any:
     if isinstance(value, (list, tuple)):
         return [_each(item, escape) for item in value]
     return value
-
-
-class LruCache(Generic[Kept]):
-    """A thread-safe LRU cache; two threads may make the same value twice.
-
-    `most` is a number of values, or their size together as `size` counts it.
-    """
-
-    def __init__(self, most: int, size: Callable[[Kept], int] = lambda _: 1) -> None:
-        self._most, self._size = most, size
-        self._total = 0
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """The value of this key, made by `make` if it is not kept."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        made = make()
-        with self._lock:
-            self._drop(key)  # another thread was as quick
-            self._kept[key] = made
-            self._total += self._size(made)
-            while self._total > self._most:
-                self._drop(next(iter(self._kept)))
-        return made
-
-    def _drop(self, key: Hashable) -> None:
-        if key in self._kept:
-            self._total -= self._size(self._kept.pop(key))
 
 
 _last_key: tuple[object, str] = (None, "")

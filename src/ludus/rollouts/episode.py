@@ -23,7 +23,16 @@ from ludus.core.concurrency import run_sync
 from ludus.core.config import Config
 from ludus.core.failures import Aborted, ConfigError, Fault, InfraError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
+from ludus.core.messages import (
+    Media,
+    Message,
+    ToolCall,
+    ToolContext,
+    ToolResult,
+    ToolSet,
+    ToolSpec,
+)
+from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import (
@@ -38,7 +47,7 @@ from ludus.core.trajectory import (
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
-from ludus.rollouts.renderer import NextContext, Renderer
+from ludus.rollouts.renderer import Renderer, warn_of_unseen
 from ludus.tools import OutputLimits, changed_tools, tools_changed
 
 log = logging.getLogger(__name__)
@@ -180,6 +189,7 @@ class Episode:
         """
         self._check_turns()
         await self.note_renders()
+        await self._read_pictures()
         if self.expert is not None:
             return await self._expert_turn(self.expert)
         if self._history is not None:
@@ -201,7 +211,9 @@ class Episode:
             seed=key(self.trajectory.seed, self.trajectory.turns),
         )
         started = time.perf_counter()
-        completion = await self._engine.generate(context, sampling, session=self.context.episode)
+        completion = await self._engine.generate(
+            context, sampling, session=self.context.episode, media=self._sequence.media
+        )
         seconds = time.perf_counter() - started
         self._add_span("generate", started, seconds, completion.queued_seconds)
         self.trajectory.seconds["generate"] += seconds
@@ -209,6 +221,42 @@ class Episode:
         if self._history is not None:
             self._history.turns.append(turn)
         return turn
+
+    async def _read_pictures(self) -> None:
+        """Decode the pictures of pending messages, in a thread; one that cannot be read is told in words.
+
+        A model that reads text only is shown none: they are counted, so that nobody trains blind unknowingly.
+        """
+        if not any(message.media for message in self._pending):
+            return
+        images = self._renderer.images
+        if images is None:
+            self._count_unseen(sum(len(message.media) for message in self._pending))
+            return
+        for place, message in enumerate(self._pending):
+            kept: list[Media] = []
+            problems: list[str] = []
+            for media in message.media:
+                try:
+                    if media.is_image:
+                        await run_sync(images.tokens, media)
+                    else:
+                        self._count_unseen(1)
+                except PictureError as error:
+                    if not self.trajectory.messages:  # it is the task's own, and nobody's action
+                        raise ConfigError(f"task {self.task.id}: {error}") from None
+                    problems.append(f"[image not shown: {error}]")
+                    self._count_unseen(1)
+                else:
+                    kept.append(media)
+            if problems:
+                text = "\n".join([message.content, *problems])
+                self._pending[place] = replace(message, content=text, media=tuple(kept))
+
+    def _count_unseen(self, count: int) -> None:
+        counts = self.trajectory.counts
+        counts[UNSEEN_IMAGES] = counts.get(UNSEEN_IMAGES, 0.0) + count
+        warn_of_unseen()
 
     async def note_renders(self) -> None:
         """Record what the environments look like now, where that is asked for."""
@@ -454,7 +502,7 @@ class Episode:
         if self._sequence.segments:
             step = self._renderer.next_context(self._sequence, conversation, new, self._specs)
         else:
-            step = NextContext(self._renderer.prompt(new, self._specs), restart=True)
+            step = self._renderer.opening(new, self._specs)
         conversation.extend(new)
         before = 0 if step.restart else len(self._sequence)
         if before + len(step.tokens) >= self.budgets.max_tokens:
@@ -466,7 +514,7 @@ class Episode:
         if not step.continues_turn:
             self._turn = ""
         kind = SegmentKind.PROMPT if step.restart else SegmentKind.OBSERVATION
-        self._sequence.segments.append(Segment(kind, step.tokens))
+        self._sequence.segments.append(Segment(kind, step.tokens, media=step.media))
         if self._history is not None:
             self._history.share(self.trajectory)
 
@@ -519,6 +567,9 @@ class Episode:
             return new
         text = f"{new[-1].content}\n{self.budgets.reminder(self.trajectory.turns)}"
         return [*new[:-1], replace(new[-1], content=text)]
+
+
+UNSEEN_IMAGES = "images_unseen"
 
 
 @lru_cache(maxsize=1024)

@@ -27,9 +27,17 @@ from typing import Any
 from ludus.core.concurrency import run_sync
 from ludus.core.failures import Aborted, ConfigError, Fault, LudusError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.core.messages import Message, ToolCall, ToolSpec
+from ludus.core.messages import MediaSpan, Message, ToolCall, ToolSpec
 from ludus.core.random import key
-from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.core.tokenizer import ImageTokens
+from ludus.core.trajectory import (
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+    media_spans,
+)
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.chat_template import tools_key
 from ludus.rollouts.formats.base import split_thinking
@@ -121,12 +129,19 @@ class _Spot:
     """The last known turn's action; None for a new conversation."""
     tokens: list[int]
     """What is appended there; a whole prompt where `after` is None."""
+    media: tuple[MediaSpan, ...]
+    """Which of these stand for pictures."""
     conversation: list[Message]
     """The known messages, replies as they were sampled."""
     digest: blake2b
     """Of all that the model reads."""
     kind: str | None = None
     """What it counts as: a restart, a branch, or neither so far."""
+
+    def context(self) -> Segment:
+        """What is appended, as a segment."""
+        kind = SegmentKind.PROMPT if self.after is None else SegmentKind.OBSERVATION
+        return Segment(kind, self.tokens, media=self.media)
 
 
 @dataclass(slots=True)
@@ -139,10 +154,14 @@ class _KnownTurn:
     """Of all tokens up to its end: what follows is added to a copy."""
 
 
-def _digest(tokens: Sequence[int], before: blake2b | None = None) -> blake2b:
-    """The digest of these tokens after those of another: a turn costs what is new in it."""
+def _digest(
+    tokens: Sequence[int], media: Sequence[MediaSpan] = (), before: blake2b | None = None
+) -> blake2b:
+    """The digest of these tokens and pictures after those of another: a turn costs what is new in it."""
     found = blake2b(digest_size=8) if before is None else before.copy()
     found.update(array("q", tokens))
+    for span in media:
+        found.update(span.sha256.encode())
     return found
 
 
@@ -219,6 +238,11 @@ class MessageTree:
         self._sampled: dict[int, int] = {}
         """How often each context was sampled from, by its digest."""
 
+    @property
+    def images(self) -> ImageTokens | None:
+        """How the model is shown pictures; None where it reads text only."""
+        return self._renderer.images
+
     # Sampling
 
     async def sample(
@@ -241,7 +265,9 @@ class MessageTree:
         renderer = self._renderer.bound(tools)
         self._refuse_longer(messages)
         spot = self._locate(renderer, messages, tools)
-        context = self._tokens_until(spot.after) + spot.tokens
+        known = self._segments_until(spot.after)
+        context = [token for segment in known for token in segment.tokens] + spot.tokens
+        media = media_spans([*known, spot.context()])
         room = self._limits.tokens - len(context)
         if room < 1:
             message = (
@@ -271,7 +297,7 @@ class MessageTree:
                 completion = await self._demonstrated(renderer, spot, self.expert)
             else:
                 completion = await self._engine.generate(
-                    context, sampling, session=session, on_tokens=on_tokens
+                    context, sampling, session=session, media=media, on_tokens=on_tokens
                 )
         finally:
             self._busy.discard(session)
@@ -316,19 +342,25 @@ class MessageTree:
                 known, last = number, state
         has_replies = any(message.role == "assistant" for message in messages[known:])
         if last == root:
-            tokens = renderer.prompt(messages, tools)
+            opening = renderer.opening(messages, tools)
             kind = "restarts" if has_replies and self._actions else None
-            return _Spot(root, messages, 0, None, tokens, [], _digest(tokens), kind)
+            digest = _digest(opening.tokens, opening.media)
+            return _Spot(root, messages, 0, None, opening.tokens, opening.media, [], digest, kind)
         turn = self._turns[last]
         new, conversation = messages[known:], turn.conversation
         action = self.trajectory.sequences[turn.position[0]].segments[turn.position[1]]
         step = renderer.next_context(TokenSequence([action]), conversation, new, tools)
         if step.restart:
             # the template rewrites earlier turns, and history = "split"
-            digest = _digest(step.tokens)
-            return _Spot(last, messages, known, None, step.tokens, conversation, digest, "restarts")
-        kind, digest = "branches" if has_replies else None, _digest(step.tokens, turn.digest)
-        return _Spot(last, messages, known, turn.position, step.tokens, conversation, digest, kind)
+            digest = _digest(step.tokens, step.media)
+            return _Spot(
+                last, messages, known, None, step.tokens, step.media, conversation, digest, "restarts"
+            )
+        kind = "branches" if has_replies else None
+        digest = _digest(step.tokens, step.media, turn.digest)
+        return _Spot(
+            last, messages, known, turn.position, step.tokens, step.media, conversation, digest, kind
+        )
 
     def _walk(self, root: int, messages: Sequence[Message]) -> list[int]:
         """The states after these messages, as far as they are known.
@@ -391,7 +423,8 @@ class MessageTree:
         """How many tokens the model would read before it replies."""
         self._refuse_longer(messages)
         spot = self._locate(self._renderer.bound(tools), messages, tools)
-        return len(self._tokens_until(spot.after)) + len(spot.tokens)
+        known = self._segments_until(spot.after)
+        return sum(len(segment.tokens) for segment in known) + len(spot.tokens)
 
     async def close(self) -> None:
         """Release the engine's sessions."""
@@ -439,7 +472,7 @@ class MessageTree:
         self._turns[end] = _KnownTurn(
             (sequence, len(sequences[sequence].segments) - 1),
             conversation,
-            _digest(action.tokens, spot.digest),
+            _digest(action.tokens, before=spot.digest),
         )
         # as clients echo it: with its text, or with its calls alone
         echoed = Message("assistant", turn.reply.text, turn.reply.calls)
@@ -471,31 +504,33 @@ class MessageTree:
         """Append what the model read before a turn; where that ends, and whether it left an earlier line."""
         sequences = self.trajectory.sequences
         if spot.after is None:
-            return self._append_prompt(spot.tokens), False
+            return self._append_prompt(spot.context()), False
         sequence, segment = spot.after
         branched = segment != len(sequences[sequence].segments) - 1
         if branched:
             sequences.append(TokenSequence(parent=spot.after))
             sequence = len(sequences) - 1
-        sequences[sequence].segments.append(Segment(SegmentKind.OBSERVATION, spot.tokens))
+        sequences[sequence].segments.append(spot.context())
         return (sequence, len(sequences[sequence].segments) - 1), branched
 
-    def _append_prompt(self, tokens: list[int]) -> Position:
+    def _append_prompt(self, prompt: Segment) -> Position:
         """A whole prompt: a new sequence, which shares with an earlier one what begins with the same tokens."""
         sequences = self.trajectory.sequences
         if not any(sequence.segments for sequence in sequences):
-            sequences[0].segments.append(Segment(SegmentKind.PROMPT, tokens))
+            sequences[0].segments.append(prompt)
             return 0, 0
-        parent, shared = self._shared_prefix(tokens)
-        if parent is not None and shared == len(tokens):
+        parent, shared = self._shared_prefix(prompt)
+        if parent is not None and shared == len(prompt.tokens):
             return parent
         kind = SegmentKind.PROMPT if parent is None else SegmentKind.OBSERVATION
-        sequences.append(TokenSequence([Segment(kind, tokens[shared:])], parent))
+        media = tuple(span.moved(-shared) for span in prompt.media if span.start >= shared)
+        sequences.append(TokenSequence([Segment(kind, prompt.tokens[shared:], media=media)], parent))
         return len(sequences) - 1, 0
 
-    def _shared_prefix(self, tokens: list[int]) -> tuple[Position | None, int]:
-        """The longest run of whole segments, of any sequence, that these tokens begin with."""
-        sequences = self.trajectory.sequences
+    def _shared_prefix(self, prompt: Segment) -> tuple[Position | None, int]:
+        """The longest run of whole segments, of any sequence, that a prompt begins with, pictures included."""
+        sequences, tokens = self.trajectory.sequences, prompt.tokens
+        pictures = {span.start: span for span in prompt.media}
         ends: list[list[int]] = []
         """For each sequence, how many tokens are shared up to the end of each of its segments."""
         best: Position | None = None
@@ -512,6 +547,9 @@ class MessageTree:
             for index, segment_ in enumerate(sequence.segments):
                 stop = position + len(segment_.tokens)
                 if tokens[position:stop] != segment_.tokens:
+                    break
+                own_pictures = [pictures[at] for at in sorted(pictures) if position <= at < stop]
+                if own_pictures != [span.moved(position) for span in segment_.media]:
                     break
                 position = stop
                 own.append(position)
@@ -542,16 +580,13 @@ class MessageTree:
         segment = self.trajectory.sequences[sequence].segments[place]
         return next(id for id, action in self._actions.items() if action is segment)
 
-    def _tokens_until(self, position: Position | None) -> list[int]:
-        """All tokens up to a place, those of the sequences that it branches from included."""
+    def _segments_until(self, position: Position | None) -> list[Segment]:
+        """All segments up to a place, those of the sequences that it branches from included."""
         if position is None:
             return []
         sequence, segment = position
         own = self.trajectory.sequences[sequence]
-        before = self._tokens_until(own.parent)
-        for one in own.segments[: segment + 1]:
-            before += one.tokens
-        return before
+        return [*self._segments_until(own.parent), *own.segments[: segment + 1]]
 
     def _new_state(self) -> int:
         self._states += 1

@@ -6,18 +6,19 @@ import copy
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Literal, Self
 
 from ludus.core.failures import ConfigError
 from ludus.core.generation import Completion, FinishReason
-from ludus.core.messages import Message, ToolSpec
-from ludus.core.tokenizer import Tokenizer
+from ludus.core.lru import LruCache
+from ludus.core.messages import MediaSpan, Message, ToolSpec
+from ludus.core.tokenizer import ImageTokens, Tokenizer
 from ludus.core.trajectory import SegmentKind, TokenSequence
 from ludus.rollouts.chat_template import (
     ChatEntry,
-    LruCache,
     Piece,
     SafeTemplate,
     split_at_marks,
@@ -29,8 +30,10 @@ from ludus.rollouts.template_features import (
     TOOL,
     action_text,
     chat_entries,
+    content_pieces,
     is_rewritten,
     probe,
+    shown_images,
     with_description,
 )
 
@@ -56,6 +59,8 @@ class NextContext:
     restart: bool = False
     continues_turn: bool = False
     """The assistant's turn was not closed: the next action continues it."""
+    media: tuple[MediaSpan, ...] = ()
+    """Which of the tokens stand for pictures."""
 
 
 class Renderer:
@@ -95,6 +100,8 @@ class Renderer:
         self.format = format
         self.history = history
         self.turns = turns
+        self.images: ImageTokens | None = getattr(tokenizer, "images", None)
+        """How pictures are shown; None for a model that reads text only."""
         self._template = SafeTemplate(tokenizer)
         self._cache = RenderCache()
         self._bound: LruCache[Self | None] = LruCache(MOST_BOUND)
@@ -144,6 +151,39 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The tokens of a whole conversation, up to where the model goes on."""
+        return self.opening(messages, tools).tokens
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> NextContext:
+        """The same, with where its pictures stand. Raises `PictureError` for one that cannot be read."""
+        return self._with_images(NextContext(self._prompt(messages, tools), restart=True), messages)
+
+    def _with_images(self, context: NextContext, messages: Sequence[Message]) -> NextContext:
+        """What a template has written one placeholder for, in all tokens that stand for it."""
+        if not any(message.media for message in messages):
+            return context
+        if self.images is None:
+            warn_of_unseen()
+            return context
+        pictures = [one for message in messages for one in shown_images(message)]
+        if context.tokens.count(self.images.token) != len(pictures):
+            raise ConfigError(
+                f"the chat template writes {context.tokens.count(self.images.token)} image tokens for "
+                f"{len(pictures)} pictures; give the tokenizer another chat_template"
+            )
+        tokens: list[int] = []
+        spans: list[MediaSpan] = []
+        left = iter(pictures)
+        for token in context.tokens:
+            if token != self.images.token:
+                tokens.append(token)
+                continue
+            picture = next(left)
+            start = len(tokens)
+            tokens += self.images.tokens(picture)
+            spans.append(MediaSpan(picture.sha256, start, len(tokens), picture.data))
+        return replace(context, tokens=tokens, media=tuple(spans))
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         made = chat_entries(messages, self.format, self.features)
 
         def render() -> list[int]:
@@ -164,13 +204,20 @@ class Renderer:
         string, a length cut) is added here, and belongs to the observation. With inline turns, results come
         first, as raw text in the turn itself, unless the model has closed it.
         """
+        return self._with_images(
+            NextContext(self._observation(action, messages, tools)), messages
+        ).tokens
+
+    def _observation(
+        self, action: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> list[int]:
         results = self._inline_results(action, messages)
         if results:
             raw = self._template.encode_pieces(
                 piece for result in results for piece in self._raw(result)
             )
             following = messages[len(results) :]
-            return [*raw, *self.observation([], following, tools)] if following else raw
+            return [*raw, *self._observation([], following, tools)] if following else raw
         new = chat_entries(messages, self.format, self.features)
         # Tools stand at the front, which is cut off here: any tool will do, and a small one is quick.
         native = [TOOL] if tools and self.features.native_tools else []
@@ -186,7 +233,9 @@ class Renderer:
     def _raw(self, result: Message) -> list[Piece]:
         """A result in its frame, on lines of its own. The frame is trusted, the result is not."""
         opening, closing = self.format.result_frame
-        return [Piece(f"\n{opening}", True), Piece(result.content), Piece(f"{closing}\n", True)]
+        # the template writes nothing here, so the placeholder of a picture stands in the text
+        pieces = content_pieces(result, replace(self.features, image_roles=frozenset()), "tool")
+        return [Piece(f"\n{opening}", True), *pieces, Piece(f"{closing}\n", True)]
 
     def _rest_of_turn(self, new: Sequence[ChatEntry], native: Sequence[ToolSpec]) -> list[int]:
         """What the template writes after an assistant's text, when `new` follows."""
@@ -203,14 +252,15 @@ class Renderer:
     ) -> NextContext:
         """What follows `sequence`, whose last action is the last message of `conversation`."""
         if self.needs_split(conversation, messages, tools):
-            return NextContext(self.prompt([*conversation, *messages], tools), restart=True)
+            return self.opening([*conversation, *messages], tools)
         last = sequence.segments[-1] if sequence.segments else None
         action = last.tokens if last and last.kind is SegmentKind.ACTION else []
         results = self._inline_results(action, messages)
-        return NextContext(
-            self.observation(action, messages, tools),
+        following = NextContext(
+            self._observation(action, messages, tools),
             continues_turn=bool(results) and len(results) == len(messages),
         )
+        return self._with_images(following, messages)
 
     def needs_split(
         self,
@@ -301,6 +351,15 @@ class Renderer:
 
     def _is_stop(self, token: int) -> bool:
         return token in self.tokenizer.stop_tokens
+
+
+@lru_cache(maxsize=1)
+def warn_of_unseen() -> None:
+    """Once in a process; the metric has the count."""
+    log.warning(
+        "pictures (or other media) come up, and the model is not shown them: it reads text only, or they could "
+        "not be read. In episodes images_unseen counts them; docs/images.md says which models see"
+    )
 
 
 def _refuse_unreachable(format: ActionFormat, tools: Sequence[ToolSpec]) -> None:

@@ -32,7 +32,7 @@ from ludus.core.failures import (
     MissingExtraError,
 )
 from ludus.core.generation import Engine, Sampling
-from ludus.core.messages import Media, Message, ToolContext, ToolSet
+from ludus.core.messages import IMAGE_MARK, Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import (
@@ -49,7 +49,9 @@ from ludus.envs import (
     EnvPool,
     EnvTools,
     Lease,
+    Observation,
     RemoteEnv,
+    as_observation,
     rename_clashes,
     tools_of,
 )
@@ -261,7 +263,8 @@ class Rollout:
             sets = {name: await self._env_tools(lease, name, access) for name, lease in leases.items()}
             rename_clashes(sets)
             observed = [
-                await sets[name].first(lease.observation, context) for name, lease in leases.items()
+                replace(lease.observation, text=await sets[name].first(lease.observation, context))
+                for name, lease in leases.items()
             ]
             tools = CombinedTools([self.tools, *sets.values()])
             await tools.open(context)
@@ -277,7 +280,7 @@ class Rollout:
                 context=context,
                 budgets=self.budgets,
                 sampling=self.sampling,
-                opening=opening_messages(task.messages, [text for text in observed if text]),
+                opening=opening_messages(task.messages, observed),
                 step_rewards=self._step_rewards_of(task, envs),
                 record=record,
                 audit=self.audit,
@@ -398,18 +401,30 @@ async def _rendered(envs: Mapping[str, Any], access: EnvAccess, turn: int) -> li
     return found
 
 
-def opening_messages(messages: Sequence[Message], observations: Sequence[str]) -> list[Message]:
+def opening_messages(
+    messages: Sequence[Message], observations: Sequence[Observation | str]
+) -> list[Message]:
     """The task's messages, with what the environments show first at the end of the last user message.
 
     One message rather than two, because many chat templates refuse two user messages in a row.
     """
-    if not observations:
+    seen = [one for one in map(as_observation, observations) if one.text or one.media]
+    if not seen:
         return list(messages)
-    text = "\n\n".join(observations)
+    text = "\n\n".join(map(_marked, seen))
+    media = tuple(item for one in seen for item in one.media)
     if messages and messages[-1].role == "user":
         last = messages[-1]
-        return [*messages[:-1], replace(last, content=f"{last.content}\n\n{text}")]
-    return [*messages, Message("user", text)]
+        content = f"{last.content}\n\n{text}"
+        return [*messages[:-1], replace(last, content=content, media=(*last.media, *media))]
+    return [*messages, Message("user", text, media=media)]
+
+
+def _marked(seen: Observation) -> str:
+    """An observation's text, with a mark for each of its pictures: other texts will stand before it."""
+    images = sum(item.is_image for item in seen.media)
+    missing = max(0, images - seen.text.count(IMAGE_MARK))
+    return "\n".join([*[IMAGE_MARK] * missing, *([seen.text] if seen.text else [])])
 
 
 def _releaser(pool: EnvPool, name: str, trajectory: Trajectory) -> Callable[..., Awaitable[None]]:

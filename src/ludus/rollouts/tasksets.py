@@ -11,6 +11,7 @@ from ludus.core.failures import ConfigError, LudusError, MissingExtraError, not_
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
+from ludus.rollouts.row_pictures import with_row_pictures
 
 DATASET = "dataset:"
 """How a Hugging Face dataset is named: dataset:NAME:CONFIG@SPLIT; without them its own config, and train."""
@@ -66,9 +67,11 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
             "'module:function', or 'dataset:NAME@SPLIT' ('dataset:NAME:CONFIG@SPLIT')"
         )
     has_gaps = source.startswith(DATASET) or source.endswith(".parquet")
+    folder = Path(source).parent if source.endswith(FILES) and not source.startswith(DATASET) else None
     for where, row in rows:
         named = _renamed(row, columns, where) if columns else row
-        yield where, _without_gaps(named) if has_gaps else named
+        whole = _without_gaps(named) if has_gaps else named
+        yield where, with_row_pictures(whole, folder, where) if is_rows(source) else whole
 
 
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import Json, Message, Role, ToolCall, ToolResult, ToolSpec
-from ludus.core.tokenizer import Tokenizer
+from ludus.core.messages import (
+    IMAGE_MARK,
+    Json,
+    Media,
+    Message,
+    Role,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+)
+from ludus.core.tokenizer import ImageTokens, Tokenizer
 from ludus.rollouts.chat_template import ChatEntry, Piece, SafeTemplate, split_at_marks
 from ludus.rollouts.formats.base import THINK, ActionFormat
 
@@ -30,6 +39,10 @@ class TemplateFeatures:
     """White space that it writes before an assistant's text, and that the model samples itself."""
     rewrites: tuple[str, ...] = ()
     """The kinds of conversation in which it rewrites earlier turns; empty when it preserves prefixes."""
+    image: str = ""
+    """The placeholder of a picture; empty for a model that reads text only."""
+    image_roles: frozenset[Role] = frozenset()
+    """The roles whose pictures it writes itself; elsewhere the placeholder stands in the text."""
 
 
 def chat_entries(
@@ -61,16 +74,39 @@ def with_description(
 
 
 def _entry(message: Message, format: ActionFormat, features: TemplateFeatures) -> ChatEntry:
-    role, content = message.role, message.content
+    role = message.role
     if role == "assistant":
         return ChatEntry(role, split_at_marks(action_text(message, format), (*THINK, *format.marks)))
     if role == "tool" and (format.result_role == "user" or not features.tool_role):
         # The role makes it a result; a user's text is none, whatever it looks like.
         opening, closing = format.result_frame
-        return ChatEntry("user", (Piece(opening, True), Piece(content), Piece(closing, True)))
+        pieces = content_pieces(message, features, "user")
+        return ChatEntry("user", (Piece(opening, True), *pieces, Piece(closing, True)))
     if role == "system" and not features.system:
         role = "user"
-    return ChatEntry(role, (Piece(content),), message.name, message.tool_call_id)
+    return ChatEntry(role, content_pieces(message, features, role), message.name, message.tool_call_id)
+
+
+def shown_images(message: Message) -> list[Media]:
+    """The pictures of a message that a model which sees is shown: not what an assistant wrote."""
+    return [] if message.role == "assistant" else [one for one in message.media if one.is_image]
+
+
+def content_pieces(message: Message, features: TemplateFeatures, role: Role) -> tuple[Piece, ...]:
+    """A message's text with its pictures in their places: at their marks, or before the text."""
+    content, images = message.content, len(shown_images(message))
+    if not images or not features.image:
+        return (Piece(content.replace(IMAGE_MARK, UNSEEN, images)),)
+    *texts, last = content.split(IMAGE_MARK, images)
+    is_part = role in features.image_roles
+    picture = Piece("", True, is_image=True) if is_part else Piece(features.image, True)
+    gap = () if is_part else (Piece("\n", True),)
+    pieces: list[Piece] = []
+    for _ in range(images - len(texts)):
+        pieces += [picture, *gap]
+    for text in texts:
+        pieces += [Piece(text), picture] if text else [picture]
+    return (*pieces, Piece(last)) if last or not pieces else tuple(pieces)
 
 
 def action_text(message: Message, format: ActionFormat) -> str:
@@ -91,6 +127,9 @@ def _merged(made: Sequence[ChatEntry]) -> list[ChatEntry]:
             result.append(entry)
     return result
 
+
+UNSEEN = "[image]"
+"""What stands in the place of a picture for a model that reads text only."""
 
 # Probing: the template renders small conversations, and its output shows what it does.
 
@@ -124,7 +163,29 @@ def probe(template: SafeTemplate, format: ActionFormat) -> TemplateFeatures:
         opens_thinking=_opened(tokenizer, [user]),
         lead=_lead(tokenizer, user),
     )
+    images: ImageTokens | None = getattr(tokenizer, "images", None)
+    if images is not None:
+        roles = _image_roles(tokenizer, images.text, [user, act])
+        features = replace(features, image=images.text, image_roles=roles)
     return replace(features, rewrites=tuple(_rewritten(template, format, features)))
+
+
+def _image_roles(tokenizer: Tokenizer, placeholder: str, before: list[Json]) -> frozenset[Role]:
+    """The roles in which the template writes one placeholder for a part that is a picture."""
+
+    def takes(role: Role) -> bool:
+        parts = [{"type": "image"}, {"type": "text", "text": WORD}]
+        message: Json = {"role": role, "content": parts}
+        if role == "tool":
+            message |= {"name": TOOL.name, "tool_call_id": "call00000"}
+        try:
+            text = tokenizer.apply_chat_template([*before, message], None, True)
+        except ConfigError:
+            return False
+        return text.count(placeholder) == 1 and text.count(WORD) == 1
+
+    roles: tuple[Role, ...] = ("user", "tool")
+    return frozenset(role for role in roles if takes(role))
 
 
 def is_rewritten(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
+from ludus.core.tokenizer import ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,10 +113,14 @@ class HFTokenizer:
     ) -> None:
         """`stop_tokens` are further ones, such as the `eos_token_id` of a generation config."""
         self.inner: Any = tokenizer
+        self.images: ImageTokens | None = None
+        """How prompts show pictures; None for a model that reads text only."""
         self._template: str | None = chat_template
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             self._template = CHATML
             self._require(("<|im_start|>", "<|im_end|>"))
+        self._takes_parts = False
+        self._takes_parts = self._needs_parts()
         self._has_library = _encodes_by_library(self.inner)
         self._controls = _controls(self.inner)
         self._texts = ControlTexts(self._controls)
@@ -177,6 +183,8 @@ class HFTokenizer:
     ) -> str:
         from jinja2 import TemplateError
 
+        if self._takes_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             return str(
                 self.inner.apply_chat_template(
@@ -192,6 +200,19 @@ class HFTokenizer:
             raise ConfigError(
                 f"the chat template refuses a conversation of the roles ({roles}): {error}"
             ) from error
+
+    def _needs_parts(self) -> bool:
+        """Whether the template shows a text only as a part of a list, as those of models that see often do."""
+        shown = [{"role": "user", "content": _PROBE}]
+        try:
+            if _PROBE in self.apply_chat_template(shown, None, False):
+                return False
+        except ConfigError:
+            pass
+        try:
+            return _PROBE in self.apply_chat_template([_in_parts(shown[0])], None, False)
+        except ConfigError:
+            return False
 
     def _ids(self, text: str) -> list[int]:
         sound = text.encode("utf-8", errors="replace").decode("utf-8")  # halves of surrogate pairs
@@ -250,6 +271,16 @@ class HFTokenizer:
         return self._controls[max(fitting, key=len)] if fitting else None
 
 
+def _in_parts(message: Json) -> Json:
+    """The same message, its text as a list of parts."""
+    content = message.get("content")
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
+
+
 def load_tokenizer(
     name_or_path: str | Path, *, chat_template: str | None = None, revision: str | None = None
 ) -> HFTokenizer:
@@ -266,9 +297,23 @@ def load_tokenizer(
             f"no tokenizer could be loaded from {where!r}: it is neither a folder with tokenizer files "
             f"nor a model that the hub gives ({type(error).__name__}: {str(error).strip():.200})"
         ) from error
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        chat_template = _processor_template(where, revision)
     return HFTokenizer(
         tokenizer, chat_template=chat_template, stop_tokens=_generation_stops(where, revision)
     )
+
+
+def _processor_template(where: str, revision: str | None) -> str | None:
+    """The chat template that older models which see keep in a file of their processor's."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(where, "chat_template.json", revision=revision or "main")
+    except OSError:
+        return None
+    template = json.loads(Path(file).read_text(encoding="utf-8")).get("chat_template") if file else None
+    return template if isinstance(template, str) else None
 
 
 def _encodes_by_library(tokenizer: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, Engine, FinishReason, OnTokens, Sampling
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.rollouts.renderer import Renderer
@@ -38,7 +38,7 @@ class RecordedEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         number = self._given[session]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
-from ludus.engine import use_ludus_attention
+from ludus.engine import images_of, use_ludus_attention
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -74,6 +74,8 @@ def save_model(folder: Path, model: nn.Module, tokenizer: HFTokenizer) -> None:
         raise UnsavedError(f"the model could not be written to {folder.parent}: {error}") from error
     try:
         tokenizer.inner.save_pretrained(folder)
+        if (images := images_of(model)) is not None:
+            images.save(folder)
     except Exception as error:  # the library knows no narrower kind, for a full disk either
         raise UnsavedError(f"the tokenizer could not be written to {folder.parent}: {error}") from error
 

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from ludus.core.failures import Boundary, EngineError, Failure
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.trajectory import Group
 from ludus.rollouts.rollout import Rollout
@@ -258,7 +258,7 @@ class _GatedEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         await self.gate.wait()

@@ -26,6 +26,7 @@ from ludus.engine import (
     context_limit,
     head_logits,
     hidden_states,
+    images_of,
     sampling_mode,
     unwrapped,
     vocabulary_size,
@@ -155,6 +156,8 @@ class PolicyWeights:
         with without_progress_bars():
             unwrapped(self._model).save_pretrained(folder, state_dict=state, max_shard_size=1 << 60)
         self._tokenizer.inner.save_pretrained(folder)
+        if (images := images_of(self._model)) is not None:
+            images.save(folder)
         if self._is_first:
             self._is_first = False
             self._layout = _Layout.of(folder / WEIGHTS, state)

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
 from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
 from ludus.engine.cuda.kv_cache import StaticKVCache
-from ludus.engine.model_runner import flat_batch, head_logits, hidden_states, sample_chunks, score
+from ludus.engine.images import ImageFeatures
+from ludus.engine.model_runner import (
+    embedded_chunks,
+    flat_batch,
+    head_logits,
+    hidden_states,
+    sample_chunks,
+    score,
+)
 from ludus.engine.paged_attention import PrefillContext
 from ludus.engine.scheduler import Chunk
 from ludus.kernels import sample_at_temperature
@@ -74,8 +82,15 @@ class PrefillBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only samples, and from full distributions."""
-        return not any(c.request.is_score or c.request.sampling.is_truncated for c in self.chunks)
+        """Whether it only samples, from full distributions, and reads no picture."""
+        return not any(
+            c.request.is_score or c.request.sampling.is_truncated or has_picture(c) for c in self.chunks
+        )
+
+
+def has_picture(chunk: Chunk) -> bool:
+    """Whether a part of a picture is among the chunk's tokens."""
+    return any(i.start < chunk.stop and i.stop > chunk.start for i in chunk.request.images)
 
 
 def prefill_batch(
@@ -120,6 +135,7 @@ class StepParts:
     state: RowState
     decode: DecodeStep
     graphs: StepGraphs
+    images: ImageFeatures | None = None
 
     @property
     def device(self) -> torch.device:
@@ -130,12 +146,16 @@ class StepParts:
         if self.state.keep_block_tables(rows_R, block_tables_RB):
             self.graphs.clear()
 
-    def hidden_states(self, inputs: dict[str, Tensor], block_tables_RB: Tensor) -> Tensor:
+    def hidden_states(
+        self, inputs: dict[str, Tensor], block_tables_RB: Tensor, chunks: Sequence[Chunk] = ()
+    ) -> Tensor:
         """[T, D]: the last hidden states of new tokens; their keys and values go into the KV cache."""
         names = ("slots_T", "starts_R1", "lengths_R")
         slots_T, starts_R1, lengths_R = (inputs[name] for name in names)
         context = PrefillContext(self.kv_cache, slots_T, block_tables_RB, starts_R1, lengths_R)
-        return hidden_states(self.model, inputs["ids_T"], inputs["positions_T"], context)
+        ids_T = inputs["ids_T"]
+        embedded_TD = embedded_chunks(self.images, chunks, ids_T)
+        return hidden_states(self.model, ids_T, inputs["positions_T"], context, embedded_TD)
 
 
 class GraphPrefill:
@@ -290,7 +310,7 @@ class PrefillStep:
         inputs = dict(zip(batch.arrays, values, strict=True))
         model, decode = self._parts.model, self._parts.decode
         self._parts.keep_block_tables(inputs["rows_R"], block_tables_RB)
-        hidden_TD = self._parts.hidden_states(inputs, block_tables_RB)
+        hidden_TD = self._parts.hidden_states(inputs, block_tables_RB, batch.chunks)
         if batch.sampling_chunks:
             logits_SV = head_logits(model, hidden_TD.index_select(0, inputs["last_S"]))
             if any(chunk.request.sampling.is_truncated for chunk in batch.sampling_chunks):

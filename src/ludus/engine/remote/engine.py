@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.openai_api import (
     MOST_STOPS,
@@ -99,13 +99,17 @@ class RemoteEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
         if media:
-            raise EngineError("this engine sends text only, not media", retriable=False)
+            raise EngineError(
+                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
+                "(a recipe without cluster.engines and cluster.servers)",
+                retriable=False,
+            )
         task = asyncio.ensure_future(self._answer(list(tokens), sampling))
         self._running.setdefault(session, set()).add(task)
         try:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
-from ludus.core.messages import Json, Media
+from ludus.core.messages import Json, MediaSpan
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.vllm_api import (
     WeightLabel,
@@ -88,12 +88,16 @@ class VllmEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         self._check_open()
         if media:
-            raise EngineError("this engine sends text only, not media", retriable=False)
+            raise EngineError(
+                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
+                "(a recipe without cluster.engines and cluster.servers)",
+                retriable=False,
+            )
         request = uuid.uuid4().hex
         body = generate_body(self._checked(tokens), sampling, request, self._server.address.model)
         task = asyncio.ensure_future(self._complete(body, sampling, session))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ludus.core.generation import Completion, OnTokens, Sampling
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 
 
 class Replica(Protocol):
@@ -57,7 +57,7 @@ class Replica(Protocol):
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion: ...
 

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
-from ludus.core.messages import Media
+from ludus.core.messages import MediaSpan
 from ludus.engine.replicas.canary import Canary, CanaryError
 from ludus.engine.replicas.replica import Replica
 from ludus.engine.replicas.weight_folders import Published, WeightFolders, WeightSource
@@ -313,7 +313,7 @@ class ReplicatedEngine:
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         member = await self._placed(session)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, OnTokens, Sampling
-from ludus.core.messages import Json, Media
+from ludus.core.messages import Json, MediaSpan
 from ludus.engine.replicas.frames import pack_tokens, unpack_completion, unpack_logprobs
 
 
@@ -27,11 +27,15 @@ class RequestedReplica(ABC):
         sampling: Sampling,
         *,
         session: str | None = None,
-        media: Sequence[Media] = (),
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         if media:
-            raise EngineError("this engine reads text only, not media", retriable=False)
+            raise EngineError(
+                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
+                "(a recipe without cluster.engines and cluster.servers)",
+                retriable=False,
+            )
         head = {"sampling": asdict(sampling), "session": session}
         return unpack_completion(*await self._request("generate", head, pack_tokens(tokens)))
 

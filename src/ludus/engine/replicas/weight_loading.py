@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ludus.core.failures import EngineError
+from ludus.engine.hf_model import auto_class
 
 WEIGHTS = "model.safetensors"
 _DTYPES = {
@@ -112,13 +113,14 @@ def _check_shape(name: str, found: list[int], tensor: torch.Tensor) -> None:
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, output_loading_info=True
+        config = AutoConfig.from_pretrained(str(folder))
+        model, found = auto_class(config).from_pretrained(
+            str(folder), config=config, dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise EngineError(f"the model in {folder} cannot be loaded: {error}", retriable=False) from error

@@ -21,6 +21,7 @@ from ludus.serve.model.requests import (
     list_field,
     number_field,
     read_call,
+    read_content,
     read_once,
     read_tool,
     stops_field,
@@ -100,10 +101,12 @@ def _messages(raw: Json, where: str) -> tuple[Message, ...]:
             texts.append(block)
             continue
         id = block.get("tool_use_id")
-        result = content_text(block.get("content"), where)
-        found.append(Message("tool", result, tool_call_id=id if isinstance(id, str) else None))
+        result, media = read_content(block.get("content"), where)
+        id = id if isinstance(id, str) else None
+        found.append(Message("tool", result, tool_call_id=id, media=media))
     if texts or not found:
-        found.append(Message(role, content_text(texts, where)))
+        text, media = read_content(texts, where)
+        found.append(Message(role, text, media=media))
     return tuple(found)
 
 

@@ -17,11 +17,11 @@ from ludus.serve.model.requests import (
     asked_of,
     bad,
     check_tools,
-    content_text,
     flag_field,
     list_field,
     number_field,
     read_call,
+    read_content,
     read_once,
     read_tool,
     stops_field,
@@ -100,7 +100,9 @@ def _message(raw: Json, where: str) -> Message:
     if role is None:
         known = ", ".join(_ROLES)
         raise bad(f"{where} has the role {raw.get('role')!r:.40}; a role is one of {known}", where)
-    content = content_text(raw.get("content"), where)
+    content, media = read_content(raw.get("content"), where)
+    if media and role in ("assistant", "system"):
+        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
     if role == "assistant":
         calls = []
         for call in list_field(raw, "tool_calls"):
@@ -118,8 +120,9 @@ def _message(raw: Json, where: str) -> Message:
             content,
             name=name if isinstance(name, str) else None,
             tool_call_id=id if isinstance(id, str) else None,
+            media=media,
         )
-    return Message(role, content)
+    return Message(role, content, media=media)
 
 
 def _refusal(raw: Json) -> str:

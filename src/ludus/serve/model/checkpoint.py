@@ -15,11 +15,18 @@ from ludus.core.concurrency import run_sync
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
 from ludus.rollouts.message_tree import read_completion
-from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.renderer import NextContext, Renderer
 from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.serve.admission import Admission
 from ludus.serve.http import check_token
-from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.requests import (
+    ApiError,
+    ModelReply,
+    ModelRequest,
+    bad,
+    check_pictures,
+    refuse_pictures,
+)
 from ludus.serve.model.server import Incoming
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.server import check_exposure
@@ -76,7 +83,9 @@ class CheckpointService:
         ticket = self._admission.enter(_LANE)
         try:
             await ticket.granted()
-            context = await self._rendered(renderer, request)
+            await check_pictures(request, renderer.images)
+            opening = await self._rendered(renderer, request)
+            context = opening.tokens
             seed = request.asked.get("seed")
             first = int(seed) if seed is not None else secrets.randbits(62)
             seeds = [(first + number) % 2**62 for number in range(request.count)]
@@ -91,7 +100,9 @@ class CheckpointService:
                 live.follow(feeds)
             completions = await asyncio.gather(
                 *(
-                    self._engine.generate(context, replace(sampling, seed=one), on_tokens=on_tokens)
+                    self._engine.generate(
+                        context, replace(sampling, seed=one), media=opening.media, on_tokens=on_tokens
+                    )
                     for one, on_tokens in zip(seeds, reporting, strict=True)
                 )
             )
@@ -128,7 +139,7 @@ class CheckpointService:
         except ValueError as error:
             raise bad(str(error).removeprefix("sampling.")) from None
 
-    async def _rendered(self, renderer: Renderer, request: ModelRequest) -> list[int]:
+    async def _rendered(self, renderer: Renderer, request: ModelRequest) -> NextContext:
         """The tokens of a conversation. A long one is encoded in a thread: others need not wait."""
         fewest = renderer.fewest_tokens(request.messages)
         if self._max_context is not None and fewest > self._max_context:
@@ -137,11 +148,13 @@ class CheckpointService:
                 "messages",
             )
         if sum(len(message.content) for message in request.messages) < _LONG:
-            return renderer.prompt(request.messages, request.tools)
-        return await run_sync(renderer.prompt, request.messages, request.tools)
+            return renderer.opening(request.messages, request.tools)
+        return await run_sync(renderer.opening, request.messages, request.tools)
 
     async def count_tokens(self, caller: None, request: ModelRequest) -> int:
-        return len(await self._rendered(self._renderer.bound(request.tools), request))
+        renderer = self._renderer.bound(request.tools)
+        refuse_pictures(request, renderer.images)
+        return len((await self._rendered(renderer, request)).tokens)
 
     def reward(self, caller: None, body: Json) -> None:
         raise ApiError(400, "this server serves a model and trains none: rewards are for episodes")

@@ -29,7 +29,14 @@ from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
 from ludus.rollouts.streaming import TokenFeed
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
-from ludus.serve.model.requests import ApiError, ModelReply, ModelRequest, bad
+from ludus.serve.model.requests import (
+    ApiError,
+    ModelReply,
+    ModelRequest,
+    bad,
+    check_pictures,
+    refuse_pictures,
+)
 from ludus.serve.model.server import Forwarded, Incoming, finite_number, unknown_model
 from ludus.serve.model.streams import LiveReplies
 from ludus.serve.telemetry import ModelMetrics
@@ -152,6 +159,7 @@ class EpisodeSession:
     async def _sample(
         self, tree: MessageTree, request: ModelRequest, feed: TokenFeed | None
     ) -> SampledTurn:
+        await check_pictures(request, tree.images)
         try:
             turn = await tree.sample(
                 request.messages,
@@ -213,6 +221,7 @@ class EpisodeSession:
             raise self.failure from error
 
     def count_tokens(self, request: ModelRequest) -> int:
+        refuse_pictures(request, self.tree.images)
         return self.tree.count_tokens(request.messages, request.tools)
 
     # Rewards

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ludus.core.concurrency import run_sync
 from ludus.core.failures import LudusError
 from ludus.core.generation import FinishReason
-from ludus.core.messages import Json, Message, ToolCall, ToolSpec
-from ludus.rollouts.chat_template import LruCache
+from ludus.core.lru import LruCache
+from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
+from ludus.core.pictures import PARTS, PictureError, picture_of_part
+from ludus.core.tokenizer import ImageTokens
 from ludus.rollouts.message_tree import Reply
 
 MOST_STOPS = 16
 _LONGEST = 8192
 """Bytes of a message that is remembered."""
 _EMPTY = {"type": "object", "properties": {}}
-_IMAGES = frozenset({"image_url", "input_image", "image"})
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -185,23 +187,56 @@ def list_field(body: Mapping[str, Any], name: str) -> list[Json]:
 
 
 def content_text(content: Any, where: str) -> str:
-    """A message's text; parts are joined, None is no text."""
+    """The text of a message that holds no pictures; parts are joined, None is no text."""
+    text, media = read_content(content, where)
+    if media:
+        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
+    return text
+
+
+def read_content(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
+    """A message's text, with a mark for each picture, and its pictures."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return content or "", ()
     if not isinstance(content, list):
         raise bad(f"the content of {where} must be a text or a list of parts", where)
     texts: list[str] = []
+    media: list[Media] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _IMAGES:
-            raise bad(
-                f"this model reads text only: {where} holds a part of type {kind!r}", where, "no_images"
-            )
+        if kind in PARTS:
+            try:
+                media.append(picture_of_part(part))
+            except PictureError as error:
+                raise bad(f"{where}: {error}", where, "invalid_image") from None
+            texts.append(IMAGE_MARK)
+            continue
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in _TEXTS or not isinstance(text, str):
-            raise bad(f"{where} holds a part of type {kind!r}: only text can be read", where)
+            raise bad(f"{where} holds a part of type {kind!r}: only text and images can be read", where)
         texts.append(text)
-    return "".join(texts)
+    return "".join(texts), tuple(media)
+
+
+def refuse_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
+    """Refuse pictures where the model reads text only."""
+    for number, message in enumerate(request.messages):
+        if message.media and images is None:
+            where = f"messages[{number}]"
+            raise bad(f"this model reads text only: {where} holds a picture", where, "no_images")
+
+
+async def check_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
+    """The same, and decode the pictures, in a thread; one that cannot be read is the client's mistake."""
+    refuse_pictures(request, images)
+    for number, message in enumerate(request.messages):
+        for media in message.media:
+            assert images is not None
+            try:
+                await run_sync(images.tokens, media)
+            except PictureError as error:
+                where = f"messages[{number}]"
+                raise bad(f"{where}: {error}", where, "invalid_image") from None
 
 
 _known: LruCache[tuple[Message, ...]] = LruCache(

@@ -22,6 +22,7 @@ from ludus.serve.model.requests import (
     list_field,
     number_field,
     read_call,
+    read_content,
     read_tool,
     text_field,
 )
@@ -79,8 +80,9 @@ def _add(found: list[Message], item: Json, where: str) -> None:
     if kind in _SKIPPED:
         return
     if kind == "function_call_output":
-        id, output = item.get("call_id"), content_text(item.get("output"), where)
-        found.append(Message("tool", output, tool_call_id=id if isinstance(id, str) else None))
+        id, (output, media) = item.get("call_id"), read_content(item.get("output"), where)
+        id = id if isinstance(id, str) else None
+        found.append(Message("tool", output, tool_call_id=id, media=media))
         return
     if kind == "function_call":
         call = read_call(item.get("name"), item.get("arguments"), item.get("call_id"), where)
@@ -94,7 +96,10 @@ def _add(found: list[Message], item: Json, where: str) -> None:
     role = roles.get(str(item.get("role")))
     if kind != "message" or role is None:
         raise bad(f"{where} is of type {kind!r:.40} and role {item.get('role')!r:.40}: not known", where)
-    found.append(Message(role, content_text(item.get("content"), where)))  # type: ignore[arg-type]
+    text, media = read_content(item.get("content"), where)
+    if media and role != "user":
+        raise bad(f"{where} holds a picture, which is for messages of users and results", where)
+    found.append(Message(role, text, media=media))  # type: ignore[arg-type]
 
 
 def _tool(tool: Json, where: str) -> ToolSpec:

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.messages import Json
+from ludus.core.pictures import PictureError
 from ludus.rollouts.message_tree import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import release_bytes, request_bytes
@@ -36,7 +37,7 @@ from ludus.serve.telemetry import CONTENT_TYPE, ModelMetrics
 from ludus.tools.wire import JSON_TYPE, ErrorKind, dump
 
 REWARD_HEADER = "X-Ludus-Reward"
-_TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted)
+_TOLD = (ApiError, RequestError, BudgetUsedUp, InfraError, ConfigError, Aborted, PictureError)
 """What clients are told, in the API's own form."""
 
 
@@ -315,7 +316,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, BudgetUsedUp):
         is_long = error.stop.value == "max_tokens"
         return ApiError(400, str(error), code="context_length_exceeded" if is_long else "max_turns")
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | PictureError):
         return bad(str(error))
     if isinstance(error, InfraError) and not error.retriable:
         return bad(str(error))

@@ -106,6 +106,9 @@ class ModelConfig(Config):
     """Make a new small model instead."""
     lora: LoraConfig | None = None
     """Train an adapter instead of all weights."""
+    vision: Literal["auto", "frozen", "trained", "off"] = "auto"
+    """The vision part of a model that has one: frozen or trained; auto is frozen where pictures can be run, and
+    else off, which reads text alone (docs/images.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights; auto is bfloat16 on a GPU that computes in it, and else float32."""
     device: str = "auto"
@@ -119,6 +122,11 @@ class ModelConfig(Config):
             raise ValueError(
                 "model.lora adapts a model that has learned something; one made from scratch has not: leave "
                 "out model.lora, or name a model"
+            )
+        if self.vision == "trained" and self.lora is not None:
+            raise ValueError(
+                'model.vision = "trained" trains weights of the model itself, and model.lora leaves all '
+                "of them as they are: leave out one of the two"
             )
         return self
 

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from ludus.core.failures import ConfigError
 from ludus.core.generation import FinishReason
 from ludus.core.messages import Message, ToolSpec, parse_messages
+from ludus.core.pictures import PictureError
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.observe import holds_trajectories, read_trajectories
+from ludus.observe import holds_trajectories, read_trajectories, with_pictures
 from ludus.rollouts.formats.base import THINK
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tasksets import Columns, read_rows
@@ -60,7 +61,8 @@ def read_conversations(source: str | Path, columns: Columns | None = None) -> li
     """The conversations of a file or dataset of rows, or of a Parquet file of episodes as Ludus writes them."""
     found: list[Conversation]
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        found = [trajectory.messages for trajectory in read_trajectories(source)]
+        read = with_pictures(read_trajectories(source), Path(source))
+        found = [trajectory.messages for trajectory in read]
     else:
         what = 'a conversation {"messages": [...]} or {"prompt": ..., "completion": ...}'
         found = list(_parsed_rows(source, columns, what, _checked_conversation))
@@ -86,7 +88,8 @@ def read_preferences(source: str | Path, columns: Columns | None = None) -> list
 def read_scored_steps(source: str | Path, columns: Columns | None = None) -> list[ScoredSteps]:
     """Conversations with `scores`, or the episodes of a Parquet file whose turns have rewards."""
     if str(source).endswith(".parquet") and holds_trajectories(source):
-        played = [one for one in read_trajectories(source) if one.turns]
+        read = with_pictures(read_trajectories(source), Path(source))
+        played = [one for one in read if one.turns]
         found = [ScoredSteps(one.messages, tuple(a.reward for a in one.actions)) for one in played]
         return [one for one in found if _assistants(one.messages) == len(one.scores)]
     what = 'a conversation {"messages": [...], "scores": [...]}'
@@ -247,6 +250,13 @@ def trajectory_of(
 ) -> Trajectory:
     """The conversation as an episode in which the assistant's messages are the actions."""
     check_conversation(conversation)
+    try:
+        return _rendered(conversation, renderer, tools)
+    except PictureError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]) -> Trajectory:
     bound = renderer.bound(tools)
     trajectory = Trajectory(Task("", ()), stop=StopReason.ANSWERED)
     turn = ""  # what was said in a turn that results do not close
@@ -281,12 +291,14 @@ def _observe(
     """Append what the model reads, and say whether it goes on in the same turn afterwards."""
     sequence = trajectory.sequences[-1]
     if not sequence.segments:
-        sequence.segments.append(Segment(SegmentKind.PROMPT, renderer.prompt(messages, tools)))
+        opening = renderer.opening(messages, tools)
+        sequence.segments.append(Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media))
         return False
     following = renderer.next_context(sequence, trajectory.messages, messages, tools)
     if following.restart:
-        prompt = Segment(SegmentKind.PROMPT, following.tokens)
+        prompt = Segment(SegmentKind.PROMPT, following.tokens, media=following.media)
         trajectory.sequences.append(TokenSequence([prompt]))
     else:
-        sequence.segments.append(Segment(SegmentKind.OBSERVATION, following.tokens))
+        observed = Segment(SegmentKind.OBSERVATION, following.tokens, media=following.media)
+        sequence.segments.append(observed)
     return following.continues_turn

@@ -12,7 +12,7 @@ milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ludus.algos import AdvantageInputs, TreeNodes, tree_nodes
-from ludus.core.trajectory import Segment, SegmentKind, Trajectory
+from ludus.core.messages import MediaSpan
+from ludus.core.trajectory import Segment, SegmentKind, Trajectory, media_spans
 from ludus.kernels import arrays_to_device
 from ludus.training.data.micro_batches import micro_batches_of, shared_micro_batches_of, split_point
 from ludus.training.data.prefixes import Fold, row_keys, sorted_by_prefix
@@ -45,8 +46,8 @@ class Row:
     """The actions that are the row's own and have tokens."""
     states: list[State]
     """For each of them, the observations since the action before it."""
-    media: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    """Where segments that show something begin, and the hashes of what they show."""
+    images: tuple[MediaSpan, ...] = ()
+    """Which of the tokens stand for pictures."""
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -63,7 +64,7 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                 continue
             prefix = [token for segment in before for token in segment.tokens]
             logprobs = [value for s in own for value in (s.logprobs or [0.0] * len(s.tokens))]
-            observed = [s.kind is SegmentKind.OBSERVATION for s in own for _ in s.tokens]
+            observed = [seen for s in own for seen in _observed(s)]
             rows.append(
                 Row(
                     tokens=prefix + [token for segment in own for token in segment.tokens],
@@ -73,13 +74,21 @@ def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
                     trajectory=number,
                     turns=[s for s in own if s.kind is SegmentKind.ACTION and s.tokens],
                     states=list(_states(before, own)),
-                    media=_media([*before, *own]),
+                    images=tuple(media_spans([*before, *own])),
                 )
             )
             if rows[-1].action_mask[0]:
                 raise ValueError("a row starts with an action: the model must have read something first")
             rows[-1].observation_mask[0] = False  # nothing before it could have predicted it
     return rows
+
+
+def _observed(segment: Segment) -> list[bool]:
+    """True at the tokens of an observation; what stands for a picture is nothing that could be predicted."""
+    observed = [segment.kind is SegmentKind.OBSERVATION] * len(segment.tokens)
+    for span in segment.media:
+        observed[span.start : span.stop] = [False] * (span.stop - span.start)
+    return observed
 
 
 def _shared_segments(trajectories: Sequence[Trajectory]) -> dict[int, int]:
@@ -113,16 +122,6 @@ def _states(before: Iterable[Segment], own: Iterable[Segment]) -> Iterator[State
             if is_own:
                 yield state
             state = ()
-
-
-def _media(segments: Iterable[Segment]) -> list[tuple[int, tuple[str, ...]]]:
-    shown: list[tuple[int, tuple[str, ...]]] = []
-    place = 0
-    for segment in segments:
-        if segment.media:
-            shown.append((place, tuple(media.sha256 for media in segment.media)))
-        place += len(segment.tokens)
-    return shown
 
 
 def concat_lists(lists: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Tensor:
@@ -233,6 +232,8 @@ class PackedRows:
     source_index_T: Tensor
     fold: Fold | None = None
     """Which prefixes the rows share and a pass computes once; None where they share none."""
+    images: tuple[MediaSpan, ...] = ()
+    """Where pictures stand, among the micro-batch's tokens."""
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tokens on a device; where they lie is asked on the host."""
@@ -246,9 +247,22 @@ class PackedRows:
     def split(self) -> tuple[PackedRows, PackedRows]:
         """Two parts of whole rows, of about as many tokens each."""
         row, place, folds = _halves(self.lengths, self.fold)
+        images = split_images(self.images, place)
         return (
-            PackedRows(self.lengths[:row], self.tokens_T[:place], self.source_index_T[:place], folds[0]),
-            PackedRows(self.lengths[row:], self.tokens_T[place:], self.source_index_T[place:], folds[1]),
+            PackedRows(
+                self.lengths[:row],
+                self.tokens_T[:place],
+                self.source_index_T[:place],
+                folds[0],
+                images[0],
+            ),
+            PackedRows(
+                self.lengths[row:],
+                self.tokens_T[place:],
+                self.source_index_T[place:],
+                folds[1],
+                images[1],
+            ),
         )
 
 
@@ -260,6 +274,14 @@ def _halves(
         return *split_point(lengths), (None, None)
     row, place = split_point(lengths, fold.own_R.tolist())
     return row, place, (fold.part(0, lengths[:row]), fold.part(place, lengths[row:]))
+
+
+def split_images(
+    images: Sequence[MediaSpan], place: int
+) -> tuple[tuple[MediaSpan, ...], tuple[MediaSpan, ...]]:
+    """The spans before a place, and those behind it, counted from there. No span lies across two rows."""
+    before = tuple(span for span in images if span.start < place)
+    return before, tuple(span.moved(-place) for span in images if span.start >= place)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -289,7 +311,9 @@ def pack_rows(
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.tokens))
-    keys = row_keys([rows[i].tokens for i in numbers], [rows[i].media for i in numbers]) if share else []
+    keys = (
+        row_keys([rows[i].tokens for i in numbers], [rows[i].images for i in numbers]) if share else []
+    )
     if share:
         batches = shared_micro_batches_of(keys, budget, ranks)
     else:
@@ -309,7 +333,14 @@ def pack_rows(
                 np.concatenate([np.arange(starts[i], starts[i + 1]) for i in chosen])
             ),
             fold=fold,
+            images=_packed_images([rows[i] for i in chosen]),
         )
+
+
+def _packed_images(rows: Sequence[Row]) -> tuple[MediaSpan, ...]:
+    starts = accumulate((len(row.tokens) for row in rows), initial=0)
+    placed = zip(rows, starts, strict=False)
+    return tuple(span.moved(start) for row, start in placed for span in row.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +367,8 @@ class Pack:
     """Where each of them is among the tokens of all rows of the step."""
     fold: Fold | None = None
     """Which prefixes the rows share and a pass computes once; None where they share none."""
+    images: tuple[MediaSpan, ...] = ()
+    """Where pictures stand, among the pack's tokens."""
 
     @property
     def computed(self) -> int:
@@ -358,6 +391,7 @@ class Pack:
         second["row_A"] = second["row_A"] - row
         first |= {"lengths": self.lengths[:row], "tokens_T": self.tokens_T[:place], "fold": folds[0]}
         second |= {"lengths": self.lengths[row:], "tokens_T": self.tokens_T[place:], "fold": folds[1]}
+        first["images"], second["images"] = split_images(self.images, place)
         return replace(self, **first), replace(self, **second)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -421,4 +455,5 @@ def packs_of(
             row_A=take_rows(row_T, trained_index_A),
             source_index_A=source_index_A,
             fold=part.fold,
+            images=part.images,
         )

@@ -13,8 +13,8 @@ found. The hidden state there is that of the row's token, as it depends on the t
 first token is predicted at its parent's last one, because that is the token before it in its row.
 
 Tokens are compared, not where they come from: attempts at one task share their prompt, branches of a tree their
-turns, the two sides of a preference pair what was asked. Pictures have the same placeholder tokens, so the
-segment of a row that shows one counts as its hashes.
+turns, the two sides of a preference pair what was asked. Pictures have the same placeholder tokens, so a
+picture's first token counts as its hash. A block may end inside a picture.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+from ludus.core.messages import MediaSpan
 
 Ints = npt.NDArray[np.int64]
 
@@ -118,21 +120,13 @@ def _runs(common: Sequence[int], first: int, stop: int, depth: int) -> Iterator[
             begin = place
 
 
-def row_keys(
-    tokens: Sequence[Sequence[int]], media: Sequence[Sequence[tuple[int, tuple[str, ...]]]]
-) -> list[Ints]:
-    """The tokens of each row, and a number below 0 for what is shown in a segment, at its first token.
-
-    Args:
-        tokens: Of each row.
-        media: Of each row the segments that show something: where they begin, and the hashes.
-    """
-    known: dict[tuple[int, tuple[str, ...]], int] = {}
+def row_keys(tokens: Sequence[Sequence[int]], images: Sequence[Sequence[MediaSpan]]) -> list[Ints]:
+    """The tokens of each row; a number below 0 for a picture, at its first token."""
+    known: dict[str, int] = {}
     keys = [np.array(row, dtype=np.int64) for row in tokens]
-    for key, shown in zip(keys, media, strict=True):
-        for place, hashes in shown:
-            if place < len(key):
-                key[place] = -1 - known.setdefault((int(key[place]), hashes), len(known))
+    for key, spans in zip(keys, images, strict=True):
+        for span in spans:
+            key[span.start] = -1 - known.setdefault(span.sha256, len(known))
     return keys
 
 

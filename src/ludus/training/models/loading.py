@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ludus.core.failures import ConfigError, not_there
+from ludus.engine.hf_model import auto_class
 from ludus.engine.kv_cache_size import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.config.recipe import LoraConfig, ModelConfig, ScratchConfig
+from ludus.training.config.recipe import ModelConfig, ScratchConfig
 from ludus.training.models.gguf import check_file, located, without_progress_bars
 from ludus.training.models.lora import (
     CONFIG,
@@ -27,6 +28,7 @@ from ludus.training.models.lora import (
     require_peft,
     revision_of,
 )
+from ludus.training.models.vision import load_vision
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +120,12 @@ def load_model(
         return model.to(device=device, dtype=dtype), HFTokenizer(fitted)
     assert config.name is not None, "a recipe gives exactly one of name and scratch"
     if is_adapter(config.name):
-        model, tokenizer = _load_adapted(Path(config.name), config.lora, dtype)
+        model, tokenizer = _load_adapted(Path(config.name), config, dtype)
     else:
         folder = _source(config.name)
         tokenizer = load_tokenizer(folder)
         model = load_weights(folder, dtype)
+        load_vision(model, tokenizer, folder, config.vision)
         if config.lora is not None:
             model = add_adapter(model, config.lora, _lasting(config.name), seed)
     _compare_vocabularies(model, tokenizer, config.name)
@@ -142,7 +145,7 @@ def _compare_vocabularies(model: Any, tokenizer: HFTokenizer, name: str) -> None
 
 
 def _load_adapted(
-    folder: Path, config: LoraConfig | None, dtype: torch.dtype
+    folder: Path, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[nn.Module, HFTokenizer]:
     base, revision = base_of(folder), revision_of(folder)
     try:
@@ -154,9 +157,10 @@ def _load_adapted(
             f"has moved, set base_model_name_or_path in {folder / CONFIG}"
         ) from error
     own = (folder / "tokenizer_config.json").is_file()
-    adapted: Any = load_adapter(model, folder, config)
-    adapted.peft_config["default"].base_model_name_or_path = _lasting(base)
     tokenizer = load_tokenizer(folder) if own else load_tokenizer(weights, revision=revision)
+    load_vision(model, tokenizer, weights, config.vision, revision)
+    adapted: Any = load_adapter(model, folder, config.lora)
+    adapted.peft_config["default"].base_model_name_or_path = _lasting(base)
     return adapted, tokenizer
 
 
@@ -194,13 +198,13 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 def load_weights(name: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
     """A causal LM from a folder or the hub, there in its newest version or in the one that is named."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name, revision=revision or "main")
         silenced = without_dropout(config)
         with without_progress_bars():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto_class(config).from_pretrained(
                 name,
                 config=config,
                 dtype=dtype,

@@ -157,6 +157,11 @@ class AdapterReference(nn.Module):
     def get_input_embeddings(self) -> Any:
         return unwrapped(self.policy).get_input_embeddings()
 
+    @property
+    def sees_by(self) -> Any:
+        """The model whose vision part it has: adapters are put into decoders alone."""
+        return unwrapped(self.policy)
+
     def get_output_embeddings(self) -> Any:
         head = unwrapped(self.policy).get_output_embeddings()
         return head if type(head) is nn.Linear else _StandingHead(self.policy, self.decoder.weights)
@@ -185,11 +190,20 @@ class _Standing(nn.Module):
     def get_input_embeddings(self) -> Any:
         return unwrapped(self.__dict__["policy"]).get_input_embeddings()
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **others: Any) -> SimpleNamespace:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **others: Any,
+    ) -> SimpleNamespace:
         """As `hidden_states` calls it; what comes back never has a gradient."""
-        policy = self.__dict__["policy"]
+        policy, given = self.__dict__["policy"], input_ids if inputs_embeds is None else inputs_embeds
+        assert given is not None and position_ids is not None
+        ids_T = given[0] if inputs_embeds is None else position_ids[0]  # not read beside embeddings
+        embedded_TD = None if inputs_embeds is None else inputs_embeds[0]
         with torch.no_grad(), sampling_mode(policy), _changed(policy, self.weights):
-            states_TD = hidden_states(policy, input_ids[0], position_ids, others[CONTEXT])
+            states_TD = hidden_states(policy, ids_T, position_ids, others[CONTEXT], embedded_TD)
         return SimpleNamespace(last_hidden_state=states_TD[None])
 
 
@@ -313,14 +327,29 @@ def _targets(model: nn.Module, config: LoraConfig) -> list[str]:
     names = {name for name, m in decoder_of(model).named_modules() if type(m).forward in products}
     known = sorted({name.rpartition(".")[2] for name in names})
     if config.targets == "all-linear":
-        return known
+        return known if _is_alone(model) else _within_decoder(model, names)
     for target in config.targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(
                 f"model.lora.targets names {target!r}, and the decoder has no linear layer of that name; "
                 f"it has {', '.join(known)}"
             )
-    return sorted(config.targets)
+    if _is_alone(model):
+        return sorted(config.targets)
+    chosen = {n for n in names if any(n == t or n.endswith(f".{t}") for t in config.targets)}
+    return _within_decoder(model, chosen)
+
+
+def _is_alone(model: nn.Module) -> bool:
+    """Whether no other part, such as a vision tower, could have layers of the decoder's names."""
+    return not hasattr(unwrapped(model), "get_image_features")
+
+
+def _within_decoder(model: nn.Module, names: set[str]) -> list[str]:
+    """The whole names of a decoder's layers."""
+    decoder = decoder_of(model)
+    prefix = next(name for name, module in unwrapped(model).named_modules() if module is decoder)
+    return sorted(f"{prefix}.{name}" for name in names)
 
 
 def _checked(model: nn.Module) -> nn.Module:

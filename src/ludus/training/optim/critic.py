@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ludus.algos import by_token, value_loss
 from ludus.core.failures import LudusError
-from ludus.engine import decoder_of, sampling_mode
+from ludus.engine import decoder_of, images_of, sampling_mode
+from ludus.engine.images import PlacedFeatures, placed_features
 from ludus.training.config.rl import CriticConfig
 from ludus.training.data.micro_batches import MicroBatchSplitter, rounds_of
 from ludus.training.data.packing import PackedRows, Row, pack_rows, row_mask, take_rows, to_device
@@ -167,7 +168,13 @@ class Critic:
         """The value after each token of the rows."""
         inputs = ForwardInputs.of(packed, self.updater.device)
         if self.config.kind == "model":
-            return inputs.for_rows(compute(self.model, _values_of_tokens, inputs))
+            placed = None
+            if (
+                images_of(self.policy) is not None
+            ):  # the vision part is the policy's; every rank asks for it
+                with torch.no_grad(), sampling_mode(self.policy):
+                    placed = compute(self.policy, placed_features, packed.images)
+            return inputs.for_rows(compute(self.model, _values_of_tokens, inputs, placed))
         with torch.no_grad(), sampling_mode(self.policy):
             hidden_UD = compute(self.policy, packed_states, inputs)
         return inputs.for_rows(compute(self.model, _values_of_states, hidden_UD))
@@ -233,8 +240,8 @@ class Critic:
         return weights | self.updater.shards()
 
 
-def _values_of_tokens(model: ValueModel, inputs: ForwardInputs) -> Tensor:
-    return _values_of_states(model, packed_states(model, inputs))
+def _values_of_tokens(model: ValueModel, inputs: ForwardInputs, placed: PlacedFeatures | None) -> Tensor:
+    return _values_of_states(model, packed_states(model, inputs, placed))
 
 
 def _values_of_states(model: ValueModel, hidden_UD: Tensor) -> Tensor:

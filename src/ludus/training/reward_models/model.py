@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine import context_limit, decoder_of, sampling_mode, use_ludus_attention
+from ludus.engine.images import placed_features
 from ludus.observe import atomic_directory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
@@ -85,7 +86,8 @@ class RewardModel(nn.Module):
         """[A, heads]: the scores at these places of a micro-batch, which are the last tokens of actions."""
         inputs = ForwardInputs.of(packed, self.device)
         place_A = inputs.at(to_device(place_A, self.device))
-        scores_AH: Tensor = self.heads(packed_states(self, inputs)[place_A].float())
+        placed = placed_features(self.model, packed.images)
+        scores_AH: Tensor = self.heads(packed_states(self, inputs, placed)[place_A].float())
         return scores_AH
 
     def rows(self, conversation: Conversation) -> list[RatedRow]:
@@ -133,8 +135,8 @@ def _rated(row: Row, limit: int | None) -> RatedRow:
     cut = max(0, len(row.tokens) - limit) if limit else 0
     if not cut:
         return RatedRow(row, ends)
-    media = [(max(0, place - cut), shown) for place, shown in row.media]
-    short = replace(row, tokens=row.tokens[cut:], action_mask=row.action_mask[cut:], media=media)
+    images = tuple(span.moved(-cut) for span in row.images if span.start >= cut)
+    short = replace(row, tokens=row.tokens[cut:], action_mask=row.action_mask[cut:], images=images)
     return RatedRow(short, [max(0, end - cut) for end in ends])
 
 

@@ -1,0 +1,106 @@
+"""Pictures: from what files and clients send to `Media`, within bounds. `engine.pictures` decodes them.
+
+A picture stays the bytes that somebody sent, known by their hash, until a model's processor wants pixels. Its
+sender may be hostile: bytes and pixels are bounded, and the bound on pixels is checked before any is decoded.
+Addresses are never fetched, and files are read only where a row of a file names them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludus.core.messages import Media
+
+MOST_BYTES = 32 << 20
+"""Bytes of one picture."""
+MOST_PIXELS = 40_000_000
+"""Pixels of one picture: 120 MB once it is decoded."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What is decoded; of an animation, the first frame."""
+PARTS = frozenset({"image", "image_url", "input_image"})
+"""The types of parts of a message that are pictures: Hugging Face's and Anthropic's, then OpenAI's."""
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read; the message says why."""
+
+
+def picture_of_part(part: Mapping[str, Any]) -> Media:
+    """The picture of a part: OpenAI's `image_url` or `input_image`, Anthropic's `image`, `{"image": Media}`."""
+    kind = part.get("type")
+    given = part.get("image") if kind == "image" else part.get("image_url")
+    source = part.get("source")
+    if isinstance(given, Media):
+        return given
+    if kind == "image" and isinstance(source, Mapping):
+        return _from_anthropic(source)
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if isinstance(url, bytes | bytearray):
+        return _media(bytes(url))
+    if not isinstance(url, str) or not url:
+        raise PictureError(
+            f"a part of type {kind!r} has no picture in it: send a data: URL (data:image/png;base64,...)"
+        )
+    return picture_of_url(url)
+
+
+def picture_of_url(url: str) -> Media:
+    """The picture in a data: URL. Other addresses are not fetched."""
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        raise PictureError(
+            f"the picture's address {url[:60]!r} is not fetched: send the picture itself, as a data: URL "
+            "(data:image/png;base64,...)"
+        )
+    about, comma, data = rest.partition(",")
+    if not comma or not about.lower().endswith(";base64"):
+        raise PictureError("a picture's data: URL is written data:image/png;base64,...")
+    return _media(_decoded(data))
+
+
+def _from_anthropic(source: Mapping[str, Any]) -> Media:
+    if source.get("type") == "url":
+        return picture_of_url(str(source.get("url", "")))
+    data = source.get("data")
+    if source.get("type") != "base64" or not isinstance(data, str):
+        raise PictureError(
+            f'a picture\'s source is {{"type": "base64", "data": ...}}, not of type {source.get("type")!r:.40}'
+        )
+    return _media(_decoded(data))
+
+
+def picture_of_file(path: Path) -> Media:
+    """The picture of a file."""
+    try:
+        with path.open("rb") as file:
+            return _media(file.read(MOST_BYTES + 1))
+    except OSError as error:
+        raise PictureError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _decoded(text: str) -> bytes:
+    if len(text) > MOST_BYTES * 4 // 3 + 4:
+        raise too_large()
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError(f"a picture is not base64: {error}") from None
+
+
+def _media(data: bytes) -> Media:
+    if not data:
+        raise PictureError("a picture has no bytes")
+    if len(data) > MOST_BYTES:
+        raise too_large()
+    return Media.image(data)
+
+
+def too_large() -> PictureError:
+    """More bytes than are read."""
+    return PictureError(
+        f"a picture has more than {MOST_BYTES >> 20} MiB, which is the most that is read"
+    )

@@ -1,0 +1,108 @@
+"""The probe that decides whether a model's pictures can be run: its own forward against ours, on two pictures.
+
+Ours puts features in the place of placeholders and counts positions one by one, with causal attention. Models
+that give a picture's tokens positions in two dimensions (M-RoPE), let them look at each other in both
+directions, or feed pictures into deeper layers come out differently, and are refused.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludus.core.failures import ConfigError
+from ludus.core.messages import Media, MediaSpan
+from ludus.engine.hf_model import decoder_of, device_of, sampling_mode, text_config, unwrapped
+from ludus.engine.images import ImageProcessor, embedded, images_of
+from ludus.engine.model_runner import head_logits
+from ludus.engine.self_check import agree
+
+FAMILIES = "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL"
+_SIDES = (48, 64)
+_INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'
+
+
+def check_positions(model: nn.Module) -> None:
+    """Refuse a model that says itself that its pictures have positions of another kind."""
+    rotation = getattr(text_config(model), "rope_parameters", None) or {}
+    if "mrope_section" in rotation:
+        raise ConfigError(
+            f"{type(unwrapped(model)).__name__} gives the tokens of a picture positions in two or three "
+            f"dimensions (M-RoPE), which Ludus does not run: {_INSTEAD}"
+        )
+
+
+def check_images(model: nn.Module) -> None:
+    """Refuse a model whose pictures `images.embedded` does not reproduce. Its attention must be its own."""
+    inner, processor = unwrapped(model), images_of(model)
+    assert processor is not None
+    name = type(inner).__name__
+    pictures = [_picture(seed) for seed in (0, 1)]
+    text = f"{processor.text}\n{processor.text}\n"
+    images = [_pixels(seed) for seed in (0, 1)]
+    made = dict(processor.inner(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
+    spans = _spans(processor, made["input_ids"][0].tolist(), pictures)
+    if spans is None:
+        raise ConfigError(
+            f"the processor of {name} writes a picture in other tokens beside another one than alone: "
+            f"{_INSTEAD}"
+        )
+    with torch.no_grad(), sampling_mode(model):
+        expected = inner(**_placed(made, model), use_cache=False).logits[0]
+        given = _ours(model, made["input_ids"][0].to(device_of(model)), spans)
+    if not agree(given, expected):
+        raise ConfigError(
+            f"{name} does something else with pictures than to read their features in the place of placeholder "
+            "tokens (positions in two dimensions, attention in both directions, or pictures in deeper layers): "
+            f"{_INSTEAD}"
+        )
+
+
+def _ours(model: nn.Module, ids_T: Tensor, spans: list[MediaSpan]) -> Tensor:
+    embedded_TH = embedded(model, ids_T, spans)
+    assert embedded_TH is not None
+    positions = torch.arange(len(ids_T), device=ids_T.device)[None]
+    read = {"inputs_embeds": embedded_TH[None], "position_ids": positions}
+    return head_logits(model, decoder_of(model)(**read, use_cache=False).last_hidden_state[0])
+
+
+def _placed(made: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    dtype, device = unwrapped(model).get_input_embeddings().weight.dtype, device_of(model)
+    return {
+        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+        for name, value in made.items()
+    }
+
+
+def _spans(
+    processor: ImageProcessor, tokens: list[int], pictures: list[Media]
+) -> list[MediaSpan] | None:
+    """Where each picture's tokens stand; None if they are not there."""
+    spans: list[MediaSpan] = []
+    start = 0
+    for picture in pictures:
+        own = processor.tokens(picture)
+        found = next((i for i in range(start, len(tokens)) if tokens[i : i + len(own)] == own), None)
+        if found is None:
+            return None
+        start = found + len(own)
+        spans.append(MediaSpan(picture.sha256, found, start, picture.data))
+    return spans
+
+
+def _pixels(seed: int) -> Any:
+    """A picture of noise: what looks alike everywhere shows no difference."""
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 256, (*_SIDES, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def _picture(seed: int) -> Media:
+    file = BytesIO()
+    _pixels(seed).save(file, format="PNG")
+    return Media.image(file.getvalue())

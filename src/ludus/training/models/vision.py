@@ -1,0 +1,75 @@
+"""Loading a model's vision part: its processor, the probe of its pictures, and what of it is trained."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from ludus.core.failures import ConfigError, MissingExtraError
+from ludus.core.pictures import PictureError
+from ludus.engine.hf_model import unwrapped, vocabulary_size
+from ludus.engine.image_check import check_images, check_positions
+from ludus.engine.images import ImageProcessor, attach_images, vision_parameters
+from ludus.rollouts.tokenizers import HFTokenizer
+
+log = logging.getLogger(__name__)
+
+
+def load_vision(
+    model: nn.Module, tokenizer: HFTokenizer, name: str, vision: str, revision: str | None = None
+) -> None:
+    """Let a model see, as `model.vision` says; before an adapter is put around it."""
+    inner: Any = unwrapped(model)
+    if not hasattr(inner, "get_image_features"):
+        if vision in ("frozen", "trained"):
+            raise ConfigError(f"model.vision = {vision!r}: {type(inner).__name__} has no vision part")
+        return
+    if vision != "trained":
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
+    if vision == "off":
+        return
+    try:
+        check_positions(model)
+        images = _processor(name, tokenizer, revision)
+        if images.token >= vocabulary_size(model):
+            raise ConfigError(f"the image token {images.text!r} is not in the model's vocabulary")
+        attach_images(model, images)
+        check_images(model)
+    except (ConfigError, MissingExtraError, PictureError) as error:
+        if hasattr(inner, "ludus_images"):
+            del inner.ludus_images
+        if vision != "auto":
+            raise ConfigError(f"model.vision = {vision!r}: {error}") from error
+        log.warning("%s reads text only: %s", name, error)
+        return
+    tokenizer.images = images
+
+
+def _processor(name: str, tokenizer: HFTokenizer, revision: str | None) -> ImageProcessor:
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("pillow", "vision", "a model that is shown pictures") from None
+    from transformers import AutoProcessor
+
+    try:
+        processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the processor of {name!r} cannot be loaded ({type(error).__name__}: {str(error).strip():.200}); "
+            "those that take videos as well need the package torchvision"
+        ) from error
+    if (
+        getattr(processor, "image_token", None) is None
+        or getattr(processor, "image_processor", None) is None
+    ):
+        raise ConfigError(f"{type(processor).__name__} has no image token to put into a prompt")
+    processor.tokenizer = tokenizer.inner
+    images = ImageProcessor(processor)
+    if images.token not in tokenizer.controls.values():
+        # anybody's text could show a picture
+        raise ConfigError(f"the image token {images.text!r} is not a special token of the tokenizer")
+    return images

@@ -1,0 +1,197 @@
+"""Pictures through the model server: the three APIs, on a model that sees; and what is refused."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from vision_models import noise, save_llava
+
+from ludus.core.generation import Sampling
+from ludus.core.messages import IMAGE_MARK, Media, Message
+from ludus.core.task import Task
+from ludus.core.trajectory import Trajectory
+from ludus.engine import EmbeddedEngine, EngineConfig
+from ludus.rollouts import Renderer, load_format
+from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
+from ludus.training import load_model, rows_of
+from ludus.training.config.recipe import ModelConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llava(tmp_path_factory.mktemp("llava"))
+
+
+def encoded(media: Media) -> str:
+    return base64.b64encode(media.data or b"").decode()
+
+
+def url(media: Media) -> str:
+    return f"data:image/png;base64,{encoded(media)}"
+
+
+def requests(media: Media) -> dict[str, Any]:
+    """The same question in the three APIs: a text, then a picture; greedy."""
+    text, more = "what colour is ", {"model": "m", "temperature": 0}
+    parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url(media)}}]
+    items = [{"type": "input_text", "text": text}, {"type": "input_image", "image_url": url(media)}]
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(media)}
+    blocks = [{"type": "text", "text": text}, {"type": "image", "source": source}]
+    return {
+        "chat/completions": {**more, "max_tokens": 8, "messages": [{"role": "user", "content": parts}]},
+        "responses": {**more, "max_output_tokens": 8, "input": [{"role": "user", "content": items}]},
+        "messages": {**more, "max_tokens": 8, "messages": [{"role": "user", "content": blocks}]},
+    }
+
+
+def said(path: str, body: Any) -> tuple[str, int]:
+    """(text, tokens of the prompt)."""
+    if path == "chat/completions":
+        return body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens"]
+    if path == "responses":
+        return body["output"][0]["content"][0]["text"], body["usage"]["input_tokens"]
+    usage = body["usage"]
+    text = "".join(block["text"] for block in body["content"])
+    return text, usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@asynccontextmanager
+async def served(folder: Path, vision: str = "frozen") -> AsyncIterator[tuple[Any, Any, Renderer]]:
+    config = ModelConfig.parse({"name": str(folder), "device": "cpu", "vision": vision})
+    model, tokenizer = load_model(config, 0)
+    engine = EmbeddedEngine(model, tokenizer, EngineConfig(cache_tokens=4096))
+    renderer = Renderer(tokenizer, load_format("hermes"))
+    service = CheckpointService(engine, renderer, "m")
+    async with ModelServer(service) as server, aiohttp.ClientSession() as http:
+
+        async def post(path: str, body: Any) -> tuple[int, Any]:
+            async with http.post(f"{server.address}/v1/{path}", json=body) as answer:
+                return answer.status, await answer.json()
+
+        yield post, engine, renderer
+    await engine.close()
+
+
+async def test_the_three_apis_show_the_same_picture(folder: Path) -> None:
+    async with served(folder) as (post, engine, renderer):
+        for picture in (noise(1), noise(2)):
+            opening = renderer.opening(
+                [Message("user", f"what colour is {IMAGE_MARK}", media=(picture,))]
+            )
+            sampling = Sampling(
+                max_tokens=8, temperature=0, stop_tokens=tuple(renderer.tokenizer.stop_tokens)
+            )
+            direct = await engine.generate(opening.tokens, sampling, media=opening.media)
+            expected = renderer.text_of(direct).strip()
+            for path, body in requests(picture).items():
+                status, answer = await post(path, body)
+                assert status == 200, answer
+                assert said(path, answer) == (expected, len(opening.tokens)), path
+            counted = {k: v for k, v in requests(picture)["messages"].items() if k != "temperature"}
+            status, answer = await post("messages/count_tokens", counted)
+            assert (status, answer["input_tokens"]) == (200, len(opening.tokens))
+
+
+async def test_results_of_tools_may_be_pictures(folder: Path) -> None:
+    async with served(folder) as (post, _, _):
+        call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        part = {"type": "image_url", "image_url": {"url": url(noise(1))}}
+        messages = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [part]},
+        ]
+        status, answer = await post(
+            "chat/completions", {"model": "m", "messages": messages, "max_tokens": 2}
+        )
+        assert status == 200, answer
+        result = {"type": "tool_result", "tool_use_id": "call_1"}
+        source = {"type": "base64", "media_type": "image/png", "data": encoded(noise(1))}
+        blocks = [{**result, "content": [{"type": "image", "source": source}]}]
+        use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+        theirs = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": blocks},
+        ]
+        status, other = await post("messages", {"model": "m", "messages": theirs, "max_tokens": 2})
+        assert status == 200, other
+        assert said("messages", other)[1] == said("chat/completions", answer)[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("https://example.org/cat.png", "not fetched"),
+        ("file:///etc/passwd", "not fetched"),
+        ("data:image/png;base64,@@@@", "not base64"),
+        ("data:image/png;base64,AAAA", "no format"),
+        ("data:text/plain,hello", "is written data:"),
+    ],
+)
+async def test_pictures_that_cannot_be_read_are_the_clients_mistake(
+    folder: Path, address: str, reason: str
+) -> None:
+    async with served(folder) as (post, _, _):
+        part = {"type": "image_url", "image_url": {"url": address}}
+        body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
+        status, answer = await post("chat/completions", body)
+        assert status == 400 and reason in answer["error"]["message"], answer
+        assert answer["error"]["code"] == "invalid_image"
+        status, answer = await post("chat/completions", requests(noise(1))["chat/completions"])
+        assert status == 200
+
+
+async def test_a_model_that_reads_text_only_says_so(folder: Path) -> None:
+    async with served(folder, vision="off") as (post, _, _):
+        for path, body in requests(noise(1)).items():
+            status, answer = await post(path, body)
+            assert status == 400 and "text only" in answer["error"]["message"]
+        status, answer = await post("messages/count_tokens", requests(noise(1))["messages"])
+        assert status == 400
+
+
+async def test_pictures_of_systems_and_assistants_are_refused(folder: Path) -> None:
+    async with served(folder) as (post, _, _):
+        part = {"type": "image_url", "image_url": {"url": url(noise(1))}}
+        for role in ("system", "assistant"):
+            messages = [{"role": role, "content": [part]}, {"role": "user", "content": "?"}]
+            status, answer = await post("chat/completions", {"model": "m", "messages": messages})
+            assert status == 400 and "for messages of users" in answer["error"]["message"]
+
+
+async def test_episodes_of_programs_record_their_pictures(folder: Path) -> None:
+    model, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu"), 0)
+    engine = EmbeddedEngine(model, tokenizer, EngineConfig(cache_tokens=4096))
+    tree = MessageTree(
+        Trajectory(Task("t"), seed=1),
+        engine=engine,
+        renderer=Renderer(tokenizer, load_format("hermes")),
+        limits=TurnLimits(8, 4, 10_000),
+        sampling=Sampling(),
+        session="e",
+    )
+    service = EpisodeService()
+    async with ModelServer(service) as server, aiohttp.ClientSession() as http:
+        session = EpisodeSession(tree, metrics=service.metrics, http=http)
+        service.open(session)
+        headers = {"Authorization": f"Bearer {session.key}"}
+        body = requests(noise(1))["chat/completions"]
+        target = f"{server.address}/v1/chat/completions"
+        async with http.post(target, json=body, headers=headers) as answer:
+            assert answer.status == 200
+        broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        body["messages"] = [{"role": "user", "content": [broken]}]
+        async with http.post(target, json=body, headers=headers) as answer:
+            assert answer.status == 400
+    await engine.close()
+    (row,) = rows_of([tree.trajectory])
+    assert [span.sha256 for span in row.images] == [noise(1).sha256]
+    assert row.images[0].data == noise(1).data

@@ -1,0 +1,219 @@
+"""Training on pictures: log-probabilities and gradients against the Hugging Face model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from vision_models import noise, save_idefics3, save_llava
+
+from ludus.core.failures import ConfigError, LudusError
+from ludus.core.generation import Sampling
+from ludus.core.messages import Media, Message
+from ludus.core.task import Task
+from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from ludus.engine import EmbeddedEngine, EngineConfig, images_of, use_ludus_attention
+from ludus.engine.images import vision_parameters
+from ludus.engine.pictures import decode_picture
+from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
+from ludus.rollouts import Renderer, load_format
+from ludus.training import Columns, load_model, logprobs_of, packs_of, rows_of
+from ludus.training.config.recipe import ModelConfig
+from ludus.training.data.packing import concat_masks
+from ludus.training.optim.logprobs import action_logprobs
+
+SAVERS = {"llava": save_llava, "idefics3": save_idefics3}
+
+
+@pytest.fixture(scope="module", params=SAVERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SAVERS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def loaded(folder: Path, **more: Any) -> tuple[Any, Renderer]:
+    model, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu", **more), 0)
+    use_ludus_attention(model)
+    return model, Renderer(tokenizer, load_format("hermes"))
+
+
+async def played(model: Any, renderer: Renderer, *pictures: Media, turns: int = 2) -> Trajectory:
+    """An episode by the engine: one picture in the prompt, another one in each observation."""
+    engine = EmbeddedEngine(
+        model, renderer.tokenizer, EngineConfig(cache_tokens=2048, block_size=4, max_running=2)
+    )
+    trajectory = Trajectory(Task("t"), stop=StopReason.ANSWERED, reward=1.0)
+    sequence = trajectory.sequences[0]
+    for turn, picture in enumerate(pictures[:turns]):
+        message = Message("user" if turn == 0 else "tool", "what is \ufffc here", media=(picture,))
+        if turn == 0:
+            context = renderer.opening([message])
+        else:
+            context = renderer.next_context(sequence, trajectory.messages, [message])
+        kind = SegmentKind.OBSERVATION if turn else SegmentKind.PROMPT
+        sequence.segments.append(Segment(kind, context.tokens, media=context.media))
+        sampling = Sampling(max_tokens=5, seed=turn + len(pictures))
+        made = await engine.generate(sequence.tokens, sampling, session="s", media=sequence.media)
+        sequence.segments.append(Segment(SegmentKind.ACTION, made.tokens, made.logprobs))
+        trajectory.messages += [message, Message("assistant", "?")]
+    await engine.close()
+    return trajectory
+
+
+def stock_logprobs(
+    folder: Path, model: Any, tokens: Sequence[int], pictures: Sequence[Media]
+) -> torch.Tensor:
+    """[T - 1]: of each token but the first, by the model's own forward, with gradients."""
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    images = [decode_picture(picture.data or b"") for picture in pictures]
+    text = processor.image_token * len(images)
+    inputs = dict(processor(text=text, images=images, return_tensors="pt"))
+    pixels = {name: v for name, v in inputs.items() if name not in ("input_ids", "attention_mask")}
+    ids = torch.tensor([list(tokens)])
+    logprobs = model(input_ids=ids, **pixels).logits[0].float().log_softmax(-1)
+    return logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def without_placeholders(trajectory: Trajectory, token: int) -> bool:
+    return all(token not in action.tokens for action in trajectory.actions)
+
+
+async def episodes(model: Any, renderer: Renderer) -> tuple[list[Trajectory], list[list[Media]]]:
+    """Two episodes of different pictures and lengths; the stock model cannot score a sampled placeholder."""
+    shown = [[noise(1), noise(2, (33, 40))], [noise(3)]]
+    found = [await played(model, renderer, *one) for one in shown]
+    token = renderer.images.token if renderer.images else -1
+    for one in found:
+        for action in one.actions:
+            action.tokens = [7 if t == token else t for t in action.tokens]
+    return found, shown
+
+
+async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
+    model, renderer = loaded(folder)
+    shown = [(noise(1), noise(2, (33, 40))), (noise(3), noise(1)), (noise(4), noise(5))]
+    found = [await played(model, renderer, *pictures) for pictures in shown]
+    rows = rows_of(found)
+    assert [len(row.images) for row in rows] == [2, 2, 2]
+    action_T = concat_masks(row.action_mask for row in rows)
+    sampled = torch.tensor([value for row in rows for value in row.logprobs])[action_T]
+    for budget in (10_000, 64, 1):  # in one micro-batch, in some, and row by row
+        recomputed = logprobs_of(model, rows, action_T, 1.0, budget)[action_T]
+        torch.testing.assert_close(recomputed, sampled, atol=1e-4, rtol=0)
+    swapped = [
+        replace(
+            row, images=tuple(replace(s, sha256=noise(9).sha256, data=noise(9).data) for s in row.images)
+        )
+        for row in rows[1:]
+    ]
+    with pytest.raises(AssertionError):  # other pictures, the same tokens
+        others = concat_masks(row.action_mask for row in swapped)
+        again = logprobs_of(model, swapped, others, 1.0, 10_000)[others]
+        torch.testing.assert_close(again, sampled[-len(again) :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+async def test_gradients_equal_the_stock_models(folder: Path, vision: str) -> None:
+    model, renderer = loaded(folder, vision=vision)
+    found, shown = await episodes(model, renderer)
+    rows = rows_of(found)
+    weights = torch.ones(sum(len(row.tokens) for row in rows))
+    columns = Columns.of(rows, weights, weights)
+    for pack in packs_of(rows, columns, 10_000):
+        logprobs, _ = action_logprobs(model, pack, 1.0)
+        (-logprobs.sum()).backward()
+    stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    for row, pictures in zip(rows, shown, strict=True):
+        given = stock_logprobs(folder, stock, row.tokens, pictures)
+        mask = torch.tensor(row.action_mask[1:])
+        (-given[mask].sum()).backward()
+    expected = {name: p.grad for name, p in stock.named_parameters()}
+    seeing = {id(p) for p in vision_parameters(model)}
+    assert seeing
+    for name, parameter in model.named_parameters():
+        if vision == "frozen" and id(parameter) in seeing:
+            assert parameter.grad is None and not parameter.requires_grad
+        elif expected[name] is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=2e-4, rtol=1e-3, msg=name)
+
+
+async def test_a_split_pack_keeps_each_picture_with_its_row(folder: Path) -> None:
+    model, renderer = loaded(folder)
+    found = [await played(model, renderer, noise(i), noise(i + 1)) for i in range(1, 4)]
+    rows = rows_of(found)
+    weights = torch.ones(sum(len(row.tokens) for row in rows))
+    (pack,) = packs_of(rows, Columns.of(rows, weights, weights), 10_000)
+    whole, _ = action_logprobs(model, pack, 1.0)
+    parts = [
+        part for half in pack.split() for part in (half.split() if len(half.lengths) > 1 else [half])
+    ]
+    assert len(parts) == 3
+    torch.testing.assert_close(
+        torch.cat([action_logprobs(model, part, 1.0)[0] for part in parts]), whole, atol=1e-4, rtol=0
+    )
+
+
+async def test_a_sampled_placeholder_is_trained_like_any_other_token(folder: Path) -> None:
+    model, renderer = loaded(folder)
+    trajectory = await played(model, renderer, noise(1), turns=1)
+    assert renderer.images is not None
+    token = renderer.images.token
+    sequence = trajectory.sequences[0]
+    engine = EmbeddedEngine(model, renderer.tokenizer, EngineConfig(cache_tokens=512))
+    sampled = [token, *sequence.segments[1].tokens]
+    scored = await engine.score(sequence.segments[0].tokens + sampled, media=sequence.media)
+    await engine.close()
+    sequence.segments[1] = Segment(SegmentKind.ACTION, sampled, scored[-len(sampled) :])
+    rows = rows_of([trajectory])
+    mask = concat_masks(row.action_mask for row in rows)
+    recomputed = logprobs_of(model, rows, mask, 1.0, 10_000)[mask]
+    torch.testing.assert_close(recomputed, torch.tensor(scored[-len(sampled) :]), atol=1e-4, rtol=0)
+
+
+async def test_pictures_survive_files_and_are_missed_loudly(folder: Path, tmp_path: Path) -> None:
+    model, renderer = loaded(folder)
+    found = [await played(model, renderer, noise(1), noise(2))]
+    file = tmp_path / "kept.parquet"
+    write_trajectories(file, found)
+    bare = read_trajectories(file)
+    assert [s.data for s in bare[0].sequences[0].media] == [None, None]
+    assert bare[0].sequences[0].media == found[0].sequences[0].media
+    mask = concat_masks(row.action_mask for row in rows_of(bare))
+    fresh, _ = loaded(folder)  # which has no memory of these pictures
+    with pytest.raises(LudusError, match=r"not at hand.*media/"):
+        logprobs_of(fresh, rows_of(bare), mask, 1.0, 10_000)
+    with pytest.raises(ConfigError, match=noise(1).sha256):
+        with_pictures(read_trajectories(file), file)
+    keep_pictures(tmp_path, found)
+    again = with_pictures(read_trajectories(file), file)
+    expected = logprobs_of(model, rows_of(found), mask, 1.0, 10_000)
+    torch.testing.assert_close(logprobs_of(fresh, rows_of(again), mask, 1.0, 10_000), expected)
+    (tmp_path / "media" / noise(1).sha256).write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="damaged"):
+        with_pictures(read_trajectories(file), file)
+
+
+async def test_observations_with_pictures_are_trained_without_them(folder: Path) -> None:
+    model, renderer = loaded(folder)
+    (row,) = rows_of([await played(model, renderer, noise(1), noise(2))])
+    assert any(row.observation_mask)
+    for span in row.images:
+        assert not any(row.observation_mask[span.start : span.stop])
+
+
+def test_a_text_model_refuses_the_pictures_of_another(folder: Path) -> None:
+    model, _ = loaded(folder, vision="off")
+    assert images_of(model) is None
+    _, renderer = loaded(folder)
+    opening = renderer.opening([Message("user", "?", media=(noise(1),))])
+    action = Segment(SegmentKind.ACTION, [5], [0.0])
+    prompt = Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media)
+    rows = rows_of([Trajectory(Task("t"), [TokenSequence([prompt, action])])])
+    with pytest.raises(LudusError, match="reads text only"):
+        logprobs_of(model, rows, concat_masks(row.action_mask for row in rows), 1.0, 100)
