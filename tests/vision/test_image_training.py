@@ -24,6 +24,7 @@ from ludus.observe import keep_pictures, read_trajectories, with_pictures, write
 from ludus.rollouts import Renderer, load_format
 from ludus.training import Columns, load_model, logprobs_of, packs_of, rows_of
 from ludus.training.config.recipe import ModelConfig
+from ludus.training.data import prefixes
 from ludus.training.data.packing import concat_masks
 from ludus.training.optim.logprobs import action_logprobs
 
@@ -83,8 +84,8 @@ def without_placeholders(trajectory: Trajectory, token: int) -> bool:
 
 
 async def episodes(model: Any, renderer: Renderer) -> tuple[list[Trajectory], list[list[Media]]]:
-    """Two episodes of different pictures and lengths; the stock model cannot score a sampled placeholder."""
-    shown = [[noise(1), noise(2, (33, 40))], [noise(3)]]
+    """Three episodes, two with the same prompt; the stock model cannot score a sampled placeholder."""
+    shown = [[noise(1), noise(2, (33, 40))], [noise(3)], [noise(1)]]
     found = [await played(model, renderer, *one) for one in shown]
     token = renderer.images.token if renderer.images else -1
     for one in found:
@@ -116,16 +117,25 @@ async def test_recomputed_logprobs_equal_the_engines(folder: Path) -> None:
         torch.testing.assert_close(again, sampled[-len(again) :], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("vision", ["frozen", "trained"])
-async def test_gradients_equal_the_stock_models(folder: Path, vision: str) -> None:
+async def test_gradients_equal_the_stock_models(
+    folder: Path, vision: str, share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `share`, two of the rows have their prompt, picture included, computed once for both."""
+    monkeypatch.setattr(prefixes, "BLOCK", 1)
+    monkeypatch.setattr(prefixes, "_SHORTEST", 1)
     model, renderer = loaded(folder, vision=vision)
     found, shown = await episodes(model, renderer)
     rows = rows_of(found)
     weights = torch.ones(sum(len(row.tokens) for row in rows))
     columns = Columns.of(rows, weights, weights)
-    for pack in packs_of(rows, columns, 10_000):
-        logprobs, _ = action_logprobs(model, pack, 1.0)
-        (-logprobs.sum()).backward()
+    (pack,) = packs_of(rows, columns, 10_000, share=share)
+    if share:
+        behind = found[0].sequences[0].media[0].stop  # of the picture that two rows share
+        assert pack.fold is not None and sum(pack.lengths) - pack.computed > behind
+    logprobs, _ = action_logprobs(model, pack, 1.0)
+    (-logprobs.sum()).backward()
     stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     for row, pictures in zip(rows, shown, strict=True):
         given = stock_logprobs(folder, stock, row.tokens, pictures)
