@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from ludus.cli.main import app
 from ludus.cli.mcp_rl import toml_text
 from ludus.core.messages import Message
-from ludus.llm import load_chat_model
+from ludus.llm import ChatError, load_chat_model
 from ludus.observe import RunFolder
 from ludus.rollouts.tasksets import load_tasks
 from ludus.synth.scenarios import Scenario, ScenarioWriter, split_by_difficulty
 from ludus.tools.mcp import mcp_tools
-from openai_server import chat, serving
+from openai_server import chat, error, serving
 
 SERVER = Path(__file__).parents[1] / "tools" / "mcp_server.py"
 COMMAND = shlex.join([sys.executable, "-I", str(SERVER)])
@@ -99,6 +99,92 @@ async def test_scenarios_are_tried_before_they_are_kept() -> None:
     assert kept[0].messages[-1] == Message("assistant", "3")
     assert '"name": "add"' in script.questions[0] and "It counts." in script.questions[0]
     assert "What is 1 plus 2" in script.questions[1]  # what there is already
+
+
+# What a model of 1.5B parameters wrote, shortened: it numbers its tasks in place of a difficulty, forgets a plan,
+# and writes fewer than it was asked for.
+NUMBERED = """```json
+{
+    "scenarios": [
+        {
+            "task": "What is 21 plus 4?",
+            "difficulty": 1,
+            "plan": [{"tool": "add", "arguments": {"a": 21, "b": 4}}]
+        },
+        {
+            "task": "Have the words good morning echoed",
+            "difficulty": 7,
+            "plan": [{"tool": "echo", "arguments": {"text": "good morning"}}]
+        },
+        {
+            "task": "Convert 3:00 PM to UTC",
+            "difficulty": 8
+        }
+    ]
+}
+```"""
+
+
+async def test_one_bad_entry_does_not_cost_the_others() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        asks_for_tasks = body["messages"][0]["content"].startswith("Write ")
+        return chat(NUMBERED if asks_for_tasks else '{"done": true, "answer": "25"}')
+
+    tools = mcp_tools({"mcp": COMMAND})
+    with serving(reply) as server:
+        model = load_chat_model(f"{server.url}#small")
+        made = await ScenarioWriter(model, tools).write(1, 1)
+        await model.close()
+    await tools.aclose()
+    assert sorted(one.difficulty for one in [*made.train, *made.held_out]) == [1, 5]
+    assert made.proposed == 3 and made.rejected == {"not in the form that was asked for": 1}
+
+
+async def test_a_writer_that_writes_one_at_a_time_is_asked_on() -> None:
+    """A small model answers "write 8" with one, and with the same one again: what counts is whether more come."""
+    script = Script(*[[add(number // 2, 7)] for number in range(20)])
+    tools = mcp_tools({"mcp": COMMAND})
+    with serving(script) as server:
+        model = load_chat_model(f"{server.url}#small")
+        made = await ScenarioWriter(model, tools).write(8, 2)
+        await model.close()
+    await tools.aclose()
+    assert (len(made.train), len(made.held_out)) == (8, 2)
+    assert made.rejected == {"much like another one": 9}
+
+
+async def test_a_writer_that_fails_once_costs_one_question() -> None:
+    script = Script([add(1, 2)], [add(3, 4)])
+    tools = mcp_tools({"mcp": COMMAND})
+    with serving(script) as server:
+        model = load_chat_model({"address": f"{server.url}#slow", "retries": 0})
+        server.faults.append(error(500))
+        made = await ScenarioWriter(model, tools).write(1, 1)
+        assert made.rejected == {"no answer of the writer": 1} and len(made.train) == 1
+        server.faults += [error(500)] * 4
+        with pytest.raises(ChatError, match="500"):
+            await ScenarioWriter(model, tools).write(1, 1)
+        await model.close()
+    await tools.aclose()
+
+
+def test_what_the_writer_said_is_not_asked_for_again(tmp_path: Path) -> None:
+    """The scenarios of a command that was stopped are there when it is given again."""
+    script = Script([add(1, 2)], [add(3, 4)])
+    with serving(script) as server:
+        command = ["mcp-rl", COMMAND, "--writer", f'{{ address = "{server.url}#s", retries = 0 }}']
+        command += ["--scenarios", "2", "--held-out", "1", "--out", str(tmp_path / "made")]
+        command += ["rl.no_such_key=1"]  # ends the command when the scenarios are written
+        assert CliRunner().invoke(app, command).exit_code != 0
+        asked = dict(script.asked)
+        (tmp_path / "made" / "scenarios.json").unlink(missing_ok=True)
+        assert CliRunner().invoke(app, command).exit_code != 0
+        assert script.asked == asked
+
+
+def test_a_model_from_scratch_writes_nothing() -> None:
+    said = CliRunner().invoke(app, ["mcp-rl", COMMAND, "--writer", "policy", "--model", "scratch"])
+    assert said.exit_code != 0 and "from scratch cannot write" in str(said.exception or said.output)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=40), st.integers(0, 1000))

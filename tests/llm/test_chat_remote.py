@@ -183,3 +183,12 @@ def test_a_table_is_checked() -> None:
         load_chat_model({"address": "http://127.0.0.1:1/v1#a", "key_variable": "NO_SUCH_KEY"})
     with pytest.raises(ConfigError, match="password"):
         load_chat_model("http://ada:secret@127.0.0.1:1/v1#a")
+
+
+def test_a_table_can_be_written_on_a_command_line() -> None:
+    model = load_chat_model('{ address = "http://127.0.0.1:1/v1#tiny", seconds = 1800, name = "slow" }')
+    assert model.name == "slow"
+    with pytest.raises(ConfigError, match="no table of TOML"):
+        load_chat_model("{ address: http://127.0.0.1:1/v1 }")
+    with pytest.raises(ConfigError, match="second"):
+        load_chat_model('{ address = "http://127.0.0.1:1/v1", second = 3 }')

@@ -284,11 +284,12 @@ def mcp_rl(
     writer: Annotated[
         str | None,
         typer.Option(
-            help="Who writes scenarios: an OpenAI-compatible address, http://host:port/v1#NAME."
+            help="Who writes scenarios: an OpenAI-compatible address, http://host:port/v1#NAME; policy, the "
+            "model itself; or a table, '{ address = \"...\", seconds = 1800 }'."
         ),
     ] = None,
     judge: Annotated[
-        str | None, typer.Option(help="Who ranks attempts: an address; the writer when left out.")
+        str | None, typer.Option(help="Who ranks attempts, likewise; the writer when left out.")
     ] = None,
     scenarios: Annotated[int, typer.Option(min=2, help="To train on.")] = 32,
     held_out: Annotated[int, typer.Option(min=1, help="To measure on.")] = 8,
@@ -326,7 +327,7 @@ def mcp_rl(
     if writer is None:
         raise ConfigError(
             "who writes the scenarios and judges? Give --writer http://host:port/v1#NAME (ludus serve model "
-            "MODEL makes one of a local model)"
+            "MODEL makes one of a local model), or --writer policy: the model itself"
         )
     table: dict[str, Any] = {"mcp": server}
     given = {"allow": allow, "deny": deny, "files": str(files.resolve()) if files else None}

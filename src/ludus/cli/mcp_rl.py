@@ -4,19 +4,24 @@ Discover the server's tools, have a language model write scenarios for them (`sy
 play groups, rank each group by one question to a judge (RULER), update by GRPO, and compare the held-out
 episodes of before and after in one ranking. All of it stands in one folder::
 
+    answers/                what the writer said: the same question is not asked twice
     scenarios.json          what was kept, and why the rest was not
     train.jsonl, held_out.jsonl, demonstrations.jsonl
     recipe.toml             what is trained: `ludus train recipe.toml` does the same again
     run/                    the run, with audit.jsonl
     report.md               before and after
 
-The same command goes on where it was stopped: scenarios are used again, a run is resumed.
+The same command goes on where it was stopped: answers and scenarios are used again, a run is resumed.
+
+A writer or judge called `policy` is the model that is trained: as it is before, for the scenarios and for the
+comparison at the end, which needs one judge for all stages; as it is then, while it is trained.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +37,17 @@ from ludus.observe import RunFolder, atomic_write, table_markdown, table_rich
 from ludus.tools.mcp import MCPServerConfig, mcp_tools
 
 if TYPE_CHECKING:
+    from ludus.core.chat import ChatModel
     from ludus.synth.scenarios import ScenarioSet
 
-SCENARIOS, RECIPE, REPORT, RUN = "scenarios.json", "recipe.toml", "report.md", "run"
+SCENARIOS, RECIPE, REPORT, RUN, ANSWERS = (
+    "scenarios.json",
+    "recipe.toml",
+    "report.md",
+    "run",
+    "answers",
+)
+SCRATCH = "scratch"
 _SYSTEM = "Do what is asked with the tools, then answer."
 _COLUMNS = (
     "held-out scenarios",
@@ -55,7 +68,9 @@ class McpRlSettings:
     """The table of the server, as a recipe has it."""
     model: str
     writer: str
+    """An address, a table in TOML, a model to load, or `policy`: the model itself."""
     judge: str
+    """The same."""
     scenarios: int = 32
     held_out: int = 8
     about: str = ""
@@ -69,6 +84,22 @@ class McpRlSettings:
         names = ("server", "writer", "scenarios", "held_out", "about", "seed")
         return {name: getattr(self, name) for name in names}
 
+    def open(self, spec: str, **changes: Any) -> ChatModel:
+        """The model of this spec outside of the run, where the policy is the model before training."""
+        from ludus.llm import load_chat_model
+        from ludus.llm.config import model_table
+        from ludus.llm.local import POLICY
+
+        table = {**model_table(spec), **changes}
+        if table.get("address") == POLICY:
+            if self.model == SCRATCH:
+                raise ConfigError(
+                    "a model from scratch cannot write or judge before it is trained: give --writer and "
+                    "--judge the address of another one"
+                )
+            table["address"] = self.model
+        return load_chat_model(table)
+
 
 def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) -> None:
     """The whole pipeline, with what it does said on stderr."""
@@ -77,7 +108,7 @@ def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) 
     folder.mkdir(parents=True, exist_ok=True)
     console.print(Text(f"folder: {folder}"), soft_wrap=True)
     if not _has_scenarios(folder, settings):
-        made = asyncio.run(_write_scenarios(settings, console))
+        made = asyncio.run(_write_scenarios(settings, folder, console))
         _save_scenarios(folder, settings, made)
         _say_scenarios(console, made)
     _train(folder, settings, overrides, console)
@@ -111,17 +142,19 @@ def _has_scenarios(folder: Path, settings: McpRlSettings) -> bool:
     return True
 
 
-async def _write_scenarios(settings: McpRlSettings, console: Console) -> ScenarioSet:
-    from ludus.llm import load_chat_model
+async def _write_scenarios(settings: McpRlSettings, folder: Path, console: Console) -> ScenarioSet:
     from ludus.synth.scenarios import ScenarioWriter
 
-    tools, writer = mcp_tools(settings.server), load_chat_model(settings.writer)
+    writer = settings.open(settings.writer, cache=str(folder / ANSWERS))
+    tools, began = mcp_tools(settings.server), time.monotonic()
     try:
         work = ScenarioWriter(writer, tools, settings.about, settings.seed)
 
         def say(kept: int, wanted: int) -> None:
-            console.print(Text(f"scenarios: {kept} of {wanted}"), soft_wrap=True)
+            taken = f"{time.monotonic() - began:.0f} seconds"
+            console.print(Text(f"scenarios: {kept} of {wanted}, {taken}"), soft_wrap=True)
 
+        console.print(Text(f"scenarios: asking {writer.name}"), soft_wrap=True)
         made = await work.write(settings.scenarios, settings.held_out, say)
     finally:
         await tools.aclose()
@@ -162,7 +195,7 @@ def _lines(rows: Sequence[Json]) -> str:
 
 def recipe_of_scenarios(settings: McpRlSettings, train: int, most_calls: int) -> Json:
     """The recipe: everything that is not said by the settings is what small runs need."""
-    is_scratch = settings.model == "scratch"
+    is_scratch = settings.model == SCRATCH
     steps = settings.imitate if settings.imitate is not None else 300 if is_scratch else 0
     raw: Json = {
         "name": "mcp-rl",
@@ -228,7 +261,6 @@ def _toml(value: Any) -> str:
 
 async def _compare(folder: Path, settings: McpRlSettings) -> list[list[str]]:
     """The held-out episodes of each evaluation, ranked together: one question for each scenario."""
-    from ludus.llm import load_chat_model
     from ludus.rewards.judges import Ruler
     from ludus.training.config.recipe import Recipe
     from ludus.training.report import stage_of
@@ -240,7 +272,7 @@ async def _compare(folder: Path, settings: McpRlSettings) -> list[list[str]]:
         if file.split == "eval":
             stage = stage_of(file.step, recipe)
             found[stage] = run.trajectories(file.step, "eval")
-    judge = load_chat_model(settings.judge)
+    judge = settings.open(settings.judge)
     try:
         scores = await _ranked(Ruler(judge), found)
     finally:

@@ -85,6 +85,17 @@ def read_toml(path: str | Path) -> Json:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
 
 
+def toml_table(text: str) -> Json:
+    """An inline table, `{ key = value, ... }`, as it is written on a command line."""
+    try:
+        table = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{text!r:.200} is no table of TOML, {{ key = value, ... }}: {error}"
+        ) from None
+    return dict(table)
+
+
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> Json:
     """`raw` with each `a.b=value` set; a value is TOML, and what is not TOML is taken as text.
 

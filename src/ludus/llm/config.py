@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from ludus.core.chat import ChatModel
-from ludus.core.config import Config, Place, cache_folder
+from ludus.core.config import Config, Place, cache_folder, toml_table
 from ludus.core.failures import ConfigError
 from ludus.llm.address import Address, is_address
 from ludus.llm.cache import CachedChatModel
@@ -44,8 +44,8 @@ class ChatModelConfig(Config):
     """What reports and the cache call it; the address if left out."""
     key_variable: str | None = None
     """The environment variable with its key, if not LUDUS_API_KEY."""
-    seconds: float = Field(default=120.0, gt=0)
-    """One request with all its attempts."""
+    seconds: float = Field(default=600.0, gt=0)
+    """One request with all its attempts; a model on a CPU may write for minutes."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after an overload, an error of the server's, or none at all."""
     concurrency: int = Field(default=32, ge=1)
@@ -64,14 +64,19 @@ class ChatModelConfig(Config):
     """Further fields of every request."""
 
 
-def load_chat_model(spec: str | Mapping[str, Any] | ChatModel) -> ChatModel:
-    """A model by its address or table; what is a model already comes back as it is."""
+def load_chat_model(spec: str | Mapping[str, Any] | ChatModel, **changes: Any) -> ChatModel:
+    """A model by its address or table, with these keys of the table changed; what is a model stays as it is."""
     if isinstance(spec, ChatModel):
         return spec
-    if isinstance(spec, str):
-        spec = {"address": spec}
-    config = ChatModelConfig.parse(spec, "the table of a model")
+    config = ChatModelConfig.parse({**model_table(spec), **changes}, "the table of a model")
     return limited(_source(config), config)
+
+
+def model_table(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The table of a model: a text is its address, or the table itself in TOML, as on a command line."""
+    if not isinstance(spec, str):
+        return dict(spec)
+    return toml_table(spec) if spec.lstrip().startswith("{") else {"address": spec}
 
 
 def _source(config: ChatModelConfig) -> ChatModel:

@@ -63,7 +63,7 @@ class RemoteChatModel:
         """
         self.address = Address.parse(address) if isinstance(address, str) else address
         self._name = name
-        self._policy = policy or RetryPolicy(seconds=120.0)
+        self._policy = policy or RetryPolicy()
         self._request = dict(request or {})
         self._http = HttpClient(key, connections)
         self._takes_json_mode = True
