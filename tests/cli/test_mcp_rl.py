@@ -101,8 +101,8 @@ async def test_scenarios_are_tried_before_they_are_kept() -> None:
     assert "What is 1 plus 2" in script.questions[1]  # what there is already
 
 
-# What a model of 1.5B parameters wrote, shortened: it numbers its tasks in place of a difficulty, forgets a plan,
-# and writes fewer than it was asked for.
+# What a model of 1.5B parameters wrote, shortened: it numbers its tasks in place of a difficulty, forgets a
+# plan, and writes fewer than it was asked for.
 NUMBERED = """```json
 {
     "scenarios": [
@@ -141,7 +141,7 @@ async def test_one_bad_entry_does_not_cost_the_others() -> None:
 
 
 async def test_a_writer_that_writes_one_at_a_time_is_asked_on() -> None:
-    """A small model answers "write 8" with one, and with the same one again: what counts is whether more come."""
+    """A small model answers "write 8" with one, and with the same one again: more may still come."""
     script = Script(*[[add(number // 2, 7)] for number in range(20)])
     tools = mcp_tools({"mcp": COMMAND})
     with serving(script) as server:

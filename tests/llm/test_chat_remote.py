@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -183,6 +184,36 @@ def test_a_table_is_checked() -> None:
         load_chat_model({"address": "http://127.0.0.1:1/v1#a", "key_variable": "NO_SUCH_KEY"})
     with pytest.raises(ConfigError, match="password"):
         load_chat_model("http://ada:secret@127.0.0.1:1/v1#a")
+
+
+async def test_what_waits_in_a_servers_queue_is_not_lost() -> None:
+    """A model on a CPU answers one request after the other: ten of 0.2 seconds each, with 1 for each."""
+    turn = threading.Lock()
+
+    def one_at_a_time(body: dict[str, Any]) -> dict[str, Any]:
+        with turn:
+            time.sleep(0.2)
+            return chat("yes")
+
+    with serving(one_at_a_time) as server:
+        async with model_at(server, RetryPolicy(seconds=1, retries=0)) as model:
+            found = await asyncio.gather(*(model.chat(HELLO) for _ in range(10)))
+    assert [reply.text for reply in found] == ["yes"] * 10
+
+
+async def test_a_request_that_hangs_ends_though_others_are_answered() -> None:
+    over = threading.Event()
+    hanging = [Message("user", "hang")]
+    with serving(
+        lambda body: hang(over) if body["messages"][0]["content"] == "hang" else chat("yes")
+    ) as server:
+        async with model_at(server, RetryPolicy(seconds=0.2, retries=0)) as model:
+            waiting = asyncio.create_task(model.chat(hanging))
+            while not waiting.done():
+                assert (await model.chat(HELLO)).text == "yes"
+            over.set()
+            with pytest.raises(ChatError, match="no answer within"):
+                await waiting
 
 
 def test_a_table_can_be_written_on_a_command_line() -> None:

@@ -45,7 +45,7 @@ class ChatModelConfig(Config):
     key_variable: str | None = None
     """The environment variable with its key, if not LUDUS_API_KEY."""
     seconds: float = Field(default=600.0, gt=0)
-    """One request with all its attempts; a model on a CPU may write for minutes."""
+    """One request with all its attempts; waiting goes on while the server answers others of ours."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after an overload, an error of the server's, or none at all."""
     concurrency: int = Field(default=32, ge=1)

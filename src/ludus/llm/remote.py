@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from ludus.core.chat import ChatOptions, ChatReply
 from ludus.core.failures import Boundary, InfraError
 from ludus.core.messages import Json, Media, Message
+from ludus.core.per_loop import PerLoop
 from ludus.llm.address import Address
 from ludus.llm.http import (
     BadResponse,
@@ -43,8 +46,41 @@ class ChatError(InfraError):
         super().__init__(Boundary.CHAT, message, attempts=attempts, retriable=False)
 
 
+class _Deadlines:
+    """The deadlines of an event loop's requests to one server, which are put off while it answers others.
+
+    A server of one model on a CPU answers one request after the other: what waits in its queue is not lost.
+    Each may wait for as long again as for every request before it, so that one that hangs ends all the same.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Timeout, tuple[float, float]] = {}
+        """Of each, its seconds and the latest that it may be put off to."""
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        """As `asyncio.timeout`."""
+        latest = asyncio.get_running_loop().time() + seconds * (len(self._open) + 1)
+        async with asyncio.timeout(seconds) as deadline:
+            self._open[deadline] = seconds, latest
+            try:
+                yield deadline
+            finally:
+                del self._open[deadline]
+
+    def put_off(self) -> None:
+        """The server has answered."""
+        now = asyncio.get_running_loop().time()
+        for deadline, (seconds, latest) in self._open.items():
+            if not deadline.expired():
+                deadline.reschedule(min(now + seconds, latest))
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+
 class RemoteChatModel:
-    """A `ChatModel` over HTTP. Each request has one deadline over all its attempts."""
+    """A `ChatModel` over HTTP. A request has one deadline over all its attempts (`_Deadlines`)."""
 
     def __init__(
         self,
@@ -66,6 +102,7 @@ class RemoteChatModel:
         self._policy = policy or RetryPolicy()
         self._request = dict(request or {})
         self._http = HttpClient(key, connections)
+        self._deadlines = PerLoop(_Deadlines)
         self._takes_json_mode = True
 
     @property
@@ -92,12 +129,18 @@ class RemoteChatModel:
 
     async def close(self) -> None:
         await self._http.close()
+        await self._deadlines.close()
 
     async def _ask(self, body: Json, options: ChatOptions) -> ChatReply:
         url = f"{self.address.url}/chat/completions"
         sent = sum(len(str(message["content"])) for message in body["messages"])
         read = partial(_read_reply, max_tokens=options.max_tokens, sent_chars=sent)
-        return await self._http.post(url, body, self._policy, read)
+        deadlines = await self._deadlines.get()
+        reply = await self._http.request(
+            "POST", url, body, self._policy, read, timeout=deadlines.timeout
+        )
+        deadlines.put_off()
+        return reply
 
     def _body(self, messages: Sequence[Message], options: ChatOptions) -> Json:
         body: Json = {
