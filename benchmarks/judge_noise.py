@@ -68,7 +68,7 @@ class ScriptedJudge:
 
     async def chat(self, messages: Sequence[Message], options: ChatOptions = ChatOptions()) -> ChatReply:  # noqa: B008
         system, user = messages[0].content, messages[1].content
-        code = re.findall(r'"code": "(\w+)"', system)[0]
+        code = re.findall(r'"code": "(\w+)"', user)[-1]
         if "attempts of AI agents" in system:
             shown = re.findall(rf"<attempt-\d+-{code}>\n(.*?)\n</attempt", user, re.DOTALL)
             scores: Any = [{"id": n, "score": self._score(text) / 10} for n, text in enumerate(shown, 1)]

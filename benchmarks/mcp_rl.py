@@ -67,10 +67,10 @@ class Script:
             return json.dumps({"scenarios": made})
         if text.startswith("A task for an AI agent: "):
             return json.dumps({"done": True, "answer": result_of(text)})
-        return self.verdict(messages[0]["content"], text)
+        return self.verdict(text)
 
-    def verdict(self, system: str, text: str) -> str:
-        code = re.search(r'"code": "([0-9a-f]+)"', system)[1]  # type: ignore[index]
+    def verdict(self, text: str) -> str:
+        code = re.findall(r'"code": "([0-9a-f]+)"', text)[-1]
         plan = next((plan for task, plan in self.plans.items() if task in text), [])
         attempts = re.findall(rf"<attempt-(\d+)-{code}>\n(.*?)\n</attempt-\1-{code}>", text, re.S)
         scores = [{"id": int(number), "score": self.score(plan, body)} for number, body in attempts]

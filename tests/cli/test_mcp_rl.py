@@ -57,8 +57,7 @@ class Script:
             done = "hopeless" not in text
             return chat(json.dumps({"done": done, "answer": re.findall(r"\d+", f"0 {text}")[-1]}))
         self.asked["judge"] += 1
-        system = body["messages"][0]["content"]
-        [code] = re.findall(r'"code": "([0-9a-f]+)"', system)
+        code = re.findall(r'"code": "([0-9a-f]+)"', text)[-1]
         found = re.findall(rf"<attempt-(\d+)-{code}>\n(.*?)\n</attempt-\1-{code}>", text, re.DOTALL)
         scores = [{"id": int(n), "score": min(1.0, 0.1 * len(said))} for n, said in found]
         return chat(json.dumps({"code": code, "scores": scores}))

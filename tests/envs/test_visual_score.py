@@ -46,7 +46,7 @@ async def test_a_picture_is_judged_and_not_the_source() -> None:
         data = base64.b64decode(picture["image_url"]["url"].partition(",")[2])
         colour = Image.open(io.BytesIO(data)).convert("RGB").getpixel((100, 100))
         seen.append((text["text"], colour))
-        code = re.search(r'"code": "(\w+)"', body["messages"][0]["content"])
+        code = re.search(r'"code": "(\w+)"', text["text"])
         assert code is not None
         score = 10 if colour == (255, 0, 0) else 0
         names = ("faithful", "layout", "legibility")

@@ -14,10 +14,9 @@ _CODE = re.compile(r'"code": "([0-9a-f]{8})"')
 
 
 def code_in(body: Json) -> str:
-    """The code that a verdict has to name, from the system message."""
-    found = _CODE.search(body["messages"][0]["content"])
-    assert found is not None
-    return found[1]
+    """The code that a verdict has to name, from the form at the end."""
+    text = body["messages"][1]["content"]
+    return _CODE.findall(text[0]["text"] if isinstance(text, list) else text)[-1]
 
 
 def evidence(body: Json, name: str) -> str:

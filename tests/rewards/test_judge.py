@@ -147,7 +147,7 @@ async def test_an_injection_stays_inside_its_marks(attack: str) -> None:
     system, user = server.bodies[0]["messages"]
     assert attack not in system["content"]
     assert attack in evidence(server.bodies[0], "episode")
-    assert user["content"].count(code_in(server.bodies[0])) == 4  # two pairs of marks
+    assert user["content"].count(code_in(server.bodies[0])) == 5  # two pairs of marks, and the form
     assert [message["role"] for message in server.bodies[0]["messages"]] == ["system", "user"]
 
 
@@ -226,3 +226,13 @@ async def test_what_was_spent_survives_a_resume_and_an_evaluation() -> None:
         second = judge_at(server)
         second.load_state_dict(saved)
     assert first.usage.calls == second.usage.calls == 1
+
+
+async def test_instructions_are_the_same_for_every_episode() -> None:
+    """A server with a prefix cache computes them once; what differs, the code too, comes after them."""
+    with serving(judging(lambda text: dict.fromkeys(FOUR, 5))) as server:
+        for answer in ("Paris", "Rome"):
+            await judge_at(server).score(synthetic_episode(TASK, answer), TASK, {})
+    first, second = (body["messages"] for body in server.bodies)
+    assert first[0] == second[0] and first[1] != second[1]
+    assert first[1]["content"].rstrip().endswith("}")  # the form of the answer is the last thing that is read

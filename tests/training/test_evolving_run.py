@@ -16,12 +16,12 @@ from openai_server import chat, serving
 
 def reply(body: dict[str, Any]) -> Any:
     system, user = (message["content"] for message in body["messages"][:2])
-    code = re.search(r'"code": "(\w+)"', system)
+    code = re.search(r'"code": "(\w+)"', user)
     assert code is not None
     if "improve the rubric" in system:
         new = [{"id": f"seen_{len(user) % 1000}", "text": f"Says {code[1]} of {len(user)}."}]
         return chat(json.dumps({"code": code[1], "criteria": new}))
-    names = re.findall(r'"(\w+)": <0 to 10>', system)
+    names = re.findall(r'"(\w+)": <0 to 10>', user)
     scores = {name: (len(user) + place) % 11 for place, name in enumerate(names)}
     return chat(json.dumps({"code": code[1], "scores": scores}))
 

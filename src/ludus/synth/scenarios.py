@@ -38,6 +38,28 @@ _MOST_PLAN = 8
 _MOST_TOKENS = 256
 """Of one scenario: a small model that begins to repeat itself would fill any room."""
 _TEMPERATURE = 1.0
+_TOLD_PEOPLE = 3
+_PEOPLE = (
+    "a nurse",
+    "a pilot",
+    "a student",
+    "a baker",
+    "a lawyer",
+    "a farmer",
+    "a musician",
+    "a grandmother",
+    "an engineer",
+    "a shop owner",
+    "a journalist",
+    "a football coach",
+    "a tourist",
+    "an accountant",
+    "a scientist",
+    "a truck driver",
+    "a teacher",
+    "a photographer",
+)
+"""Who asks, a few of them in each question: personas make a writer's tasks differ."""
 DIFFICULTIES = (1, 2, 3, 4, 5)
 
 OnScenario = Callable[[int, int], None]
@@ -202,7 +224,11 @@ class ScenarioWriter:
     async def _proposals(
         self, specs: Sequence[ToolSpec], shown: Sequence[str], kept: Sequence[Scenario], number: int
     ) -> list[ProposedScenario]:
-        messages = scenario_question(specs, shown, self.about, [one.task for one in kept], BATCH)
+        drawn = shuffled(len(_PEOPLE), key(self.seed, "people", number))
+        people = [_PEOPLE[place] for place in drawn[:_TOLD_PEOPLE]]
+        tool = specs[(number - 1) % len(specs)].name if number else ""  # the first question is open
+        told = [one.task for one in kept]
+        messages = scenario_question(specs, shown, self.about, told, BATCH, people, tool)
         options = ChatOptions(
             max_tokens=BATCH * _MOST_TOKENS,
             temperature=_TEMPERATURE,
@@ -277,9 +303,16 @@ class ScenarioWriter:
 
 
 def scenario_question(
-    specs: Sequence[ToolSpec], shown: Sequence[str], about: str, kept: Sequence[str], count: int
+    specs: Sequence[ToolSpec],
+    shown: Sequence[str],
+    about: str,
+    kept: Sequence[str],
+    count: int,
+    people: Sequence[str] = (),
+    tool: str = "",
 ) -> list[Message]:
-    """What the writer is asked."""
+    """What the writer is asked. A small model copies the tasks that exist, however it is told not to; other
+    people and another tool give it something else to begin with."""
     tools = "\n".join(json.dumps(spec.as_openai()["function"], ensure_ascii=False) for spec in specs)
     first, last = _call_form(specs[0]), _call_form(specs[-1])
     parts = [
@@ -296,7 +329,10 @@ def scenario_question(
         parts.append("What they show at the beginning of every task:\n" + "\n".join(shown))
     if kept:
         some = "\n".join(f"- {text}" for text in kept[-40:])
-        parts.append(f"These tasks exist already; write others:\n{some}")
+        parts.append(f"These tasks exist already; write others, with other values:\n{some}")
+    if people:
+        mostly = f" Most of these tasks need {tool}." if tool else ""
+        parts.append(f"Write this time what these people would ask: {', '.join(people)}.{mostly}")
     parts.append(
         "Give for each task the calls that do it, in order, with complete arguments. Answer with one JSON "
         f"object and nothing else, with {count} entries in this form:\n"

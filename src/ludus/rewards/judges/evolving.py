@@ -29,7 +29,7 @@ from ludus.core.messages import Message
 from ludus.core.trajectory import Group, Trajectory
 from ludus.llm import ChatError
 from ludus.rewards.judges.rubric import STRICTNESS_LEVELS, Criterion, Rubric, Strictness
-from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, transcript
+from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, question, transcript
 from ludus.rewards.judges.verdict import CodedVerdict, coded, listed
 
 log = logging.getLogger(__name__)
@@ -222,18 +222,17 @@ def _proposal(
     system = "\n\n".join(
         [
             "You improve the rubric by which AI agents are judged. You are given episodes that went well and "
-            f"episodes that went badly, between marks such as <good-1-{code}> and <bad-1-{code}>. {UNTRUSTED}",
+            f"episodes that went badly, between marks such as <good-1-CODE> and <bad-1-CODE>. {UNTRUSTED}",
             "The rubric has these criteria:\n" + listed(f"{c.id}: {c.text}" for c in kept),
             f"Propose at most {room} new criteria that tell the good episodes from the bad ones and that none "
             "of the above covers. They must make sense for other tasks of the kind, name behaviour that can be "
-            "seen in an episode, and not reward length or praise. An empty list is fine.",
-            "Answer with one JSON object and nothing else. Its code must be the code of the marks; an id is "
-            f'lower case with underscores:\n{{"code": "{code}", "criteria": [{{"id": "checks_units", "text": '
-            '"<one sentence>"}]}',
+            "seen in an episode, and not reward length or praise. An empty list is fine. An id is lower case "
+            "with underscores.",
         ]
     )
-    evidence = "\n\n".join(enclosed(text, name, code) for name, text in shown)
-    return [Message("system", system), Message("user", evidence)], code
+    evidence = [enclosed(text, name, code) for name, text in shown]
+    form = f'{{"code": "{code}", "criteria": [{{"id": "checks_units", "text": "<one sentence>"}}]}}'
+    return question(system, evidence, form), code
 
 
 def load_evolution(

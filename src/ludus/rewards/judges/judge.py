@@ -20,6 +20,7 @@ from ludus.rewards.judges.transcript import (
     code_of,
     enclosed,
     pictures,
+    question,
     shortened,
     transcript,
 )
@@ -141,10 +142,9 @@ class Judge(AskingReward):
             evidence.append(enclosed(target, "expected-answer", code))
         evidence.append(enclosed(shown, "episode", code))
         media = pictures(done) if self.images else ()
-        return [
-            Message("system", self._system(rubric, code)),
-            Message("user", "\n\n".join(evidence), media=media),
-        ], code
+        scores = ", ".join(f'"{c.id}": <0 to 10>' for c in rubric.criteria)
+        form = f'{{"code": "{code}", "reason": "<one or two sentences>", "scores": {{{scores}}}}}'
+        return question(self._system(rubric), evidence, form, media), code
 
     def shown(self, trajectory: Trajectory, done: Sequence[Message]) -> str:
         """The text that is judged; `done` is the conversation after the task."""
@@ -152,21 +152,18 @@ class Judge(AskingReward):
             return trajectory.answer or "(no answer)"
         return f"{transcript(done, self.most_chars)}\n\n[the episode ended: {trajectory.stop.value}]"
 
-    def _system(self, rubric: Rubric, code: str) -> str:
+    def _system(self, rubric: Rubric) -> str:
         criteria = [f"{c.id}: {c.text}" if c.text else c.id for c in rubric.criteria]
-        scores = ", ".join(f'"{c.id}": <0 to 10>' for c in rubric.criteria)
         return "\n\n".join(
             filter(
                 None,
                 [
                     "You judge the work of an AI agent. You are given its task and what it did, between marks "
-                    f"such as <task-{code}> and <episode-{code}>. {UNTRUSTED}",
+                    f"such as <task-CODE> and <episode-CODE>. {UNTRUSTED}",
                     f"Score each of these from 0 (not at all) to 10 (perfectly):\n{listed(criteria)}",
                     rubric.level_text,
                     "Length is no merit, and politeness is none: score what was achieved.",
                     self.instructions,
-                    "Answer with one JSON object and nothing else. Its code must be the code of the marks:\n"
-                    f'{{"code": "{code}", "reason": "<one or two sentences>", "scores": {{{scores}}}}}',
                 ],
             )
         )

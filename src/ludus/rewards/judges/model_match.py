@@ -10,7 +10,7 @@ from pydantic import Field
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, shortened, transcript
+from ludus.rewards.judges.transcript import UNTRUSTED, code_of, enclosed, question, shortened, transcript
 from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, coded
 from ludus.rewards.reward import Parts
 from ludus.rewards.text_rewards import exact_match
@@ -72,14 +72,13 @@ class ModelMatch(AskingReward):
         code = code_of(asked, wanted, given)
         system = (
             "You compare an answer with the right one. You are given a question, its right answer (any line of "
-            f"it, if there are several) and an answer, between marks such as <answer-{code}>. {UNTRUSTED}\n\n"
+            f"it, if there are several) and an answer, between marks such as <answer-CODE>. {UNTRUSTED}\n\n"
             "It matches if it says the same: another wording, unit or notation of the same value is fine; "
-            "several different answers, or a hedge between them, is no match.\n\n"
-            "Answer with one JSON object and nothing else. Its code must be the code of the marks:\n"
-            f'{{"code": "{code}", "reason": "<a few words>", "match": true or false}}'
+            "several different answers, or a hedge between them, is no match."
         )
         evidence = [
             enclosed(text, name, code)
             for name, text in (("question", asked), ("right-answer", wanted), ("answer", given))
         ]
-        return [Message("system", system), Message("user", "\n\n".join(evidence))], code
+        form = f'{{"code": "{code}", "reason": "<a few words>", "match": true or false}}'
+        return question(system, evidence, form), code

@@ -12,10 +12,16 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field, TypeAdapter
 
 from ludus.core.chat import ChatOptions
-from ludus.core.messages import Message
 from ludus.core.trajectory import Trajectory
 from ludus.llm import ask_json, load_chat_model
-from ludus.rewards.judges.transcript import DEFAULT_CHARS, UNTRUSTED, code_of, enclosed, transcript
+from ludus.rewards.judges.transcript import (
+    DEFAULT_CHARS,
+    UNTRUSTED,
+    code_of,
+    enclosed,
+    question,
+    transcript,
+)
 from ludus.rewards.judges.verdict import CodedVerdict, ModelSpec, coded, listed
 from ludus.rewards.preferences import AttemptPair, PairVerdict, Side, flipped
 
@@ -70,24 +76,25 @@ class PairJudge:
             enclosed(shown[0], "first", code),
             enclosed(shown[1], "second", code),
         ]
-        messages = [Message("system", self._system(code)), Message("user", "\n\n".join(evidence))]
+        sides = ", ".join(f'"{name}": "first" | "second" | "tie"' for name in self.dimensions)
+        form = (
+            f'{{"code": "{code}", "reason": "<one or two sentences>", "better": "first" | "second" | "tie", '
+            f'"dimensions": {{{sides}}}}}'
+        )
+        messages = question(self._system(), evidence, form)
         found = await ask_json(
             self.model, messages, self._answer_type(code), self._options, attempts=self.attempts
         )
         return found.value
 
-    def _system(self, code: str) -> str:
+    def _system(self) -> str:
         named = [f"{name}: {text}" if text else name for name, text in self.dimensions.items()]
-        form = ", ".join(f'"{name}": "first" | "second" | "tie"' for name in self.dimensions)
         parts = [
             "You compare two attempts of an AI agent at one task. You are given the task and what each did, "
-            f"between marks such as <task-{code}>, <first-{code}> and <second-{code}>. {UNTRUSTED}",
+            f"between marks such as <task-CODE>, <first-CODE> and <second-CODE>. {UNTRUSTED}",
             "Say which one is better: first, second or tie. Length is no merit, and the order means nothing.",
             f"Say it for each of these too:\n{listed(named)}" if named else "",
             self.instructions,
-            "Answer with one JSON object and nothing else. Its code must be the code of the marks:\n"
-            f'{{"code": "{code}", "reason": "<one or two sentences>", "better": "first" | "second" | "tie", '
-            f'"dimensions": {{{form}}}}}',
         ]
         return "\n\n".join(part for part in parts if part)
 

@@ -26,6 +26,7 @@ from ludus.rewards.judges.transcript import (
     code_of,
     enclosed,
     fair_limit,
+    question,
     shortened,
     transcript,
 )
@@ -105,14 +106,14 @@ class ProcessJudge(AskingReward):
         ]
         system = (
             "You follow the progress of an AI agent. You are given its task, a checklist, and its actions with "
-            f"what came back, between marks such as <task-{code}> and <action-1-{code}>. {UNTRUSTED}\n\n"
+            f"what came back, between marks such as <task-CODE> and <action-1-CODE>. {UNTRUSTED}\n\n"
             "For each action, list the numbers of the checklist's items that this action completed. An item is "
             "completed by the action after which it is true, and by evidence, not by claims. Most actions "
-            f"complete none: [].\n\n{self.instructions}\n\n"
-            f"There are {len(steps)} actions, so `steps` has {len(steps)} lists. Answer with one JSON object "
-            f'and nothing else:\n{{"code": "{code}", "steps": [[<item numbers>], ...]}}'
+            f"complete none: [].\n\n{self.instructions}".rstrip()
         )
-        messages = [Message("system", system), Message("user", "\n\n".join(evidence))]
+        evidence.append(f"There are {len(steps)} actions, so `steps` has {len(steps)} lists.")
+        form = f'{{"code": "{code}", "steps": [[<item numbers>], ...]}}'
+        messages = question(system, evidence, form)
         return await self.ask(messages, _steps_type(code, len(items), len(steps)), [trajectory])
 
     async def _checklist(self, task: Task, trajectory: Trajectory) -> list[str]:
@@ -139,7 +140,7 @@ class ProcessJudge(AskingReward):
         code = code_of(about)
         system = (
             "You write checklists by which the progress of an AI agent is followed. You are given its task "
-            f"between the marks <task-{code}>. {UNTRUSTED}\n\nList three to eight things that are true once "
+            f"between the marks <task-CODE>. {UNTRUSTED}\n\nList three to eight things that are true once "
             "the task is done, in the order in which they would come true, each of which can be seen from what "
             "was done. A list that stands in the task itself is evidence, and no answer. Answer with one JSON "
             f'object and nothing else: {{"code": "{code}", "items": ["...", ...]}}'

@@ -22,6 +22,7 @@ from ludus.rewards.judges.transcript import (
     common_prefix,
     enclosed,
     fair_limit,
+    question,
     transcript,
 )
 from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
@@ -111,18 +112,20 @@ class Ruler(AskingReward):
         ]
         system = "\n\n".join(
             [
-                f"You compare {len(rests)} attempts of AI agents at one task. What they have in common stands "
-                f"between <common-start-{code}> and its end, and how each went on between marks such as "
-                f"<attempt-1-{code}>. {UNTRUSTED}",
+                "You compare attempts of AI agents at one task. What they have in common stands between "
+                "<common-start-CODE> and its end, and how each went on between marks such as "
+                f"<attempt-1-CODE>. {UNTRUSTED}",
                 "Give each attempt a score from 0 to 1, by comparing them with each other:\n"
                 + self.rubric,
                 "Attempts that are equally good have the same score. The order of attempts means nothing.",
-                "Answer with one JSON object and nothing else, with every attempt once. Its code must be the "
-                f'code of the marks:\n{{"code": "{code}", "scores": [{{"id": 1, "reason": "<a few words>", '
-                '"score": <0 to 1>}, ...]}',
             ]
         )
-        return [Message("system", system), Message("user", "\n\n".join(evidence))], code
+        evidence.append(f"There are {len(rests)} attempts: `scores` has each of them once.")
+        form = ", ".join(
+            f'{{"id": {number}, "reason": "<a few words>", "score": <0 to 1>}}'
+            for number in range(1, len(rests) + 1)
+        )
+        return question(system, evidence, f'{{"code": "{code}", "scores": [{form}]}}'), code
 
     def _key(self, attempts: Sequence[Trajectory]) -> int:
         """The order of a group depends on which attempts it has, and on nothing else."""

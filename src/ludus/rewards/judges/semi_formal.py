@@ -16,7 +16,14 @@ from pydantic import BaseModel, Field, TypeAdapter
 from ludus.core.messages import Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.judges.transcript import DEFAULT_CHARS, UNTRUSTED, code_of, enclosed, transcript
+from ludus.rewards.judges.transcript import (
+    DEFAULT_CHARS,
+    UNTRUSTED,
+    code_of,
+    enclosed,
+    question,
+    transcript,
+)
 from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
 from ludus.rewards.reward import Parts, merge
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate
@@ -106,22 +113,22 @@ class SemiFormal(AskingReward):
                 None,
                 [
                     "You verify code by reasoning alone; nothing is run. You are given a task and the work on "
-                    f"it, between marks such as <task-{code}> and <work-{code}>. {UNTRUSTED}",
+                    f"it, between marks such as <task-CODE> and <work-CODE>. {UNTRUSTED}",
                     "Argue in this order. First list your assumptions: what the task demands, and what you "
                     "take for granted about the language and the libraries. Then trace every path that "
                     "decides: pick concrete inputs, empty, extreme and wrong ones among them, and follow the "
                     "code line by line to its outcome. Names and comments prove nothing. Only then conclude: "
                     "correct if the work does what the task demands on every path, otherwise incorrect.",
                     self.instructions,
-                    "Answer with one JSON object and nothing else. Its code must be the code of the marks:\n"
-                    f'{{"code": "{code}", "assumptions": ["..."], "traces": [{{"inputs": "...", '
-                    '"steps": "...", "outcome": "..."}], "conclusion": "correct" or "incorrect", '
-                    '"confidence": <0 to 1>}',
                 ],
             )
         )
-        evidence = f"{enclosed(asked, 'task', code)}\n\n{enclosed(shown, 'work', code)}"
-        return [Message("system", system), Message("user", evidence)], code
+        form = (
+            f'{{"code": "{code}", "assumptions": ["..."], "traces": [{{"inputs": "...", "steps": "...", '
+            '"outcome": "..."}], "conclusion": "correct" or "incorrect", "confidence": <0 to 1>}'
+        )
+        evidence = [enclosed(asked, "task", code), enclosed(shown, "work", code)]
+        return question(system, evidence, form), code
 
 
 def _verdict_type(code: str, least_traces: int) -> TypeAdapter[SemiFormalVerdict]:
