@@ -98,6 +98,7 @@ async def test_scenarios_are_tried_before_they_are_kept() -> None:
     assert kept[0].messages[-1] == Message("assistant", "3")
     assert '"name": "add"' in script.questions[0] and "It counts." in script.questions[0]
     assert "What is 1 plus 2" in script.questions[1]  # what there is already
+    assert '- add {"a": 1}: ' in script.questions[1]  # and what was tried in vain
 
 
 # What a model of 1.5B parameters wrote, shortened: it numbers its tasks in place of a difficulty, forgets a

@@ -235,4 +235,6 @@ async def test_instructions_are_the_same_for_every_episode() -> None:
             await judge_at(server).score(synthetic_episode(TASK, answer), TASK, {})
     first, second = (body["messages"] for body in server.bodies)
     assert first[0] == second[0] and first[1] != second[1]
-    assert first[1]["content"].rstrip().endswith("}")  # the form of the answer is the last thing that is read
+    assert (
+        first[1]["content"].rstrip().endswith("}")
+    )  # the form of the answer is the last thing that is read

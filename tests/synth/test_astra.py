@@ -21,7 +21,7 @@ from ludus.envs import sandboxed
 from ludus.envs.sandboxed import WorldSpec
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import Limits, close_shared_sandboxes
-from ludus.synth.astra.design import code_in
+from ludus.synth.astra.design import PROGRAMMER, code_in
 from ludus.synth.astra.examination import examine, make_tasks, play_solutions
 from ludus.synth.astra.method import Astra, AstraConfig
 from ludus.synth.astra.package import write_world
@@ -65,6 +65,33 @@ def test_code_is_found_in_an_answer() -> None:
     assert code_in(fenced("x = 1\n")).strip() == "x = 1"
     assert code_in("```\na\n```\n```python\nlonger = 1\n```") == "longer = 1\n"
     assert code_in("y = 2") == "y = 2"
+    assert code_in("Here:\n```python\nz = 3\ndef cut_off(") == "z = 3\ndef cut_off("
+
+
+async def test_the_example_in_the_question_is_a_good_environment(tmp_path: Path) -> None:
+    tools = [
+        {"name": "look", "description": "See the lamps."},
+        {
+            "name": "switch",
+            "description": "Switch.",
+            "parameters": [{"name": "lamp", "description": "x"}],
+        },
+    ]
+    spec = WorldSpec.model_validate({"name": "lamps", "description": "Lamps.", "tools": tools})
+    rules = code_in(PROGRAMMER)
+    write_world(tmp_path, PAGE, spec, rules)
+    assert [str(one) for one in (await examine(tmp_path, spec, rules, 8)).findings] == []
+
+
+async def test_all_that_a_module_lacks_is_told_at_once(tmp_path: Path) -> None:
+    """A small model leaves out several functions; an attempt for each would be too many."""
+    rules = RULES.replace("def solve(", "def solution(").replace(
+        "def send(state, parcel, by)", "def send(state)"
+    )
+    [found] = await examined(rules.replace("def task(", "def new_task("), tmp_path)
+    assert found == (
+        "missing: world.py has no function solve, task; the function send does not take parcel, by"
+    )
 
 
 def designer(*replies: str) -> ScriptedChat:

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ludus.core.concurrency import busy_locations
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError
@@ -27,6 +29,7 @@ from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.pool import probe_env
+from ludus.observe import Progress
 from ludus.rewards import TurnReward, build_reward, check_rewards
 from ludus.rewards.judges.agreement import measure_agreement, read_labels
 from ludus.rollouts.agent import Agent
@@ -106,7 +109,10 @@ def reward_findings(reward: str, labels: Path, threshold: float | None = None) -
             if isinstance(one, TurnReward):
                 findings.append(("skipped", f"{one.name}: scores single turns"))
                 continue
-            found = await measure_agreement(one, known, threshold=threshold)
+            with Progress(len(known), one.name, console=Console(stderr=True)) as bar:
+                found = await measure_agreement(
+                    one, known, threshold=threshold, on_scored=partial(bar.update, metrics={})
+                )
             findings += [("info", f"{one.name}: {line}") for line in str(found).splitlines()]
             findings += [("warning", f"{one.name}: {text}") for text in found.warnings()]
         return findings

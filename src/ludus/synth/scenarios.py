@@ -30,7 +30,7 @@ from ludus.llm import ChatError, UnusableReply, ask_json
 from ludus.rewards import reward
 from ludus.synth.quality.similarity import DuplicateIndex, shingles, sketch
 
-BATCH = 8
+BATCH = 6
 """Scenarios of one question."""
 _ALIKE = 0.8
 _MOST_SHOWN = 600
@@ -38,7 +38,7 @@ _MOST_PLAN = 8
 _MOST_TOKENS = 256
 """Of one scenario: a small model that begins to repeat itself would fill any room."""
 _TEMPERATURE = 1.0
-_TOLD_PEOPLE = 3
+_TOLD_PEOPLE, _TOLD_FAILURES, _MOST_TOLD = 3, 4, 160
 _PEOPLE = (
     "a nurse",
     "a pilot",
@@ -165,6 +165,8 @@ class ScenarioWriter:
     _rejected: Counter[str] = field(default_factory=Counter)
     _proposed: int = 0
     _failure: ChatError | None = None
+    _refused: dict[str, str] = field(default_factory=dict)
+    """Calls that failed, and why, by tool and reason: what the writer should not plan again."""
 
     async def write(
         self, train: int, held_out: int, on_tried: OnScenario = lambda kept, wanted: None
@@ -228,7 +230,8 @@ class ScenarioWriter:
         people = [_PEOPLE[place] for place in drawn[:_TOLD_PEOPLE]]
         tool = specs[(number - 1) % len(specs)].name if number else ""  # the first question is open
         told = [one.task for one in kept]
-        messages = scenario_question(specs, shown, self.about, told, BATCH, people, tool)
+        failed = list(self._refused.values())[-_TOLD_FAILURES:]
+        messages = scenario_question(specs, shown, self.about, told, BATCH, people, tool, failed)
         options = ChatOptions(
             max_tokens=BATCH * _MOST_TOKENS,
             temperature=_TEMPERATURE,
@@ -278,7 +281,10 @@ class ScenarioWriter:
 
         made = await self._opened(play)
         if made[-1][1].fault is not None:
-            return self._refuse(f"a call fails ({made[-1][1].fault})")
+            call, result = made[-1]
+            why = f"{json.dumps(call.arguments, ensure_ascii=False)}: {result.content:.{_MOST_TOLD}}"
+            self._refused[f"{call.name} {result.content}"] = f"- {call.name} {why}"
+            return self._refuse(f"a call fails ({result.fault})")
         try:
             reply = await ask_json(self.model, answer_question(proposal.task, made), ScenarioAnswer)
         except UnusableReply:
@@ -310,11 +316,11 @@ def scenario_question(
     count: int,
     people: Sequence[str] = (),
     tool: str = "",
+    failed: Sequence[str] = (),
 ) -> list[Message]:
     """What the writer is asked. A small model copies the tasks that exist, however it is told not to; other
     people and another tool give it something else to begin with."""
     tools = "\n".join(json.dumps(spec.as_openai()["function"], ensure_ascii=False) for spec in specs)
-    first, last = _call_form(specs[0]), _call_form(specs[-1])
     parts = [
         f"Write {count} tasks for an AI agent that has the tools below. A task is what a person would ask: "
         "self-contained (it says every value that the calls need and no call finds out), without naming "
@@ -330,18 +336,26 @@ def scenario_question(
     if kept:
         some = "\n".join(f"- {text}" for text in kept[-40:])
         parts.append(f"These tasks exist already; write others, with other values:\n{some}")
+    if failed:
+        parts.append("Calls that were tried and failed; plan none of the kind:\n" + "\n".join(failed))
     if people:
         mostly = f" Most of these tasks need {tool}." if tool else ""
         parts.append(f"Write this time what these people would ask: {', '.join(people)}.{mostly}")
+    form = ",\n".join(_entry_form(specs, number) for number in range(count))
     parts.append(
-        "Give for each task the calls that do it, in order, with complete arguments. Answer with one JSON "
-        f"object and nothing else, with {count} entries in this form:\n"
-        '{"scenarios": [\n'
-        f'  {{"task": "<what the person asks>", "difficulty": 1, "plan": [{first}]}},\n'
-        f'  {{"task": "<what another person asks>", "difficulty": 3, "plan": [{last}, {first}]}},\n'
-        "  ...\n]}"
+        "Give for each task the calls that do it, in order, with complete arguments: as many as it needs, "
+        f"of any tools. Answer with one JSON object and nothing else. It has {count} entries, in this form:\n"
+        f'{{"scenarios": [\n{form}\n]}}'
     )
     return [Message("user", "\n\n".join(parts))]
+
+
+def _entry_form(specs: Sequence[ToolSpec], number: int) -> str:
+    """One entry of the answer with hints in place of values. All are spelled out: of "two, and so on" a small
+    model writes two, and a "..." it copies."""
+    level = 1 + number % len(DIFFICULTIES)
+    calls = [_call_form(specs[(number + place) % len(specs)]) for place in range(1 if level < 4 else 2)]
+    return f' {{"task": "<task {number + 1}>", "difficulty": {level}, "plan": [{", ".join(calls)}]}}'
 
 
 def _call_form(spec: ToolSpec) -> str:

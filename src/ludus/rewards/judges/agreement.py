@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ludus.rewards.check import synthetic_episode
 from ludus.rewards.scorer import RewardLike, Scorer
 
 _AT_ONCE = 16
+_SHOWN_PROBLEMS = 3
 _FAIR_KAPPA, _NOTABLE_BIAS, _NOTABLE_SHARE = 0.4, 0.3, 0.05
 _POLITE = re.compile(
     r"\b(please|thanks?|sorry|apolog\w*|happy to|glad to|kindly|welcome|hope this)\b", re.I
@@ -62,6 +63,8 @@ class Agreement:
     tokens: float
     """Of the judge's model, for each label."""
     money: float
+    problems: tuple[str, ...] = ()
+    """Why answers could not be scored, each reason once."""
 
     def __str__(self) -> str:
         shown = [
@@ -88,6 +91,7 @@ class Agreement:
             found.append(f"polite answers score higher than people think ({self.politeness_bias:+.2f})")
         if self.unscored > _NOTABLE_SHARE * (self.labels + self.unscored):
             found.append(f"{self.unscored} answers could not be scored")
+        found += [f"not scored: {problem:.400}" for problem in self.problems[:_SHOWN_PROBLEMS]]
         return found
 
 
@@ -131,25 +135,38 @@ def _label(raw: Any, name: str) -> LabelledAnswer:
 
 
 async def measure_agreement(
-    reward: RewardLike | Reward, labels: Sequence[LabelledAnswer], *, threshold: float | None = None
+    reward: RewardLike | Reward,
+    labels: Sequence[LabelledAnswer],
+    *,
+    threshold: float | None = None,
+    on_scored: Callable[[int], None] = lambda count: None,
 ) -> Agreement:
-    """Score every labelled answer and compare. `threshold` divides scores; the middle of theirs if None."""
+    """Score every labelled answer and compare. `threshold` divides scores; the middle of theirs if None.
+
+    `on_scored` hears how many are done: a judge may take minutes.
+    """
     scorer = Scorer([reward])
     slots = asyncio.Semaphore(_AT_ONCE)
+    problems: dict[str, None] = {}
+    done = 0
 
     async def score(label: LabelledAnswer) -> tuple[float | None, dict[str, float]]:
+        nonlocal done
         episode = synthetic_episode(label.task, label.answer, label.text)
         async with slots:
             try:
                 await scorer.score(episode)
-            except InfraError:
-                return None, episode.counts
+            except InfraError as error:
+                problems.setdefault(str(error))
+        done += 1
+        on_scored(done)
         return episode.reward, episode.counts
 
     scored = await asyncio.gather(*(score(label) for label in labels))
     pairs = [(s, one) for (s, _), one in zip(scored, labels, strict=True) if s is not None]
     if not pairs:
-        raise ConfigError("the reward scored none of the labelled answers")
+        why = f": {next(iter(problems)):.400}" if problems else ""
+        raise ConfigError(f"the reward scored none of the labelled answers{why}")
     counts = [counted for _, counted in scored]
     spent = {n: sum(c.get(f"judge/{n}", 0.0) for c in counts) / len(counts) for n in ("tokens", "money")}
     return compare(
@@ -158,6 +175,7 @@ async def measure_agreement(
         [one.text or one.answer for _, one in pairs],
         threshold=threshold,
         unscored=len(labels) - len(pairs),
+        problems=tuple(problems),
         **spent,
     )
 
@@ -171,6 +189,7 @@ def compare(
     unscored: int = 0,
     tokens: float = 0.0,
     money: float = 0.0,
+    problems: tuple[str, ...] = (),
 ) -> Agreement:
     """The numbers; pure."""
     if threshold is None:
@@ -195,6 +214,7 @@ def compare(
         label_length=label_length,
         tokens=tokens,
         money=money,
+        problems=problems,
     )
 
 

@@ -10,7 +10,8 @@ from ludus.core.messages import Message
 from ludus.envs.sandboxed import WorldSpec
 from ludus.llm import ask_json
 
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.S)
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
+"""A block of code; one that was cut off is not closed."""
 _MOST_PAGE = 20_000
 _MOST_RULES = 60_000
 
@@ -40,6 +41,34 @@ def check(state, goal, answer): return True or False: whether the goal has been 
 def solve(state, goal): return the calls that reach the goal from a fresh state:
     [{"tool": "name", "arguments": {...}}, ..., {"answer": "final words, if any"}]. Use only what an agent
     could know: call the tools that find out what is needed first.
+
+For a job in which lamps are switched on, with the tools look() and switch(lamp), it would be:
+
+```python
+import random
+
+def reset(seed):
+    return {"lamps": random.Random(seed).sample(["red", "green", "blue", "white", "pink"], 3), "on": []}
+
+def task(state, seed):
+    lamp = random.Random(seed).choice(state["lamps"])
+    return {"prompt": f"Switch the {lamp} lamp on, and no other.", "goal": {"lamp": lamp}}
+
+def look(state):
+    return {lamp: lamp in state["on"] for lamp in state["lamps"]}
+
+def switch(state, lamp):
+    if lamp not in state["lamps"]:
+        raise ValueError(f"there is no lamp {lamp}")
+    state["on"].append(lamp)
+    return f"the {lamp} lamp is on"
+
+def check(state, goal, answer):
+    return state["on"] == [goal["lamp"]]
+
+def solve(state, goal):
+    return [{"tool": "look", "arguments": {}}, {"tool": "switch", "arguments": {"lamp": goal["lamp"]}}]
+```
 
 Answer with the module in one ```python block."""
 

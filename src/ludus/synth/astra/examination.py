@@ -98,14 +98,21 @@ def check_source(spec: WorldSpec, rules: str) -> None:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     wanted: dict[str, list[str]] = {name: [] for name in FUNCTIONS}
     wanted |= {tool.name: [one.name for one in tool.parameters] for tool in spec.tools}
+    found = []  # all at once: a draft for each would use the attempts up
+    absent = [name for name in wanted if name not in functions]
+    if absent:
+        found.append(f"world.py has no function {', '.join(absent)}")
     for name, parameters in wanted.items():
-        if name not in functions:
-            raise _Wrong("missing", f"world.py has no function {name}")
-        arguments = functions[name].args
-        taken = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        lacking = [one for one in parameters if one not in taken]
-        if lacking and arguments.kwarg is None:
-            raise _Wrong("missing", f"the function {name} does not take {', '.join(lacking)}")
+        if name in functions:
+            arguments = functions[name].args
+            taken = {
+                one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+            }
+            lacking = [one for one in parameters if one not in taken]
+            if lacking and arguments.kwarg is None:
+                found.append(f"the function {name} does not take {', '.join(lacking)}")
+    if found:
+        raise _Wrong("missing", "; ".join(found))
 
 
 async def make_tasks(spec: WorldSpec, rules: str, seeds: Sequence[int]) -> list[Task]:
