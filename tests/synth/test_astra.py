@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import ludus
 from ludus.cli.main import app
+from ludus.core.chat import ChatOptions
 from ludus.core.failures import LudusError
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
@@ -21,7 +23,7 @@ from ludus.envs import sandboxed
 from ludus.envs.sandboxed import WorldSpec
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import Limits, close_shared_sandboxes
-from ludus.synth.astra.design import PROGRAMMER, code_in
+from ludus.synth.astra.design import PROGRAMMER, code_in, design_spec
 from ludus.synth.astra.examination import examine, make_tasks, play_solutions
 from ludus.synth.astra.method import Astra, AstraConfig
 from ludus.synth.astra.package import write_world
@@ -81,6 +83,23 @@ async def test_the_example_in_the_question_is_a_good_environment(tmp_path: Path)
     rules = code_in(PROGRAMMER)
     write_world(tmp_path, PAGE, spec, rules)
     assert [str(one) for one in (await examine(tmp_path, spec, rules, 8)).findings] == []
+
+
+async def test_a_design_whose_tools_take_nothing_is_asked_for_again() -> None:
+    """As a model of 1.5B parameters designed it, shortened: what a tool takes is in its description alone."""
+    tools = [
+        {"name": "list_books", "description": "lists all the books on the shelf or lent to a member"},
+        {
+            "name": "lend_book",
+            "description": "lends a book to a member, specifying the title and recipient",
+        },
+    ]
+    first = json.dumps({"name": "library_desk", "description": "a desk", "tools": tools})
+    replies = iter([first, SPEC])
+    model = ScriptedChat(lambda text: next(replies))
+    spec = await design_spec("A library lends books.", model, ChatOptions())
+    assert spec == WorldSpec.model_validate_json(SPEC)
+    assert "no tool has parameters" in model.asked[1]
 
 
 async def test_all_that_a_module_lacks_is_told_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import AfterValidator, TypeAdapter
 
 from ludus.core.chat import ChatModel, ChatOptions
 from ludus.core.messages import Message
@@ -76,7 +79,20 @@ Answer with the module in one ```python block."""
 async def design_spec(page: str, model: ChatModel, options: ChatOptions) -> WorldSpec:
     """The tools; `ChatError` where no answer fits."""
     asked = [Message("system", DESIGNER), Message("user", page[:_MOST_PAGE])]
-    return (await ask_json(model, asked, WorldSpec, options)).value
+    return (await ask_json(model, asked, _DESIGN, options)).value
+
+
+def _acts_on_something(spec: WorldSpec) -> WorldSpec:
+    """Small models put what a tool takes into its description alone; no rules can be written for that."""
+    if not any(tool.parameters for tool in spec.tools):
+        raise ValueError(
+            "no tool has parameters: give each tool a list of what it takes, such as "
+            f'"{spec.tools[-1].name}", "parameters": [{{"name": "title", "description": "..."}}]'
+        )
+    return spec
+
+
+_DESIGN: TypeAdapter[WorldSpec] = TypeAdapter(Annotated[WorldSpec, AfterValidator(_acts_on_something)])
 
 
 async def write_rules(

@@ -105,9 +105,7 @@ def check_source(spec: WorldSpec, rules: str) -> None:
     for name, parameters in wanted.items():
         if name in functions:
             arguments = functions[name].args
-            taken = {
-                one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-            }
+            taken = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
             lacking = [one for one in parameters if one not in taken]
             if lacking and arguments.kwarg is None:
                 found.append(f"the function {name} does not take {', '.join(lacking)}")
