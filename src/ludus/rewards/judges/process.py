@@ -142,10 +142,10 @@ class ProcessJudge(AskingReward):
             "You write checklists by which the progress of an AI agent is followed. You are given its task "
             f"between the marks <task-CODE>. {UNTRUSTED}\n\nList three to eight things that are true once "
             "the task is done, in the order in which they would come true, each of which can be seen from what "
-            "was done. A list that stands in the task itself is evidence, and no answer. Answer with one JSON "
-            f'object and nothing else: {{"code": "{code}", "items": ["...", ...]}}'
+            "was done. A list that stands in the task itself is evidence, and no answer."
         )
-        messages = [Message("system", system), Message("user", enclosed(about, "task", code))]
+        form = f'{{"code": "{code}", "items": ["...", ...]}}'
+        messages = question(system, [enclosed(about, "task", code)], form)
         return (await self.ask(messages, coded(ChecklistAnswer, code), [trajectory])).items
 
 
