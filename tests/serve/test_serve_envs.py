@@ -483,3 +483,77 @@ async def test_a_server_that_is_gone_is_named_as_the_cause_of_a_failed_reset() -
         assert failure.value.boundary is Boundary.SERVER
     finally:
         await pool.close()
+
+
+async def test_more_episodes_than_the_server_has_instances_all_get_their_turn() -> None:
+    """A finished episode gives its session up at once: it must not wait for the next one to end it."""
+    tasks = held_out_tasks()[:8]
+    with serving("safe", options=("--size", "2"), what="env") as server:
+        pool = EnvPool(load_env(f"{server.address}/safe"), name="safe", size=8)
+        async with asyncio.timeout(30):
+            episodes = await played(rollout({"safe": pool}, Demonstrator(expert), [opened]), tasks)
+        assert [one.failure for one in episodes] == [None] * 8
+        await pool.close()
+
+
+async def session_count(http: aiohttp.ClientSession, server: ServerProcess) -> int:
+    async with http.get(f"{server.address}/readyz") as answer:
+        return int((await answer.json())["sessions"])
+
+
+async def test_waiting_for_an_instance_of_the_server_is_not_the_time_of_a_reset() -> None:
+    with serving(f"counter={COUNTER}", options=("--size", "1"), what="env") as server:
+        pool = EnvPool(load_env(server.address), name="mine", size=2, reset_timeout=0.3)
+        async with asyncio.timeout(30):
+            await pool.acquire("one", TASK)
+            second = asyncio.create_task(pool.acquire("two", TASK))
+            await asyncio.sleep(1.0)
+            assert not second.done()
+            await pool.release("one")
+            assert (await second).observation.text == "Count to 2 (t1)."
+        assert pool.stats.failures == 0
+        await pool.close()
+
+
+async def test_a_wait_for_an_instance_that_is_over_names_the_size_of_the_server() -> None:
+    with serving(f"counter={COUNTER}", options=("--size", "1"), what="env") as server:
+        options = {"deadline": 1.0}
+        pool = EnvPool(load_env(server.address), name="mine", size=2, reset_retries=0, options=options)
+        async with pool.lease("one", TASK):
+            with pytest.raises(InfraError, match=r"1 of 1 instances of 'counter' .*--size"):
+                await pool.acquire("two", TASK)
+        await pool.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_reset_that_is_given_up_gives_its_session_up(
+    is_cancelled: bool, http: aiohttp.ClientSession
+) -> None:
+    options = ("--size", "1", "--no-token")
+    with serving(f"counter={COUNTER}", options=options, what="env") as server:
+        async with remote(server.address) as env, remote(server.address, deadline=20.0) as late:
+            await reset_env(env, TASK, "mine")
+            waiting = asyncio.create_task(
+                reset_env(late, TASK, "mine", timeout=None if is_cancelled else 0.5)
+            )
+            async with asyncio.timeout(20):
+                while await session_count(http, server) < 2:  # noqa: ASYNC110 - another process makes it so
+                    await asyncio.sleep(0.02)
+                if is_cancelled:
+                    waiting.cancel()
+                await asyncio.wait((waiting,))
+                assert waiting.cancelled() or isinstance(waiting.exception(), TimeoutError)
+                while await session_count(http, server) > 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+
+async def test_a_server_that_hangs_is_not_one_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludus.tools.remote._OPEN_SECONDS", 0.2)
+    with serving(f"counter={COUNTER}", what="env") as server:
+        async with remote(server.address, unreachable_seconds=0.3) as env:
+            server.signal(signal.SIGSTOP)
+            try:
+                with pytest.raises(InfraError, match=r"no answer within 0\.2 seconds"):
+                    await reset_env(env, TASK, "mine", timeout=20)
+            finally:
+                server.signal(signal.SIGCONT)

@@ -45,6 +45,8 @@ class HostSessions:
 class HostedEnvs:
     """Makes environments that live in a host: each instance stands for a session there."""
 
+    is_session = True
+
     def __init__(self, host: RayHost, described: Json) -> None:
         """`described` is what the host says of the environment."""
         self._sessions, self._described = HostSessions(host), described

@@ -6,6 +6,10 @@ are fewer than `size`; they are reset by the episode that gets them, and closed 
 which then free their place. Only `close` waits for a close, so releasing is safe inside a task that is
 being cancelled. A pool belongs to one event loop.
 
+An instance may stand for a session on a server (`factory.is_session`). It is closed after one episode: kept
+idle here, it would hold an instance there that others wait for. Its reset may wait for one there, so that it
+may take `max_wait` beside `reset_timeout`.
+
 Environments are closed when the pool is, and at the interpreter's exit otherwise. A process that is
 killed cannot close anything: what must not outlive it has to watch its parent, as process tools do.
 """
@@ -318,8 +322,12 @@ class EnvPool:
         """Another one where the code of the environment has changed."""
         self.made_by = str(getattr(factory, "__qualname__", None) or type(factory).__name__)
         self._close_factory = getattr(factory, "aclose", None)
-        self._time_to_live, self._max_idle, self._max_uses = time_to_live, max_idle, max_uses
+        is_session = bool(getattr(factory, "is_session", False))
+        self._time_to_live, self._max_idle = time_to_live, max_idle
+        self._max_uses = 1 if is_session else max_uses
         self.reset_timeout, self._reset_retries = reset_timeout, reset_retries
+        if is_session and reset_timeout is not None:
+            self.reset_timeout = reset_timeout + max_wait
         own: float = getattr(factory, "step_timeout", Env.step_timeout)
         self.step_timeout, self.spares = step_timeout or own, spares
         self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
@@ -344,6 +352,7 @@ class EnvPool:
         self._instances = InstanceFactory(
             factory, name, reset_timeout, close_timeout, reset_retries, self.isolation
         )
+        self._reset_limit = "max_wait and reset_timeout" if is_session else "reset_timeout"
         self._makes_spares = True
         """Until one cannot be made; the next episode that asks tries again."""
         self._idle: list[Instance] = []
@@ -460,7 +469,7 @@ class EnvPool:
                 if attempt > self._reset_retries or is_final(error):
                     boundary = error.boundary if isinstance(error, InfraError) else Boundary.ENV
                     why = (
-                        f"it took more than {self.reset_timeout:g} seconds (reset_timeout)"
+                        f"it took more than {self.reset_timeout:g} seconds ({self._reset_limit})"
                         if isinstance(error, TimeoutError) and self.reset_timeout is not None
                         else error_with_location(error)
                     )
@@ -512,7 +521,7 @@ class EnvPool:
                 Boundary.POOL,
                 f"no environment {self.name!r} became free within {self.max_wait:g} seconds: "
                 f"{len(self._leases)} of {self.size} are in use and {len(self._waiting)} more episodes "
-                "wait; raise the pool's size, or lower the number of episodes in flight",
+                "wait; raise the pool's size (of a server: --size), or lower the number of episodes in flight",
             )
         return waiter.result()
 

@@ -1,6 +1,7 @@
 """An environment on a server (`ludus serve env`), used like any other: a recipe names its address.
 
-An instance here stands for a session there; a reset opens one for its task. Tools are checked and run over
+An instance here stands for a session there: a reset opens one for its task, and the pool closes it when the
+episode is over, because others may wait for what it holds there. Tools are checked and run over
 there; schemas, arguments, results, rewards and pictures travel as JSON. A server that is gone, restarted or
 hangs is an infrastructure failure (`InfraError`), and the episode is played again; calls that may be sent again
 are, and run once (see `RemoteTools`).
@@ -33,6 +34,8 @@ from ludus.tools.wire import spec_from_json
 
 class RemoteEnvs:
     """Makes environments of one address; all of them share its connections."""
+
+    is_session = True  # see `EnvPool`
 
     def __init__(self, address: str) -> None:
         """`address` is `http://host:port`, or `http://host:port/NAME` where the server has several."""

@@ -1,14 +1,17 @@
 """Server sessions: the episodes that a server holds open, and when it closes them.
 
 Who waits for whom. Opening a session is a task: requests that open it again, or call in it, wait for that
-task. So is closing one: it cancels the session's running calls, waits for them, then lets the host release the
-episode, whether or not the client that asked for it still waits. A sweeper closes sessions that were not used
-for `idle_seconds`; a session with a running call is in use.
+task. A request to open waits `_OPEN_SECONDS` at most and is then told to ask again, which keeps the session's
+place in the queue for an instance: so a client knows a server that is busy from one that hangs. So is closing
+one: it cancels the session's running calls, waits for them, then lets the host release the episode, whether or
+not the client that asked for it still waits. A sweeper closes sessions that were not used for `idle_seconds`; a
+session with a running call is in use.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +27,8 @@ from ludus.tools.wire import ErrorKind, OpenBody
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
+_OPEN_SECONDS = 10.0
+_ASK_AGAIN_SECONDS = 0.05
 
 OPENING = "(open)"
 """The admission queue for opening sessions, beside those of the tools."""
@@ -78,12 +83,12 @@ class ServerSessions:
         session = self._sessions.get(body.session)
         is_new = session is None
         if session is None:
-            session = self._begin(body, deadline)
+            session = self._begin(body)
         elif session.episode != body.episode:
             message = f"the session {body.session!r} belongs to another episode"
             raise RequestError(ErrorKind.KEY_REUSED, message)
         if session.opening is not None:
-            await self._joined(session.opening)
+            await self._joined(session.opening, _patience(deadline))
         if session.closing is not None:
             raise RequestError(
                 ErrorKind.SESSION_UNKNOWN, f"the session {body.session!r} is being closed"
@@ -91,8 +96,11 @@ class ServerSessions:
         session.used = _now()
         return session, is_new
 
-    async def _joined(self, opening: asyncio.Task[None]) -> None:
-        await asyncio.wait((opening,))
+    async def _joined(self, opening: asyncio.Task[None], seconds: float | None = None) -> None:
+        await asyncio.wait((opening,), timeout=seconds)
+        if not opening.done():
+            message = await self._why_it_waits()
+            raise RequestError(ErrorKind.OVERLOADED, message, retry_after=_ASK_AGAIN_SECONDS)
         if opening.cancelled():
             raise RequestError(ErrorKind.SESSION_UNKNOWN, "the session was closed while it was opened")
         error = opening.exception()
@@ -101,11 +109,29 @@ class ServerSessions:
         if error is not None:
             raise error
 
-    def _begin(self, body: OpenBody, deadline: float | None) -> ServerSession:
+    async def _why_it_waits(self) -> str:
+        """What to tell a client whose session is not open yet."""
+        stats: Json = {}
+        with contextlib.suppress(InfraError, TimeoutError):  # the answer matters more than its details
+            async with asyncio.timeout(1.0):
+                stats = await self._host.ask("stats", None, {})
+        full = [
+            f"{one['in_use']} of {one['size']} instances of {name!r} are in use and {one['waiting']} sessions "
+            "wait"
+            for name, one in stats.items()
+            if one["waiting"]
+        ]
+        if not full:
+            return "the session is still being opened"
+        return (
+            f"{'; '.join(full)}: start the server with a larger --size, or play fewer episodes at once"
+        )
+
+    def _begin(self, body: OpenBody) -> ServerSession:
         if len(self._sessions) >= self._most:
             message = f"{len(self._sessions)} sessions are open already"
             raise RequestError(ErrorKind.OVERLOADED, message, retry_after=1.0)
-        ticket = self._admission.enter(OPENING, deadline)
+        ticket = self._admission.enter(OPENING, None)  # it outlives the request, which is repeated
         # Two clients may use the same episode name; tools keep state by episode, so it must be unique here.
         unique = body.episode not in self._episodes
         episode = body.episode if unique else f"{body.episode}~{body.session}"
@@ -135,6 +161,7 @@ class ServerSessions:
     def _opened(self, session: ServerSession, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.leave()
         session.opening = None
+        session.used = _now()
         if task.cancelled() or task.exception() is not None:
             self._forget(session)
         else:
@@ -201,6 +228,11 @@ class ServerSessions:
     def _forget(self, session: ServerSession) -> None:
         self._sessions.pop(session.id, None)
         self._episodes.discard(session.context.episode)
+
+
+def _patience(deadline: float | None) -> float:
+    """How long a request to open waits: it has to be answered before its own deadline."""
+    return _OPEN_SECONDS if deadline is None else min(_OPEN_SECONDS, 0.8 * max(0.0, deadline - _now()))
 
 
 def _now() -> float:

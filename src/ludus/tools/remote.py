@@ -58,6 +58,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 1024
 _CLOSE_SECONDS = 10.0
+_OPEN_SECONDS = 30.0
+"""A server answers an opening sooner, if only that the session has to wait; or it hangs."""
 _NOT_TAKEN = frozenset({ErrorKind.OVERLOADED, ErrorKind.DRAINING})
 _SESSION_GONE = frozenset({ErrorKind.SESSION_UNKNOWN, ErrorKind.SESSION_LOST})
 
@@ -257,13 +259,21 @@ class RemoteTools:
         return RetryBudget(self._http, self._deadline, self._unreachable_seconds)
 
     async def _send(
-        self, method: str, url: str, data: bytes | None, budget: RetryBudget
+        self,
+        method: str,
+        url: str,
+        data: bytes | None,
+        budget: RetryBudget,
+        within: float | None = None,
     ) -> ServerResponse:
-        """One attempt within the budget; `InfraError` when its time is over."""
+        """One attempt within the budget; `InfraError` when its time is over, `ResponseLost` after `within`."""
         budget.attempts += 1
+        left = budget.seconds_left
         try:
-            response = await self._http.send(method, url, data, budget.seconds_left)
+            response = await self._http.send(method, url, data, min(left, within or left))
         except TimeoutError as error:
+            if within is not None and within < left:
+                raise ResponseLost(f"{url}: no answer within {within:g} seconds") from error
             raise budget.too_late() from error
         budget.reached()
         return response
@@ -301,27 +311,40 @@ class RemoteTools:
         addresses = in_order(self._addresses, context.episode)
         ids = {address: secrets.token_hex(12) for address in addresses}
         body = {"episode": context.episode, "task": task_to_json(context.task), "tools": self._wanted}
-        while True:
-            problem, wait = "", 0.0
-            for address in addresses:
-                data = dump({**body, "session": ids[address]})
-                try:
-                    response = await self._send("POST", f"{address}/v1/sessions", data, budget)
-                except (NotConnected, ResponseLost) as error:
-                    problem = str(error)
-                    continue
-                if response.status in (200, 201):
-                    session = _RemoteSession(ids[address], address, response.instance)
-                    session.learn(response.body)
-                    return session
-                refusal = error_of(response)
-                if refusal.kind not in _NOT_TAKEN:
-                    raise failure_of(refusal, budget.attempts, address)
-                self.counters.refused += 1
-                problem, wait = refusal.message, max(wait, retry_after(refusal))
-            if not wait:
-                budget.unreachable()
-            await budget.pause(problem, wait)
+        given_up: dict[str, str] = {}  # sessions that may exist, by address
+        try:
+            while True:
+                problem, wait = "", 0.0
+                for address in addresses:
+                    data = dump({**body, "session": ids[address]})
+                    given_up[address] = f"{address}/v1/sessions/{ids[address]}"
+                    try:
+                        response = await self._send(
+                            "POST", f"{address}/v1/sessions", data, budget, _OPEN_SECONDS
+                        )
+                    except NotConnected as error:
+                        given_up.pop(address)  # whatever it held is gone with it
+                        problem = str(error)
+                        continue
+                    except ResponseLost as error:
+                        problem = str(error)
+                        continue
+                    if response.status in (200, 201):
+                        session = _RemoteSession(ids[address], address, response.instance)
+                        session.learn(response.body)
+                        given_up.pop(address)
+                        return session
+                    refusal = error_of(response)
+                    if refusal.kind not in _NOT_TAKEN:
+                        raise failure_of(refusal, budget.attempts, address)
+                    self.counters.refused += 1
+                    problem, wait = refusal.message, max(wait, retry_after(refusal))
+                if not wait:
+                    budget.unreachable()
+                await budget.pause(problem, wait)
+        finally:
+            for url in given_up.values():  # it would hold, or wait for, what others need
+                self._delete_in_background(url)
 
     def _drop_session(self, episode: _RemoteEpisode, session: _RemoteSession) -> None:
         """The next call opens another one."""
@@ -424,8 +447,10 @@ class RemoteTools:
 
     def _cancel_in_background(self, session: _RemoteSession, call: _PendingCall) -> None:
         """Tell the server of a call that it may be running and nobody waits for any more."""
-        work = self._delete(f"{session.url}/calls/{call.body['key']}")
-        task = asyncio.get_running_loop().create_task(work)
+        self._delete_in_background(f"{session.url}/calls/{call.body['key']}")
+
+    def _delete_in_background(self, url: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._delete(url))
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 

@@ -230,6 +230,7 @@ class RetryBudget:
         self._seconds, self._unreachable_seconds = seconds, unreachable_seconds
         self._deadline = time.monotonic() + seconds
         self._unreachable_since: float | None = None
+        self._problem = ""
         self.attempts = 0
 
     @property
@@ -254,6 +255,7 @@ class RetryBudget:
 
     async def pause(self, problem: str, at_least: float = 0.0) -> None:
         """Wait before the next attempt, for as long as a server asked and some more; or give up."""
+        self._problem = problem
         if self.is_spent:
             message = f"no result from the tool server after {self.attempts} attempts: {problem}"
             if self._http.has_answered:
@@ -266,6 +268,8 @@ class RetryBudget:
     def too_late(self) -> InfraError:
         """The failure of an attempt that was not answered in time."""
         message = f"no answer from the tool server within {self._seconds:g} seconds"
+        if self._problem:
+            message += f"; what it said before: {self._problem}"
         if not self._http.has_answered:
             message += _NEVER_REACHED
         return InfraError(Boundary.SERVER, message, attempts=self.attempts)
