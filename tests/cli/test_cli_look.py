@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,53 @@ def test_check_finds_a_tool_that_always_raises(project: Path, tool: str, said: s
     assert done.exit_code == 1 and said in done.output, done.output
     done = CliRunner().invoke(app, [*asked, 'rewards=["broken.py:right"]', "--no-call-tools"])
     assert done.exit_code == 0
+
+
+WIPE = """
+from pathlib import Path
+from mcp.server.mcpserver import MCPServer
+from mcp_types import ToolAnnotations
+
+server = MCPServer("shop")
+
+def note(word):
+    with Path("called.txt").open("a") as file:
+        file.write(word + "\\n")
+    return word
+
+@server.tool(annotations=ToolAnnotations(destructive_hint=True))
+def wipe() -> str:
+    return note("wipe")
+
+@server.tool()
+def pay(amount: int, to: str) -> str:
+    return note("pay")
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def look() -> str:
+    return note("look")
+
+server.run("stdio")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "called"), [([], {"look"}), (["--no-call-tools"], set()), (["--call-tools"], {"look", "pay", "wipe"})]
+)  # fmt: skip
+def test_check_calls_no_mcp_tool_that_may_change_something(
+    project: Path, option: list[str], called: set[str]
+) -> None:
+    (project / "broken.py").write_text(BROKEN)
+    (project / "wipe.py").write_text(WIPE)
+    tools = f'agent.tools=["mcp:{sys.executable} wipe.py"]'
+    asked = ["check", "recipe", "recipe.toml", tools, 'rewards=["broken.py:right"]', *option]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    notes = project / "called.txt"
+    assert set(notes.read_text().split() if notes.exists() else []) == called
+    said = " ".join(done.output.split())
+    is_told = "skipped" in said and "'pay', 'wipe'" in said and "--call-tools" in said
+    assert is_told == (not option)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, c
 from ludus.sandbox.containers import ContainerTier
 from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
+from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, load_recipe
 
@@ -58,10 +59,12 @@ GRACE = 5.0
 
 
 def recipe_findings(
-    path: Path, overrides: list[str], call_tools: bool = True, seconds: float = SECONDS
+    path: Path, overrides: list[str], call_tools: bool | None = None, seconds: float = SECONDS
 ) -> Findings:
     """Everything that can be found out about a recipe without loading its model, for each task set.
 
+    Tools are called, but for those of MCP servers that do not declare that they change nothing; `call_tools`
+    calls all of them, or none.
     `seconds` is how long each of the things that it tries may take.
     """
     recipe = load_recipe(path, overrides)
@@ -129,7 +132,7 @@ def _refusal(check: Callable[..., None], *arguments: object) -> Findings:
     return []
 
 
-async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> Findings:
+async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: float) -> Findings:
     """Its tasks, its environments, an episode, and what its rewards make of right and wrong answers."""
     recipe, parts = plan.recipe, plan.parts
     findings: Findings = [("info", f"{len(parts.tasks)} tasks, {len(parts.held_out)} held out")]
@@ -151,8 +154,8 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool, seconds: float) -> 
                 named = recipe.first_sft.demonstrations or getattr(parts.demonstrations, "__name__", "")
                 what = f"the expert {named} on {len(parts.tasks[:SAMPLE])} tasks"
             findings += await _within(seconds, what, _scores(recipe, parts))
-        if call_tools and not any(severity == "error" for severity, _ in findings):
-            calls = _tool_calls(recipe, parts)
+        if call_tools is not False and not any(severity == "error" for severity, _ in findings):
+            calls = _tool_calls(recipe, parts, may_change=call_tools is True)
             findings += await _within(seconds * VARIANTS, "the calls of the tools", calls)
     return findings
 
@@ -251,7 +254,7 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     return [("info" if report.ok else "error", str(report))]
 
 
-async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
+async def _tool_calls(recipe: Recipe, parts: Parts, *, may_change: bool) -> Findings:
     """Each tool called with arguments that its schema allows: does it raise, whatever it is given?"""
     from ludus.rewards import Scorer
     from ludus.training.run_context import tool_specs
@@ -261,7 +264,15 @@ async def _tool_calls(recipe: Recipe, parts: Parts) -> Findings:
     findings: Findings = []
     async with _rollout(recipe, parts) as rollout:
         try:
-            for spec in await tool_specs(rollout, parts):
+            specs = await tool_specs(rollout, parts)
+            left_out = frozenset() if may_change else effects_of(rollout.tools)
+            if left_out:
+                names = ", ".join(repr(name) for name in sorted(left_out))
+                text = f"{names}: not called, because what a call changes on their MCP server is not known"
+                findings.append(("skipped", f"{text} (no readOnlyHint); --call-tools calls them"))
+            for spec in specs:
+                if spec.name in left_out:
+                    continue
                 played: list[tuple[ToolResult | None, Failure | None]] = []
                 for variant in range(VARIANTS):
                     arguments = example_of(spec.parameters, variant)

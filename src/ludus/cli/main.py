@@ -562,8 +562,13 @@ def check_recipe(
     recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],
     overrides: Overrides = None,
     call_tools: Annotated[
-        bool, typer.Option(help="Call each tool a few times, with arguments that its schema allows.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--call-tools/--no-call-tools",
+            help="Call each tool a few times, with arguments that its schema allows; when left out, all but the "
+            "tools of MCP servers that do not declare that they change nothing (readOnlyHint).",
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
     ] = 60.0,

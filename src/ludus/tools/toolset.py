@@ -113,6 +113,10 @@ class CombinedTools:
         """Whether the list may be another one than the episode was last told."""
         return any([await tools_changed(one, context) for one in self._sets])
 
+    def effects(self) -> frozenset[str]:
+        """The tools of its sets that may change something which outlives the run."""
+        return frozenset[str]().union(*(effects_of(one) for one in self._sets))
+
     async def close(self, context: ToolContext) -> None:
         self._routes.pop(context.episode, None)
         await _close_each(self._sets, context)
@@ -133,6 +137,12 @@ class CombinedTools:
         """Release what the sets hold for all episodes together."""
         for one in self._sets:
             await shut(one)
+
+
+def effects_of(tools: ToolSet) -> frozenset[str]:
+    """Tools as last listed that a check must not try unasked: a set of somebody else's knows (`effects()`)."""
+    told = getattr(tools, "effects", None)
+    return frozenset() if told is None else frozenset(told())
 
 
 async def snapshot_tools(tools: ToolSet, context: ToolContext) -> Any:

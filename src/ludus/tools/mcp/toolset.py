@@ -80,6 +80,7 @@ class MCPTools:
         self._places = asyncio.Semaphore(config.servers)
         self._extras = extra_tools(config)
         self._read_only: frozenset[str] = frozenset()
+        self._effects: frozenset[str] = frozenset()
         self.restarted = 0
         """How often a server that had died was started again."""
 
@@ -100,6 +101,7 @@ class MCPTools:
         connection = await self._connection(state)
         state.seen = await connection.list()
         self._read_only = state.seen.read_only
+        self._effects = frozenset(state.seen.tools) - self._read_only
         return [*state.seen.specs, *(one.spec for one in self._extras.values())]
 
     async def changed(self, context: ToolContext) -> bool:
@@ -113,6 +115,10 @@ class MCPTools:
     def read_only(self) -> frozenset[str]:
         """The tools that say of themselves that they change nothing, as last listed."""
         return self._read_only
+
+    def effects(self) -> frozenset[str]:
+        """The other tools of the server, which may change something that outlives the run."""
+        return self._effects
 
     async def close(self, context: ToolContext) -> None:
         state = self._episodes.pop(context.episode, None)

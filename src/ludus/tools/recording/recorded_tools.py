@@ -48,7 +48,7 @@ from ludus.tools.recording.lookup import (
 )
 from ludus.tools.recording.stores import Store, open_store
 from ludus.tools.tool import Tool
-from ludus.tools.toolset import as_toolset, malformed, shut, unknown_tool
+from ludus.tools.toolset import as_toolset, effects_of, malformed, shut, unknown_tool
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +125,10 @@ class RecordedTools:
         self._lists = RecordedLists(inner, store, name, versions or {}, self.mode)
         self._episodes: dict[str, _EpisodeState] = {}
         self._running: dict[str, asyncio.Future[ToolResult | None]] = {}
+
+    def effects(self) -> frozenset[str]:
+        """As the real tools say; a call that is not recorded reaches them."""
+        return frozenset() if self._inner is None else effects_of(self._inner)
 
     async def open(self, context: ToolContext) -> None:
         """Get ready. The real tools are opened now only in the mode record, else when first needed."""
