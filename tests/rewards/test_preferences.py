@@ -15,9 +15,19 @@ from judge_script import code_in, evidence
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.core import Boundary, Failure, Group, InfraError, Message, StopReason, Task, Trajectory
+from ludus.core import (
+    Boundary,
+    ConfigError,
+    Failure,
+    Group,
+    InfraError,
+    Message,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from ludus.core.trajectory import Segment, SegmentKind, TokenSequence
-from ludus.observe import write_groups
+from ludus.observe import RunWriter, write_groups
 from ludus.rewards import Scorer, build_reward
 from ludus.rewards.judges import PairJudge
 from ludus.rewards.judges.process import step_scores
@@ -149,6 +159,36 @@ def test_a_person_answers_in_the_terminal(tmp_path: Path) -> None:
     assert row["by"] == "person" and row["dimensions"] == {"tone": "tie"}
     done = CliRunner().invoke(app, call, input="")
     assert "0 pairs answered; 1 in" in done.output, "the end of the input is an end"
+
+
+def test_pairs_of_a_run_are_of_its_training_tasks(tmp_path: Path, server: OpenAIServer) -> None:
+    server.reply = longer
+    trained, held_out = groups(6)[:3], groups(6)[3:]
+    with RunWriter.create(tmp_path / "run", {}) as run:
+        run.write_groups(trained, 1)
+        run.write_groups(held_out, 1, "eval")
+
+    def asked_for(*option: str) -> set[str]:
+        out = tmp_path / f"{'-'.join(option)}.jsonl"
+        call = [
+            "prefer",
+            str(tmp_path / "run"),
+            "--out",
+            str(out),
+            "--judge",
+            f"{server.url}#m",
+            *option,
+        ]
+        done = CliRunner().invoke(app, call)
+        assert done.exit_code == 0, done.output
+        return {json.loads(line)["prompt"][0]["content"] for line in out.read_text().splitlines()}
+
+    assert asked_for() == {"what is 0?", "what is 1?", "what is 2?"}
+    assert asked_for("--split", "eval") == {"what is 3?", "what is 4?", "what is 5?"}
+    with RunWriter.create(tmp_path / "evaluated", {}) as run:
+        run.write_groups(held_out, 1, "eval")
+    done = CliRunner().invoke(app, ["prefer", str(tmp_path / "evaluated")])
+    assert isinstance(done.exception, ConfigError) and "--split eval" in str(done.exception)
 
 
 def test_agreement_is_over_the_pairs_that_both_have() -> None:

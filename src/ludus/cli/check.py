@@ -268,7 +268,9 @@ async def _tool_calls(recipe: Recipe, parts: Parts, *, may_change: bool) -> Find
             left_out = frozenset() if may_change else effects_of(rollout.tools)
             if left_out:
                 names = ", ".join(repr(name) for name in sorted(left_out))
-                text = f"{names}: not called, because what a call changes on their MCP server is not known"
+                text = (
+                    f"{names}: not called, because what a call changes on their MCP server is not known"
+                )
                 findings.append(("skipped", f"{text} (no readOnlyHint); --call-tools calls them"))
             for spec in specs:
                 if spec.name in left_out:

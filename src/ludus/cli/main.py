@@ -358,12 +358,22 @@ def prefer(
     labels: Annotated[
         Path | None, typer.Option(help="Print the agreement with this file of pairs.")
     ] = None,
+    split: Annotated[
+        str, typer.Option(help="Which episodes of a run: train, or eval, those of held-out tasks.")
+    ] = "train",
 ) -> None:
     """Say which of two attempts is better: pairs that DPO and reward models learn from."""
     from ludus.cli.prefer import collect_preferences
 
     collect_preferences(
-        source, out, judge=judge, dimensions=dimension or [], pairs=pairs, seed=seed, labels=labels
+        source,
+        out,
+        judge=judge,
+        dimensions=dimension or [],
+        pairs=pairs,
+        seed=seed,
+        labels=labels,
+        split=split,
     )
 
 

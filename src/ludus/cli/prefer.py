@@ -47,12 +47,16 @@ def collect_preferences(
     pairs: int,
     seed: int,
     labels: Path | None,
+    split: str = "train",
 ) -> None:
-    """Ask for preferences on pairs of attempts, and append them to a file; pairs that it has are skipped."""
+    """Ask for preferences on pairs of attempts, and append them to a file; pairs that it has are skipped.
+
+    Of a run, `split` says whose: what is learnt from held-out episodes cannot be measured on them.
+    """
     console = Console()
     rows = list(_rows(out)) if out.exists() else []
     known = {row.get("id") for row in rows}
-    chosen = [pair for pair in choose_pairs(_groups(source), pairs, seed) if pair.id not in known]
+    chosen = [pair for pair in choose_pairs(_groups(source, split), pairs, seed) if pair.id not in known]
     if not chosen and not rows:
         raise ConfigError(
             f"{source} has no two different attempts at one task: play more with --attempts"
@@ -78,11 +82,19 @@ def collect_preferences(
         console.print(f"agreement with {labels}: {shown}", soft_wrap=True)
 
 
-def _groups(source: Path) -> Iterator[Group]:
+def _groups(source: Path, split: str) -> Iterator[Group]:
     run = RunFolder(source)
     if run.is_run:
-        for file in reversed(run.trajectory_files()):
-            yield from read_groups(file.path)
+        files = run.trajectory_files()
+        splits = sorted({file.split for file in files})
+        if files and split not in splits:
+            raise ConfigError(
+                f"{source} has no episodes of the split {split!r}, only of {', '.join(splits)} (--split "
+                f"{splits[0]}); ludus rollout {source} --attempts 4 --out FILE plays training tasks"
+            )
+        for file in reversed(files):
+            if file.split == split:
+                yield from read_groups(file.path)
         return
     if not source.is_file():
         raise ConfigError(f"{not_there(source, 'run or file of episodes')}")
