@@ -255,8 +255,9 @@ server.run("stdio")
 
 
 @pytest.mark.parametrize(
-    ("option", "called"), [([], {"look"}), (["--no-call-tools"], set()), (["--call-tools"], {"look", "pay", "wipe"})]
-)  # fmt: skip
+    ("option", "called"),
+    [([], {"look"}), (["--no-call-tools"], set()), (["--call-tools"], {"look", "pay", "wipe"})],
+)
 def test_check_calls_no_mcp_tool_that_may_change_something(
     project: Path, option: list[str], called: set[str]
 ) -> None:

@@ -575,8 +575,8 @@ def check_recipe(
         bool | None,
         typer.Option(
             "--call-tools/--no-call-tools",
-            help="Call each tool a few times, with arguments that its schema allows; when left out, all but the "
-            "tools of MCP servers that do not declare that they change nothing (readOnlyHint).",
+            help="Call each tool a few times, with arguments that its schema allows; when left out, all but "
+            "the tools of MCP servers that do not declare that they change nothing (readOnlyHint).",
         ),
     ] = None,
     seconds: Annotated[
