@@ -109,6 +109,9 @@ def test_going_on_with_a_finished_run(project: Path) -> None:
     ludus("train", "--resume", "runs/adding-001", "rl.steps=2", "evaluation.every=1")
     assert [row["step"] for row in run.metrics() if "reward" in row] == [1, 2]
     assert "all 2 steps are done" in ludus("train", "--resume", "runs/adding-001")
+    again = ["rl.steps=2", "rl.tasks=2", 'rewards=["task.py:constant"]', "evaluation.every=1"]
+    ludus("train", "--resume", "runs/adding-001", *again)
+    assert [row["step"] for row in run.metrics() if "reward" in row] == [1, 2], "nothing has changed"
     done = CliRunner().invoke(app, ["train", "--resume", "runs/adding-001", "rl.attempts=4"])
     assert "rl.attempts cannot be changed" in str(done.exception)
     best = best_of(run.metrics(), Recipe.parse(run.recipe(), ""))

@@ -242,9 +242,15 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes
         assert said.exit_code == 0, said.output
         first = dict(script.asked)
         if goes_on:
-            again = CliRunner().invoke(app, command)
+            again = CliRunner().invoke(app, [*command, *small])
             assert again.exit_code == 0, again.output
             assert script.asked["write"] == 1  # the scenarios are used again, and so is the run
+        for option in (["--judge", f"{server.url}#other"], ["--imitate", "3"], ["--model", "org/other"]):
+            other = CliRunner().invoke(app, [*command, *option])
+            assert other.exit_code != 0
+            said_of = str(other.exception)
+            assert option[0] in said_of and "--out" in said_of, said_of
+        assert "#other" not in (tmp_path / "made" / "report.md").read_text()
     assert first["write"] == 1 and first["answer"] == 6 and first["judge"] >= 1
     folder = tmp_path / "made"
     tasks = load_tasks(str(folder / "train.jsonl"))

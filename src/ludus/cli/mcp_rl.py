@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json
 from ludus.core.trajectory import Group, Trajectory, is_success
@@ -227,6 +228,7 @@ def _train(folder: Path, settings: McpRlSettings, overrides: Sequence[str], cons
 
     run = RunFolder(folder / RUN)
     if run.is_run:
+        _check_unchanged(folder, settings)
         console.print(Text(f"going on with {run.path}"), soft_wrap=True)
         run_training(None, list(overrides), run.path)
         return
@@ -236,6 +238,23 @@ def _train(folder: Path, settings: McpRlSettings, overrides: Sequence[str], cons
     most = max(len(row["plan"]) for row in rows)
     atomic_write(folder / RECIPE, toml_text(recipe_of_scenarios(settings, len(rows), most)))
     run_training(folder / RECIPE, [f"run.folder={json.dumps(str(run.path))}", *overrides], None)
+
+
+def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:
+    """Refuse settings that the run in the folder was not begun with: it goes on by its own recipe."""
+    stored = read_toml(str(folder / RECIPE)) if (folder / RECIPE).exists() else {}
+    asked = recipe_of_scenarios(settings, train=1, most_calls=1)
+    decided: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "--model": lambda raw: raw.get("model"),
+        "--judge": lambda raw: raw.get("group_rewards"),
+        "--imitate": lambda raw: raw.get("warm_start", {}).get("steps"),
+    }
+    for option, value in decided.items():
+        if stored and value(stored) != value(asked):
+            raise ConfigError(
+                f"the run in {folder} was begun with another {option} ({value(stored)}, not {value(asked)}) and "
+                "goes on by its own recipe: give the option as it was, or another folder (--out)"
+            )
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:

@@ -45,18 +45,30 @@ def _must_have_saved(run: RunWriter, recipe: Recipe) -> bool:
 def resumed_recipe(run: RunWriter, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that a run goes on by: its own, with its last stage made longer where that is asked for."""
     where = f"{run.path}/recipe.json"
-    raw = run.recipe()
+    raw, objects = run.recipe(), run.objects()
+    before = Recipe.parse(raw, where)
+    full = Recipe.parse(with_absolute_paths(raw), where)
+
+    def changes(override: str) -> bool:
+        """Whether the recipe would be another one: the command that began a run may be given again."""
+        key = override.partition("=")[0].strip()
+        if key in {KEYS.get(name, name) for name in objects}:
+            return True  # what the recipe has of an object is no more than its name
+        try:
+            return Recipe.parse(with_absolute_paths(apply_overrides(raw, [override])), where) != full
+        except ConfigError:
+            return True  # not by itself, or not at all: all of them together tell
+
+    overrides = [one for one in overrides if changes(one)]
     if not overrides:
-        return Recipe.parse(raw, where)
+        return before
     changed = apply_overrides(raw, overrides)
     recipe = Recipe.parse(changed, where)
     latest = run.latest_checkpoint()
     done = load_progress(latest.path) if latest is not None else None
     keys = [one.partition("=")[0].strip() for one in overrides]
-    objects = run.objects()
     missing = {name: what for name, what in objects.items() if KEYS.get(name, name) not in keys}
     rebuilt = {KEYS.get(name, name) for name in objects if name not in missing}  # by reference now
-    before = Recipe.parse(raw, where)
     check_extension(recipe, [key for key in keys if key not in rebuilt], done, before)
     optimizer = getattr(recipe.stages[-1], "optimizer", None)
     if optimizer is not None and optimizer.schedule != "constant":
