@@ -16,7 +16,7 @@ from ludus.llm import UnusableReply
 from ludus.rewards import Scorer, build_reward, reward, synthetic_episode
 from ludus.rewards.judges import LabelledAnswer, measure_agreement
 from ludus.rewards.judges.agreement import compare, read_labels
-from openai_server import chat, serving
+from openai_server import chat, error, garbage, serving
 
 TASK = Task.of("Write `double(x)`.", "def double(x): return 2 * x")
 GOOD, BAD = "def double(x):\n    return x + x", "def double(x):\n    return x ** 2"
@@ -173,6 +173,27 @@ def test_the_command_prints_agreement(tmp_path: Path) -> None:
     assert "length bias" in done.output
     assert "tokens" in done.output
     assert "contains: accuracy 1.000" in done.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(error(401, "bad key"), "401"), (garbage(), "JSON"), (error(500, "on fire"), "on fire")]
+)  # fmt: skip
+@pytest.mark.parametrize("all_fail", [True, False])
+def test_the_command_says_why_answers_were_not_scored(
+    tmp_path: Path, fault: Any, said: str, all_fail: bool
+) -> None:
+    labels, rewards = tmp_path / "labels.jsonl", tmp_path / "rewards.toml"
+    rows = [{"task": "2+2?", "target": "4", "answer": a, "label": a == "4"} for a in ("4", "5", "4")]
+    labels.write_text("\n".join(map(json.dumps, rows)))
+    with serving(judging(lambda text: {"right": 9 if "4" in text else 2})) as server:
+        server.faults += [fault] * (20 if all_fail else 1)
+        model = f'{{ address = "{server.url}#tiny", retries = 0 }}'
+        rewards.write_text(
+            f'[[rewards]]\nreward = "judge"\nmodel = {model}\ndimensions = {{ right = 1 }}\n'
+        )
+        done = CliRunner().invoke(app, ["check", "reward", str(rewards), "--labels", str(labels)])
+    told = " ".join(f"{done.output} {done.exception or ''}".split())
+    assert (done.exit_code != 0) == all_fail and said in told, told
 
 
 @pytest.mark.parametrize(
