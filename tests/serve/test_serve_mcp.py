@@ -17,6 +17,10 @@ from mcp.client.stdio import StdioServerParameters
 from ludus.core.failures import Fault, InfraError
 from ludus.core.messages import ToolCall, ToolContext
 from ludus.core.task import Task
+from ludus.envs import WORLDS
+from ludus.envs.served import load_served
+from ludus.serve.mcp import AgentSessions
+from ludus.tools.hosting import LocalHost
 from ludus.tools.mcp import mcp_tools
 
 TOKEN = "a-token-of-many-characters"
@@ -91,6 +95,20 @@ async def test_the_sdk_client_over_stdio(code: str, mode: str) -> None:
         assert "Count from 20." in text(begun) and "at 20" in text(begun)
         assert text(await client.call_tool("count", {})) == "21"
         assert (await client.call_tool("begin_task", {"number": 2})).is_error
+
+
+async def test_a_task_begins_with_what_its_environment_shows() -> None:
+    tasks = WORLDS["textcraft"].tasks("held_out")[:2]
+    host = LocalHost(lambda: load_served([{"env": "textcraft"}]))
+    await host.start()
+    sessions = AgentSessions(host, tasks)
+    try:
+        begun = await sessions.call("one", "begin_task", {"number": 1})
+    finally:
+        await sessions.close_all()
+        await host.stop()
+    asked = "\n\n".join(message.content for message in tasks[1].messages)
+    assert begun.content == asked, "textcraft says all in its task, and shows nothing at its start"
 
 
 async def test_sessions_over_http(code: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSI
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json, ToolCall, ToolContext, ToolResult, ToolSpec
 from ludus.core.task import Task
+from ludus.envs.env import observation_from_json
 from ludus.tools.hosting import ToolHost
 from ludus.tools.json_schema import argument_problems
 
@@ -152,8 +153,10 @@ class AgentSessions:
                 session.context = context
                 seen = await self._host.ask("opened", context, {})
         told = [message.content for message in task.messages]
-        told += [str(one.get("content", one)) for one in seen.values() if isinstance(one, dict)]
-        return ToolResult("\n\n".join(text for text in told if text))
+        shown = [observation_from_json(one) for one in seen.values()]
+        told += [one.text for one in shown]
+        media = tuple(one for seen_now in shown for one in seen_now.media)
+        return ToolResult("\n\n".join(text for text in told if text), media=media)
 
 
 def make_mcp_server(sessions: AgentSessions, name: str = "ludus") -> Server[Any]:
