@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -88,6 +89,20 @@ def buy(env: Shop, title: str) -> str:
     """
     env.bought.append(title)
     return ", ".join(env.bought)
+
+
+@tool(timeout=0.3)
+async def doze() -> str:
+    """Sleep."""
+    await asyncio.sleep(30)
+    return "awake"
+
+
+@tool(env=Shop, timeout=0.3)
+async def doze_in_a_shop(env: Shop) -> str:
+    """Sleep there."""
+    await asyncio.sleep(30)
+    return "awake"
 
 
 @tool

@@ -18,7 +18,16 @@ import pytest
 from served_envs import PICTURE, Counter
 from server_process import ServerProcess, serving, until
 
-from ludus.core import Boundary, ByteTokenizer, ConfigError, InfraError, Task, ToolCall, ToolContext
+from ludus.core import (
+    Boundary,
+    ByteTokenizer,
+    ConfigError,
+    Fault,
+    InfraError,
+    Task,
+    ToolCall,
+    ToolContext,
+)
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.envs import (
@@ -40,6 +49,7 @@ from ludus.rollouts.agent import Demonstrator
 from ludus.tools import as_toolset
 from ludus.tools.hosting import LocalHost
 from ludus.tools.remote import EpisodeLost
+from ludus.tools.toolset import shut
 
 ENVS = Path(__file__).parent / "served_envs.py"
 COUNTER = f"{ENVS}:Counter"
@@ -397,6 +407,29 @@ async def test_a_class_that_cannot_be_made_is_one_clear_error(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=message):
             await LocalHost(partial(load_served, [{"env": f"{file}:{name}", "pool": pool}])).start()
+
+
+async def test_a_slow_tool_does_not_cost_the_environment_that_it_does_not_touch() -> None:
+    names = [f"{ENVS}:doze", f"{ENVS}:doze_in_a_shop", {"env": COUNTER, "name": "counter"}]
+    tools = load_served(names)
+    envs = {"counter": {"to": 5}, "Shop": {}}
+    context, on = ToolContext("e", Task.of("Count.", envs=envs)), ToolCall("step", {"action": "on"})
+    await tools.open(context)
+    try:
+        assert (await tools.call(on, context)).content == "1"
+        assert (await tools.call(ToolCall("doze"), context)).fault is Fault.TOOL_TIMEOUT
+        assert (await tools.call(on, context)).content == "2"
+        cancelled = asyncio.create_task(tools.call(ToolCall("doze"), context))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.wait((cancelled,))
+        assert (await tools.call(on, context)).content == "3"
+        assert (await tools.call(ToolCall("doze_in_a_shop"), context)).fault is Fault.TOOL_TIMEOUT
+        with pytest.raises(EpisodeLost, match="doze_in_a_shop"):
+            await tools.call(on, context)
+    finally:
+        await tools.close(context)
+        await shut(tools)
 
 
 @pytest.mark.parametrize(

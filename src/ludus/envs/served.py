@@ -3,7 +3,7 @@
 Who waits for whom. A session waits for its environments (from limited pools), each reset for its task. Calls of
 one session on one environment run one after another, within the pool's `step_timeout`. An environment that
 missed it, or whose call was cancelled, is not used again: further calls raise `EpisodeLost`, and the instance
-is replaced when the session is closed.
+is replaced when the session is closed. Calls of tools that have no part in an environment cost none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
 from ludus.tools import CombinedTools
 from ludus.tools.hosting import EpisodeLost, ToolFacts, ToolReference, load_tools
-from ludus.tools.hosting.host import facts_of
+from ludus.tools.hosting.host import facts_of, needs_env
 from ludus.tools.library import tools_named
 from ludus.tools.toolset import shut
 from ludus.tools.wire import spec_from_json, spec_to_json, task_from_json
@@ -60,6 +60,7 @@ class ServedTools:
 
     def __init__(self, tools: ToolSet, pools: Mapping[str, EnvPool]) -> None:
         self._tools, self._pools = tools, dict(pools)
+        self._takes_env = needs_env(tools)
         self._sessions: dict[str, _Session] = {}
         self._described: dict[str, Json] = {}
 
@@ -92,9 +93,10 @@ class ServedTools:
 
     async def call(self, call: ToolCall, context: ToolContext) -> ToolResult:
         session = self._held(context)
-        async with self._used(session):
+        touches_env = call.name in session.owners or call.name in self._takes_env
+        async with self._used(session, touches_env=touches_env):
             result = await session.tools.call(call, session.context)
-        if result.fault is Fault.TOOL_TIMEOUT:
+        if touches_env and result.fault is Fault.TOOL_TIMEOUT:
             session.lost = f"a call of {call.name!r} did not end in time"
         if call.name in session.owners:
             session.seen[session.owners[call.name]] = Observation(result.content, result.media)
@@ -182,7 +184,7 @@ class ServedTools:
         )
 
     @asynccontextmanager
-    async def _used(self, session: _Session) -> AsyncIterator[None]:
+    async def _used(self, session: _Session, *, touches_env: bool = True) -> AsyncIterator[None]:
         """What fails or is cancelled in here leaves the environments in a state that nobody knows."""
         if session.lost:
             raise EpisodeLost(f"its environments are not used any more: {session.lost}")
@@ -191,7 +193,8 @@ class ServedTools:
         except ConfigError:
             raise
         except BaseException as error:
-            session.lost = str(error) or type(error).__name__
+            if touches_env:
+                session.lost = str(error) or type(error).__name__
             raise
 
     def _held(self, context: ToolContext) -> _Session:

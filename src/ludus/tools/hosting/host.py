@@ -101,10 +101,10 @@ async def facts_of(tools: ToolSet, *, has_envs: bool = False) -> list[ToolFacts]
     if own is not None:
         return await own()
     known = {tool.name: tool for tool in _members(tools)}
-    needy = [tool for tool in known.values() if tool.signature.env is not None]
+    needy = sorted(needs_env(tools))
     if needy and not has_envs:
         raise ConfigError(
-            f"the tool {needy[0].name!r} needs an environment (its parameter 'env'), and the server has none: "
+            f"the tool {needy[0]!r} needs an environment (its parameter 'env'), and the server has none: "
             "name its class, @tool(env=...), or list it under [envs] in the file of --config"
         )
     if has_envs:  # each episode's own; without one, no tool that needs it can be opened
@@ -124,6 +124,11 @@ def _facts(spec: ToolSpec, tool: Tool | None) -> ToolFacts:
     has_state = tool.signature.context is not None or tool.signature.env is not None
     stateful = getattr(tool, "stateful", has_state)
     return ToolFacts(spec, tool.retries > 0, bool(stateful), tool.max_concurrency)
+
+
+def needs_env(tools: ToolSet) -> frozenset[str]:
+    """The tools of a set that take the episode's environment (their parameter `env`)."""
+    return frozenset(tool.name for tool in _members(tools) if tool.signature.env is not None)
 
 
 def _members(tools: ToolSet | Any) -> Iterable[Tool]:
