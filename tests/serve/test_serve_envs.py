@@ -412,7 +412,7 @@ async def test_a_class_that_cannot_be_made_is_one_clear_error(tmp_path: Path) ->
 async def test_a_slow_tool_does_not_cost_the_environment_that_it_does_not_touch() -> None:
     names = [f"{ENVS}:doze", f"{ENVS}:doze_in_a_shop", {"env": COUNTER, "name": "counter"}]
     tools = load_served(names)
-    envs = {"counter": {"to": 5}, "Shop": {}}
+    envs = {"counter": {"to": 5}, "shop": {}}
     context, on = ToolContext("e", Task.of("Count.", envs=envs)), ToolCall("step", {"action": "on"})
     await tools.open(context)
     try:

@@ -252,8 +252,8 @@ def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:
     for option, value in decided.items():
         if stored and value(stored) != value(asked):
             raise ConfigError(
-                f"the run in {folder} was begun with another {option} ({value(stored)}, not {value(asked)}) and "
-                "goes on by its own recipe: give the option as it was, or another folder (--out)"
+                f"the run in {folder} was begun with another {option} ({value(stored)}, not {value(asked)}) "
+                "and goes on by its own recipe: give the option as it was, or another folder (--out)"
             )
 
 
