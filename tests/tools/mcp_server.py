@@ -59,6 +59,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     "slow": {"description": "Answer late.", "inputSchema": schema()},
     "stray": {"description": "Print garbage, then answer.", "inputSchema": schema()},
     "nonsense": {"description": "An answer that is no MCP.", "inputSchema": schema()},
+    "null": {"description": "Answer with null.", "inputSchema": schema()},
     "unlock": {"description": "Bring a new tool, and lose another.", "inputSchema": schema()},
     "files": {"description": "Write a file, list all.", "inputSchema": schema(name=TEXT)},
     "needs.a/name": {"description": "A name that formats cannot write.", "inputSchema": schema()},
@@ -169,6 +170,8 @@ def answer(request: dict[str, Any]) -> None:
         name, given = params["name"], params.get("arguments") or {}
         if name == "rpc_error":
             send({"id": id, "error": {"code": given["code"], "message": "no such thing"}})
+        elif name == "null":
+            send({"id": id, "result": None})
         elif name == "slow":
             threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
         elif name == "huge":

@@ -193,6 +193,19 @@ async def test_an_episode_never_goes_on_with_lost_state() -> None:
         assert (await call(tools, "count")).content == "1"
 
 
+async def test_an_answer_that_is_no_json_rpc_is_a_failure_of_the_server_at_once() -> None:
+    async with server(timeout=30) as tools:
+        await tools.open(CONTEXT)
+        async with asyncio.timeout(20):
+            with pytest.raises(
+                InfraError, match=r"a call of 'null' with what is no MCP.*null"
+            ) as caught:
+                await call(tools, "null")
+        assert caught.value.boundary is Boundary.SERVER and caught.value.kind == "MCPServerNonsense"
+        assert (await call(tools, "add", a=1, b=1)).fault is None
+        assert tools.restarted == 0
+
+
 async def test_slow_is_not_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ludus.tools.mcp.stdio._GRACE_SECONDS", 0.2)
     monkeypatch.setattr("ludus.tools.mcp.connection._PROBE_SECONDS", 0.2)

@@ -28,7 +28,7 @@ from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.tools.mcp.catalog import ToolCatalog, make_catalog
 from ludus.tools.mcp.config import MCPServerConfig
 from ludus.tools.mcp.http import HttpStatus, http_transport
-from ludus.tools.mcp.stdio import ServerProcess, stdio_transport
+from ludus.tools.mcp.stdio import NO_JSON_RPC, ServerProcess, stdio_transport
 
 _log = logging.getLogger(__name__)
 
@@ -190,6 +190,8 @@ class MCPConnection:
                 "Hangs",
             ) from None
         except MCPError as error:
+            if error.code == NO_JSON_RPC:
+                raise self._nonsense(what, error.message) from error
             if error.code == CONNECTION_CLOSED and "exceeded the" not in error.message:
                 raise await self._died(what) from error
             if self._process is None and error.message in _HTTP_ENDED:
@@ -197,10 +199,13 @@ class MCPConnection:
                 raise self._gone(what) from error
             raise ServerRefusal(error.code, error.message) from error
         except ValidationError as error:
-            raise ServerGone(
-                f"the MCP server {self.config.label!r} answered {what} with what is no MCP: {_first(error)}",
-                "Nonsense",
-            ) from error
+            raise self._nonsense(what, _first(error)) from error
+
+    def _nonsense(self, what: str, shown: str) -> ServerGone:
+        label = self.config.label
+        return ServerGone(
+            f"the MCP server {label!r} answered {what} with what is no MCP: {shown}", "Nonsense"
+        )
 
     async def _answers(self, session: ClientSession) -> bool:
         """Whether the server answers at all."""

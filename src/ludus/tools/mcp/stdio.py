@@ -14,6 +14,7 @@ has the guardian kill everything below it.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 TOO_LARGE = -32050
 """The JSON-RPC code of an answer that was too large to be read: ours, in the range that is free for clients."""
+NO_JSON_RPC = -32051
+"""That of an answer to a request that is none as the protocol has them, such as `"result": null`."""
 _CHUNK = 1 << 16
 _MOST_STDERR = 4_000
 _GRACE_SECONDS = 1.0
@@ -174,8 +177,24 @@ def _message(line: bytes | LongLine, known: ServerProcess) -> SessionMessage | N
     try:
         return SessionMessage(types.jsonrpc_message_adapter.validate_json(line, by_name=False))
     except (ValueError, RecursionError):
+        if (request := _answered(line)) is not None:
+            shown = line[:200].decode("utf-8", "replace").strip()
+            error = types.ErrorData(code=NO_JSON_RPC, message=shown)
+            return SessionMessage(types.JSONRPCError(jsonrpc="2.0", id=request, error=error))
         known.stray(line)
         return None
+
+
+def _answered(line: bytes) -> int | None:
+    """The request that a line means to answer: whoever made it should not wait for another answer."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict) or not ("result" in message or "error" in message):
+        return None
+    request = message.get("id")
+    return request if isinstance(request, int) and not isinstance(request, bool) else None
 
 
 def _too_large(line: LongLine, config: MCPServerConfig) -> SessionMessage | None:

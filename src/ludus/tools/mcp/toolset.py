@@ -252,7 +252,7 @@ class MCPTools:
             try:
                 result = await self._sent(call, connection, found)
             except ServerGone as gone:
-                if not may_repeat or isinstance(gone.__cause__, ValueError):
+                if not may_repeat or gone.kind == NONSENSE:  # it would say the same again
                     raise
                 _log.warning("%s; %r changes nothing, so it is sent again", gone, call.name)
                 may_repeat = False
