@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -325,3 +326,39 @@ async def test_copies_are_replayed_apart(tmp_path: Path) -> None:
         file, context(tmp_path / "s")
     )
     assert len(result.kept) == 1 and result.reasons == {"duplicate": 5}
+
+
+def _solution() -> list[Any]:
+    return [turn("red", 1), turn("green", 2), turn("blue", 3), open_door()]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+async def test_a_reward_that_is_no_number_is_refused(tmp_path: Path, is_part: bool) -> None:
+    made = context(tmp_path / "s", Source([safe_task("a")], rollout(lambda t, n: _solution())))
+    group = await made.group(made.tasks()[0], 1)
+    [episode] = group.trajectories
+    assert episode.rewards["success"] == 1.0
+    if is_part:
+        episode.rewards["speed"] = math.inf
+    else:
+        episode.reward = math.nan
+    settings = QualityConfig.parse({"replay": False, "min_turns": 1})
+    result = await QualityPipeline(settings).run(group.trajectories, made)
+    assert result.reasons == {"bad_reward": 1}, result.rejected
+
+
+@pytest.mark.parametrize(("recorded", "reasons"), [(1.0, {}), (0.25, {"replay_fails": 1})])
+async def test_rewards_must_come_again_by_their_values(
+    tmp_path: Path, recorded: float, reasons: dict[str, int]
+) -> None:
+    playing = rollout(lambda t, n: _solution())
+    made = context(tmp_path / "s", Source([safe_task("a")], playing))
+    group = await made.group(made.tasks()[0], 1)
+    [episode] = group.trajectories
+    names = [name for name in episode.rewards if name != "success"]
+    assert names, "the environment has more rewards than its success"
+    if recorded != 1.0:
+        episode.rewards[names[0]] = recorded
+    settings = QualityConfig.parse({"min_turns": 1})
+    result = await QualityPipeline(settings, rollouts={"": playing}).run(group.trajectories, made)
+    assert dict(result.reasons) == reasons, result.rejected

@@ -1,6 +1,7 @@
 """Quality control: one pipeline for any file of episodes. The first check that an example fails is its reason.
 
-    lost, no_success, malformed_call, unknown_tool, bad_arguments, refused_call    what it did
+    lost, bad_reward, no_success                                                   how it ended
+    malformed_call, unknown_tool, bad_arguments, refused_call                      what it did
     incoherent, too_short, too_long, wasteful                                      how it did it
     replay_differs, replay_fails                                                   whether it happens again
     judged_incoherent                                                              what a language model says
@@ -12,6 +13,7 @@ in the order of the file, so the same file gives the same answer.
 
 from __future__ import annotations
 
+import math
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -159,6 +161,8 @@ class QualityPipeline:
         turns, calls = len(one.steps), count_calls(one.steps)
         if is_lost(episode):
             return "lost", str(episode.failure.message if episode.failure else "it was aborted")[:200]
+        if broken := _not_finite(episode):
+            return "bad_reward", broken
         is_failure = episode.reward is not None and not is_success(episode, settings.threshold)
         if settings.needs_success and is_failure:
             return "no_success", f"reward {episode.reward:g}, {episode.stop}"
@@ -325,7 +329,21 @@ def _replay_finding(recorded: Trajectory, played: Trajectory, settings: QualityC
         return None
     if is_success(recorded, settings.threshold) and not is_success(played, settings.threshold):
         return "replay_fails", f"reward {played.reward:g} instead of {recorded.reward:g}"
+    if "judge/calls" in played.counts:
+        return None  # a language model need not say the same twice
+    # by their parts: a total may have other weights now, or the reward of a group
+    for name in recorded.rewards.keys() & played.rewards.keys():
+        before, now = recorded.rewards[name], played.rewards[name]
+        if not math.isclose(before, now, rel_tol=1e-6, abs_tol=1e-6):
+            return "replay_fails", f"the reward {name} is {now:g} instead of {before:g}"
     return None
+
+
+def _not_finite(episode: Trajectory) -> str:
+    """A reward that is no number to learn from; empty if there is none."""
+    values = {**episode.rewards, **({} if episode.reward is None else {"the total": episode.reward})}
+    bad = [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]
+    return ", ".join(bad)[:200]
 
 
 _JUDGE = """You check recorded episodes of an agent that uses tools. Does each step follow from those before it?
