@@ -13,8 +13,8 @@ in the order of the file, so the same file gives the same answer.
 
 from __future__ import annotations
 
-import math
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
