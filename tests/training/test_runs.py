@@ -41,6 +41,7 @@ from ludus.training import (
 from ludus.training.api import resolve
 from ludus.training.checkpoint import save_learner
 from ludus.training.config.parts import demonstrations_of, resolve_part
+from ludus.training.config.recipe import load_recipe
 from ludus.training.models.loading import scratch_parameters
 from ludus.training.report import best_of, idle_patience, is_exhausted
 from ludus.training.resume import check_extension, finished_text
@@ -1023,3 +1024,12 @@ def test_metrics_go_to_sinks_of_ones_own(tmp_path: Path) -> None:
         own = {"sinks": [f"{tmp_path}/own.py:Missing"]}
         ludus.train(**settings(tmp_path / "other", run=own), **code())
     assert not (tmp_path / "other").exists()
+
+
+def test_a_model_from_scratch_replaces_the_named_one_and_the_other_way_round() -> None:
+    made = load_recipe("textcraft", ["model.scratch.layers=1", "model.scratch.width=64"]).model
+    assert made.name is None and made.scratch is not None and made.scratch.layers == 1
+    named = load_recipe("safe", ["model.name=smollm2"]).model
+    assert named.name == "smollm2" and named.scratch is None
+    with pytest.raises(ConfigError, match=r"exactly one of model\.name and model\.scratch"):
+        load_recipe("textcraft", ["model.scratch.layers=1", "model.name=smollm2"])

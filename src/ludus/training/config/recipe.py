@@ -117,7 +117,10 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
         if (self.name is None) == (self.scratch is None):
-            raise ValueError("give exactly one of model.name and model.scratch")
+            raise ValueError(
+                "give exactly one of model.name and model.scratch; on the command line, model.scratch.layers=2 "
+                "makes a model in place of the recipe's, and model.name=NAME takes another one"
+            )
         if self.scratch is not None and self.lora is not None:
             raise ValueError(
                 "model.lora adapts a model that has learned something; one made from scratch has not: leave "
@@ -533,8 +536,10 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     path = find_recipe(path)
     raw = apply_overrides(beside(read_toml(path), path), given)
     refuse_empty(raw)
-    if any(override.startswith("model.name=") for override in given):
-        raw["model"].pop("scratch", None)  # naming a model replaces the one that would be made
+    is_named = any(override.startswith("model.name=") for override in given)
+    is_made = any(override.startswith(("model.scratch=", "model.scratch.")) for override in given)
+    if is_named != is_made:  # the one that is asked for replaces the recipe's
+        raw["model"].pop("scratch" if is_named else "name", None)
     return Recipe.parse(raw, str(path))
 
 
