@@ -229,6 +229,29 @@ def test_check_finds_a_tool_that_always_raises(project: Path, tool: str, said: s
     assert done.exit_code == 0
 
 
+READS_CALLS = """
+import ludus
+
+@ludus.reward(name="success")
+def called(trajectory) -> float:
+    return float(any(call.name == "add" for call in trajectory.calls))
+
+@ludus.reward(name="success")
+def backwards(answer: str, target: str) -> float:
+    return float(answer == "") / 2
+"""
+
+
+def test_check_does_not_refuse_a_reward_that_reads_calls_and_not_the_answer(project: Path) -> None:
+    (project / "reads.py").write_text(READS_CALLS)
+    asked = ["check", "recipe", "recipe.toml"]
+    done = CliRunner().invoke(app, [*asked, 'rewards=["reads.py:called"]'])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0 and "warning" in said and "every answer alike" in said, said
+    done = CliRunner().invoke(app, [*asked, 'rewards=["reads.py:backwards"]'])
+    assert done.exit_code == 1 and "gold_fails" in done.output, "it does read the answer"
+
+
 WIPE = """
 from pathlib import Path
 from mcp.server.mcpserver import MCPServer
@@ -275,6 +298,31 @@ def test_check_calls_no_mcp_tool_that_may_change_something(
     said = " ".join(done.output.split())
     is_told = "skipped" in said and "'pay', 'wipe'" in said and "--call-tools" in said
     assert is_told == (not option)
+
+
+ODD = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+              "serverInfo": {"name": "odd", "version": "1"}}
+    if asked["method"] == "tools/list":
+        inner = {"n": {"type": "intger"}, "who": {"$ref": "#/$defs/Person"}, "ok": {"$ref": "#/$defs/Good"}}
+        schema = {"type": "object", "properties": inner, "$defs": {"Good": {"type": ["string", "null"]}}}
+        result = {"tools": [{"name": "odd", "description": "Odd.", "inputSchema": schema}]}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_check_tool_names_the_mistakes_in_a_schema(project: Path) -> None:
+    (project / "odd.py").write_text(ODD)
+    done = CliRunner().invoke(app, ["check", "tool", f"mcp:{sys.executable} odd.py"])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0, said
+    assert "warning: odd: properties.n: there is no type 'intger'" in said, said
+    assert "properties.who: '#/$defs/Person' names nothing in the schema" in said
+    assert "Good' names" not in said
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig, c
 from ludus.sandbox.containers import ContainerTier
 from ludus.tools import example_of, shut
 from ludus.tools.library import build_toolset
+from ludus.tools.schema_mistakes import schema_mistakes
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
 from ludus.training.config.recipe import Recipe, load_recipe
@@ -251,6 +252,13 @@ async def _scores(recipe: Recipe, parts: Parts) -> Findings:
     if parts.all_envs or not parts.rewards or any(task.target is None for task in tasks):
         return [("info", "rewards were not tried: the tasks have no targets, or need environments")]
     report = await check_rewards(tasks, parts.rewards)
+    if report.ignores_answers:
+        text = (
+            "the rewards score every answer alike, the right one too, so whether they are right was not tried: "
+            "they read what an answer by itself has not, such as calls, or are broken. An expert tells "
+            "(demonstrations of [warm_start])"
+        )
+        return [("warning", text)]
     return [("info" if report.ok else "error", str(report))]
 
 
@@ -443,6 +451,8 @@ async def _used_tool(
         if not spec.description:
             told = "it has no description: write a docstring, the model reads it"
             findings.append(("warning", told if len(chosen) == 1 else f"{spec.name}: no description"))
+        mistakes = schema_mistakes(spec.parameters)
+        findings += [("warning", f"{spec.name}: {mistake}") for mistake in mistakes]
     if given is None:
         return findings
     if len(chosen) > 1:

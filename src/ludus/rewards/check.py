@@ -56,6 +56,9 @@ class RewardReport:
     tasks: int
     episodes: int
     findings: tuple[RewardFinding, ...]
+    ignores_answers: bool = False
+    """Whether no task's gold answer is a success, and each of its answers scores the same: the rewards read
+    something else, such as calls, or are broken."""
 
     @property
     def ok(self) -> bool:
@@ -121,7 +124,11 @@ async def check_rewards(
     await asyncio.gather(*jobs)
     order = {task.id: i for i, task in enumerate(tasks)}
     findings = sorted(checker.findings, key=lambda finding: order[finding.task])
-    return RewardReport(len(tasks), len(jobs), tuple(findings))
+    fails = {finding.task for finding in findings if finding.problem is RewardProblem.GOLD_FAILS}
+    ignores = len(fails) == len(tasks) == len(findings) and all(
+        len(parts) == 1 for parts in checker.scores.values()
+    )
+    return RewardReport(len(tasks), len(jobs), tuple(findings), ignores)
 
 
 def _wrong_answers(gold: Answer | None, neighbour: Answer | None) -> list[Answer]:
@@ -138,6 +145,8 @@ class _Checker:
     ) -> None:
         self.scorer, self.threshold, self.envs = scorer, threshold, envs
         self.findings: list[RewardFinding] = []
+        self.scores: dict[str, set[tuple[tuple[str, float], ...]]] = {}
+        """The different scores of a task's answers, by their parts."""
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def note(self, task: Task, problem: RewardProblem, answer: str, detail: str) -> None:
@@ -152,6 +161,8 @@ class _Checker:
         except InfraError as error:
             self.note(task, RewardProblem.BROKEN, given, str(error))
             return
+        parts = tuple(sorted(trajectory.rewards.items()))
+        self.scores.setdefault(task.id, set()).add(parts)
         scored = f"the total is {trajectory.reward}, the parts are {trajectory.rewards}"
         if not trajectory.is_trainable:
             self.note(task, RewardProblem.UNSCORED, given, scored)

@@ -149,7 +149,8 @@ def choose(
     if elsewhere > len(result.kept):
         result.warnings.append(
             f"{elsewhere} successes were left out because they do what an example of another task does: "
-            'where that is as it should be, set similar_to = "task"'
+            'where that is as it should be, set similar_to = "task" of rejection (ludus check data needs no '
+            "such setting: it compares what was asked too)"
         )
     if not result.kept and settings.needs_thought and result.reasons["low_quality"]:
         result.warnings.append(
