@@ -15,6 +15,7 @@ from model_parts import ADD, CALL, Served, serving, serving_checkpoint, user
 
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
+from ludus.core.messages import MediaSpan
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
@@ -357,6 +358,7 @@ class Flood:
         sampling: Sampling,
         *,
         session: str | None = None,
+        media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         every: list[int] = []
