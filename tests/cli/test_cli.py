@@ -30,6 +30,10 @@ async def short(trajectory) -> float:
     return 1.0 / (1 + sum(len(action.tokens) for action in trajectory.actions))
 
 @ludus.reward
+async def half(answer: str, target: str) -> float:
+    return 0.5 * (answer == target)
+
+@ludus.reward
 async def later(trajectory) -> float:
     return trajectory.attempt / 10
 
@@ -116,8 +120,10 @@ def test_train_evaluate_look(project: Path) -> None:
 
 def test_checks(project: Path) -> None:
     assert "recipe.toml: ok" in ludus("check", "recipe", "recipe.toml", 'rewards=["exact_match"]')
-    done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml"])
+    done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml", 'rewards=["task.py:half"]'])
     assert done.exit_code == 1 and "gold_fails" in done.output, "a right answer must get full marks"
+    said = " ".join(ludus("check", "recipe", "recipe.toml").split())
+    assert "warning: the rewards score every answer alike, the right one too" in said
     done = CliRunner().invoke(app, ["check", "recipe", "recipe.toml", "budgets.max_tokens=4"])
     assert done.exit_code == 1 and "far longer than budgets.max_tokens = 4" in done.output
     said = ludus("check", "tool", "task.py:add", "--arguments", '{"a": "2", "b": 3}')

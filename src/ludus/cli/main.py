@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
 
+from ludus.cli.check_commands import check_app
+from ludus.cli.options import ClickError, CommandGroup, Overrides
 from ludus.cli.serve import serve_app
 from ludus.core.failures import LudusError
-
-# Which package the command line's errors come from differs between versions of typer (some bring their own
-# copy of click), so the class is found as an ancestor of one that typer exports.
-ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-
-class CommandGroup(TyperGroup):
-    """Commands; an unknown one that is like none of them is answered with all of them."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except ClickError as error:
-            if "Did you mean" not in error.message:
-                error.message += f" The commands are: {', '.join(self.list_commands(ctx))}."
-            raise
-
 
 app = typer.Typer(
     name="ludus",
@@ -46,25 +30,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-check_app = typer.Typer(
-    cls=CommandGroup,
-    help="Check a recipe, an environment, a tool, examples or the sandbox.",
-    no_args_is_help=True,
-)
 app.add_typer(check_app, name="check")
 app.add_typer(serve_app, name="serve", cls=CommandGroup)
 
 RecipeArgument = Annotated[
     Path | None,
     typer.Argument(help="A recipe: a TOML file, or a name such as safe.", show_default=False),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Settings that replace the recipe's: key=value, table.key=value, stage.0.key=value (stages "
-        "count from 0). key=none leaves an optional table or number out: warm_start=none.",
-        show_default=False,
-    ),
 ]
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
@@ -565,168 +536,6 @@ def cluster(
         print(json.dumps(status.to_json()))
     else:
         print_cluster(status)
-
-
-@check_app.command("recipe")
-def check_recipe(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file, or a name such as safe.")],
-    overrides: Overrides = None,
-    call_tools: Annotated[
-        bool | None,
-        typer.Option(
-            "--call-tools/--no-call-tools",
-            help="Call each tool a few times, with arguments that its schema allows; when left out, all but "
-            "the tools of MCP servers that do not declare that they change nothing (readOnlyHint).",
-        ),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long each of the things that it tries may take.")
-    ] = 60.0,
-) -> None:
-    """Load everything that a recipe names, check its rewards on its tasks, play one episode, try its tools."""
-    from ludus.cli.check import recipe_findings
-
-    _finish(recipe_findings(recipe, overrides or [], call_tools, seconds), str(recipe))
-
-
-@check_app.command("env")
-def check_environment(
-    env: Annotated[
-        str, typer.Argument(help="A prebuilt environment's name, module:Class, or an address.")
-    ],
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks to reset it with: a file, or module:function.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What the tasks call it, where they name several.")
-    ] = None,
-    expert: Annotated[
-        str | None, typer.Option(help="A demonstrator that solves the tasks: module:function.")
-    ] = None,
-    rewards: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reward",
-            help="What scores the tasks, as in a recipe; repeatable. Without any, the rewards of steps do.",
-        ),
-    ] = None,
-    thorough: Annotated[
-        bool,
-        typer.Option(help="Try everything: 20 tasks, 16 instances, 200 episodes, all gold solutions."),
-    ] = False,
-    episodes: Annotated[
-        int | None, typer.Option(min=2, help="Episodes of the search for leaks; 20, or 200 if thorough.")
-    ] = None,
-) -> None:
-    """Does an environment keep its contract? A line for each clause, on real instances."""
-    from ludus.cli.check import env_findings
-
-    found = env_findings(
-        env, tasks, name, expert=expert, rewards=rewards or (), thorough=thorough, episodes=episodes
-    )
-    _finish(found, env)
-
-
-@check_app.command("tool")
-def check_tool(
-    tool: Annotated[
-        str,
-        typer.Argument(help="module:function, file.py:function, a name such as python, or mcp:SERVER."),
-    ],
-    arguments: Annotated[str | None, typer.Option(help="JSON arguments to call it with.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Which one, where there are several; all are shown when left out.")
-    ] = None,
-) -> None:
-    """Show a tool as the model sees it, and call it."""
-    from ludus.cli.check import tool_findings
-
-    _finish(tool_findings(tool, arguments, name), tool)
-
-
-@check_app.command("data")
-def check_data(
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="Files of episodes (Parquet) or conversations, then settings: min_turns=1."),
-    ],
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            help="A recipe or a run: its tools check and replay the calls, its held-out tasks are kept out."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Go on in this folder, or make it; synth/FILE-checked-COUNTER when left out.",
-        ),
-    ] = None,
-) -> None:
-    """Quality control of examples: `ludus check data runs/x/trajectories.parquet --recipe recipe.toml`."""
-    from ludus.cli.check_data import check_data
-
-    settings = [str(one) for one in files if "=" in str(one) and not one.exists()]
-    check_data([one for one in files if str(one) not in settings], recipe, settings, out)
-
-
-@check_app.command("reward")
-def check_reward(
-    reward: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe, or a TOML file with a table rewards; a name; or file.py:function."
-        ),
-    ],
-    labels: Annotated[
-        Path, typer.Option(help="Labelled answers, as JSON lines: task, answer, label, target.")
-    ],
-    threshold: Annotated[
-        float | None, typer.Option(help="The score from which on an answer counts as good.")
-    ] = None,
-) -> None:
-    """Compare rewards with people's labels: accuracy, kappa, correlation, and whether length pays."""
-    from ludus.cli.check import reward_findings
-
-    _finish(reward_findings(reward, labels, threshold), reward)
-
-
-@check_app.command("sandbox")
-def check_sandbox(
-    preload: Annotated[list[str] | None, typer.Option(help="A module to preload; repeatable.")] = None,
-    network: Annotated[bool, typer.Option(help="Let code inside use the network.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A TOML file with a table sandbox, or a recipe, whose settings to try instead."
-        ),
-    ] = None,
-) -> None:
-    """Show which layers of isolation hold, by trying every door from inside, and which tiers work here."""
-    from ludus.cli.check import sandbox_findings
-
-    _finish(sandbox_findings(tuple(preload or ()), network, config), "sandbox")
-
-
-def _finish(findings: Iterable[tuple[str, str]], what: str) -> None:
-    """Print findings as (severity, text); an error among them makes the command fail."""
-    console, broken = Console(), 0
-    styles = {
-        "error": "bold red",
-        "failed": "bold red",
-        "warning": "yellow",
-        "info": "",
-        "ok": "green",
-        "skipped": "cyan",
-    }
-    for severity, text in findings:
-        console.print(Text(f"{severity}: {text}", style=styles[severity]), soft_wrap=True)
-        broken += severity in ("error", "failed")
-    console.print(Text(f"{what}: " + (f"{broken} error(s)" if broken else "ok")))
-    if broken:
-        raise typer.Exit(1)
 
 
 def run_command(command: Callable[..., Any]) -> int:
