@@ -157,7 +157,7 @@ def check_sandbox(
     ] = None,
 ) -> None:
     """Show which layers of isolation hold, by trying every door from inside, and which tiers work here."""
-    from ludus.cli.check import sandbox_findings
+    from ludus.cli.check_sandbox import sandbox_findings
 
     _finish(sandbox_findings(tuple(preload or ()), network, config), "sandbox")
 
