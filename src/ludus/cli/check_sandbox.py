@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ludus.core.failures import ConfigError, LudusError
-from ludus.sandbox import CannotFork, Outcome, Sandbox, SandboxConfig
+from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig
 from ludus.sandbox.containers import ContainerTier
 
 Findings = list[tuple[str, str]]
