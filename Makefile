@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # Sandboxes, servers and the command line: run one after another, so that no two meet in a port or a user's limits.
 ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
+# These could run in either half; here both halves take about as long.
+FIRST_HALF := $(ONE_AT_A_TIME) tests/envs tests/synth tests/viewer tests/vision
 
 .PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help
 
@@ -21,9 +23,9 @@ test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two hal
 	$(BIN)/ruff format --check .
 	@trap 'kill $$types $$others 2>/dev/null' INT TERM; \
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME)) >$(VENV)/others.log 2>&1 & others=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) >$(VENV)/others.log 2>&1 & others=$$!; \
 	echo 'about half of the tests; the others run meanwhile and are shown when both have ended'; \
-	$(BIN)/python -m pytest $(ONE_AT_A_TIME); first=$$?; \
+	$(BIN)/python -m pytest $(FIRST_HALF); first=$$?; \
 	wait $$others; second=$$?; cat $(VENV)/others.log; \
 	wait $$types && exit $$((first ? first : second))
 

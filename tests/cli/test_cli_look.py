@@ -412,3 +412,14 @@ def test_a_tool_that_never_returns_is_warned_of() -> None:
     [(kind, text)] = judge_tool_calls("buy", [(timed_out, None)] * 3)
     assert kind == "warning"
     assert "does it ever return" in text
+
+
+def test_check_data_takes_settings_that_hold_an_address(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr("ludus.cli.check_data.check_data", lambda *arguments: given.extend(arguments))
+    asked = ["check", "data", "a.parquet", "embedder=http://127.0.0.1:9/v1#e", "min_turns=1"]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert given[0] == [Path("a.parquet")]
+    assert given[2] == ["embedder=http://127.0.0.1:9/v1#e", "min_turns=1"]

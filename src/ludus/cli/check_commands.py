@@ -99,7 +99,7 @@ def check_tool(
 @check_app.command("data")
 def check_data(
     files: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(help="Files of episodes (Parquet) or conversations, then settings: min_turns=1."),
     ],
     recipe: Annotated[
@@ -120,8 +120,8 @@ def check_data(
     """Quality control of examples: `ludus check data runs/x/trajectories.parquet --recipe recipe.toml`."""
     from ludus.cli.check_data import check_data
 
-    settings = [str(one) for one in files if "=" in str(one) and not one.exists()]
-    check_data([one for one in files if str(one) not in settings], recipe, settings, out)
+    settings = [one for one in files if "=" in one and not Path(one).exists()]  # some hold addresses
+    check_data([Path(one) for one in files if one not in settings], recipe, settings, out)
 
 
 @check_app.command("reward")
