@@ -212,7 +212,7 @@ async def test_requests_wait_for_the_only_engine_to_come_back(tmp_path: Path) ->
     async with replicated(1, tmp_path, limits=limits) as (engine, (replica,), source):
         replica.cannot_start = "no memory"
         await replica.die()
-        await until(lambda: len(replica.starts) > 1)
+        await until(lambda: len(replica.starts) > 1100)  # however often it fails
         waiting = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=3), session="a"))
         aborted = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=3), session="b"))
         source.learn(1)

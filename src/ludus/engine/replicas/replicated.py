@@ -163,7 +163,8 @@ class ReplicatedEngine:
                     log.error("%s is given up: %s", member.replica.name, member.reason)
                     self._notify()
                     return
-                await asyncio.sleep(min(60.0, self._limits.backoff * 2 ** max(0, member.failures - 1)))
+                doublings = min(max(0, member.failures - 1), 16)  # 2**1024 is no float
+                await asyncio.sleep(min(60.0, self._limits.backoff * 2**doublings))
                 try:
                     await self._bring_up(member)
                     self._restarts += 1

@@ -197,7 +197,7 @@ class MCPTools:
             return connection
 
     def _note_failure(self, failure: InfraError) -> None:
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failed_starts)
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failed_starts, 16))
         self._failed_starts += 1
         self._last_failure = failure
         self._not_before = time.monotonic() + pause
