@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from hypothesis import settings
+
+from ludus.core.concurrency import frozen_gc
 
 if not torch.cuda.is_available():
     # The compiled kernels then run in the interpreter, which has to be asked for before Triton is imported.
@@ -24,6 +28,14 @@ common = settings(deadline=None, derandomize="CI" in os.environ, print_blob=True
 settings.register_profile("ludus", common, max_examples=25)
 settings.register_profile("thorough", common, max_examples=250)
 settings.load_profile("ludus")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_power_cut() -> Iterator[None]:
+    """Processes are killed here, machines are not: what was written need not reach a disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -53,12 +65,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """What the imports have made is never looked at again; what the tests make is collected as always."""
-    gc.freeze()
+_HEAP = pytest.StashKey[AbstractContextManager[None]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the imports have made is never looked at again; what the tests make is collected as always.
+
+    By `frozen_gc`, so that a run in a test need not count a million objects to see whether they are frozen.
+    """
+    heap = session.config.stash[_HEAP] = frozen_gc()
+    heap.__enter__()
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """At the end of the process extension modules count what they have made, and expect it to be gone."""
-    gc.unfreeze()
+    if heap := config.stash.get(_HEAP, None):
+        heap.__exit__(None, None, None)

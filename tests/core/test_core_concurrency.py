@@ -80,8 +80,9 @@ def test_an_interrupt_cancels_it_and_waits_for_its_end() -> None:
 
 
 @pytest.fixture
-def thawed() -> Iterator[None]:
-    """The tests themselves run on a frozen heap."""
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The tests themselves run on a frozen heap (conftest.py)."""
+    monkeypatch.setattr("ludus.core.concurrency._gc_frozen_by", 0)
     gc.unfreeze()
     yield
     gc.freeze()

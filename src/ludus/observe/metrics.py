@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from ludus.core.failures import Boundary, Fault
@@ -259,6 +260,7 @@ TRAINING_METRICS: tuple[Metric, ...] = (
 CATALOGUE: tuple[Metric, ...] = ROLLOUT_METRICS + TRAINING_METRICS
 
 
+@lru_cache(maxsize=4096)
 def definition_of(name: str) -> Metric | None:
     """The catalogue's entry for a logged name, its split prefix aside; None for an unknown name."""
     exact = [metric for metric in CATALOGUE if metric.name == name]
