@@ -187,18 +187,18 @@ def test_a_table_is_checked() -> None:
 
 
 async def test_what_waits_in_a_servers_queue_is_not_lost() -> None:
-    """A model on a CPU answers one request after the other: ten of 0.2 seconds each, with 1 for each."""
+    """A model on a CPU answers one request after the other: twelve of 0.3 seconds each, with 2 for each."""
     turn = threading.Lock()
 
     def one_at_a_time(body: dict[str, Any]) -> dict[str, Any]:
         with turn:
-            time.sleep(0.2)
+            time.sleep(0.3)
             return chat("yes")
 
     with serving(one_at_a_time) as server:
-        async with model_at(server, RetryPolicy(seconds=1, retries=0)) as model:
-            found = await asyncio.gather(*(model.chat(HELLO) for _ in range(10)))
-    assert [reply.text for reply in found] == ["yes"] * 10
+        async with model_at(server, RetryPolicy(seconds=2, retries=0)) as model:
+            found = await asyncio.gather(*(model.chat(HELLO) for _ in range(12)))
+    assert [reply.text for reply in found] == ["yes"] * 12
 
 
 async def test_a_request_that_hangs_ends_though_others_are_answered() -> None:
