@@ -24,7 +24,7 @@ from ludus.core.user_code import first_call_errors, reset_error_counts
 from ludus.envs import WORLDS, PoolConfig, World, check_env, load_env
 from ludus.envs.env import Isolation
 from ludus.envs.isolated import IsolatedEnv
-from ludus.envs.pool import probe_env
+from ludus.envs.pool_config import probe_env
 from ludus.observe import Progress
 from ludus.rewards import TurnReward, build_reward, check_rewards
 from ludus.rewards.judges.agreement import measure_agreement, read_labels

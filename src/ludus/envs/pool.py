@@ -10,20 +10,14 @@ An instance may stand for a session on a server (`factory.is_session`). It is cl
 idle here, it would hold an instance there that others wait for. Its reset may wait for one there, so that it
 may take `max_wait` beside `reset_timeout`.
 
-Environments are closed when the pool is, and at the interpreter's exit otherwise. A process that is
-killed cannot close anything: what must not outlive it has to watch its parent, as process tools do.
+Environments are closed when the pool is, and at the interpreter's exit otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
-import inspect
 import logging
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -31,209 +25,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
-from pydantic import Field
-
-from ludus.core.concurrency import ThreadExecutor, set_own_thread, shared_threads
-from ludus.core.config import Config
-from ludus.core.failures import Boundary, ConfigError, InfraError, LudusError
+from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
-from ludus.envs.env import (
-    Env,
-    Isolation,
-    Observation,
-    ShowActions,
-    as_env,
-    call_env,
-    has_snapshots,
-    reset_env,
-)
-from ludus.envs.isolated import IsolatedEnv
+from ludus.envs.env import Env, Isolation, Observation, ShowActions, has_snapshots, reset_env
+from ludus.envs.instances import Instance, InstanceFactory, is_final
+from ludus.envs.pool_config import checked_options
 from ludus.tools.versions import code_version
 
 _log = logging.getLogger(__name__)
-
-
-class PoolConfig(Config):
-    """How the instances of one environment are kept."""
-
-    size: int | None = Field(default=None, ge=1)
-    """Most instances alive at once; agent.env_pool when left out."""
-    max_wait: float = Field(default=300.0, gt=0)
-    """Seconds that an episode waits for a free instance before it fails."""
-    reset_timeout: float = Field(default=60.0, gt=0)
-    """Seconds that making or resetting an instance may take."""
-    reset_retries: int = Field(default=2, ge=0)
-    """How often another instance is tried when one cannot be made or reset."""
-    step_timeout: float | None = Field(default=None, gt=0)
-    """Seconds that a call may take before its instance is replaced; as the class says (60) when left out."""
-    close_timeout: float = Field(default=10.0, gt=0)
-    """Seconds that closing an instance, or asking whether it is healthy, may take."""
-    time_to_live: float | None = Field(default=None, gt=0)
-    """Seconds after which an instance is replaced, between episodes; for ever when left out."""
-    max_idle: float | None = Field(default=None, gt=0)
-    """Seconds after which an instance that no episode uses is closed; spares stay."""
-    max_uses: int | None = Field(default=None, ge=1)
-    """Episodes after which an instance is replaced; any number when left out."""
-    spares: int = Field(default=0, ge=0)
-    """Instances kept ready beside those in use, as far as the size allows."""
-    isolation: Isolation | None = None
-    """Where an instance lives: none, thread or process; as its class says when left out (docs/envs.md)."""
-    memory_mb: int | None = Field(default=None, ge=1)
-    """MiB above which an instance's process is replaced, between episodes (isolation = "process")."""
-    show_actions: ShowActions | None = None
-    """How the agent learns of the possible actions: no, tool, observation; as the class says when left out."""
-    deterministic: bool | None = None
-    """Whether the same calls have the same results, so that branches of trees (`rl.tree`) may make them again;
-    as the class says when left out."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that instances are made with, by name: those of the environment's class."""
-
-
-@dataclass(slots=True, eq=False)
-class Instance:
-    """One environment, its age and its use."""
-
-    env: Any
-    born: float
-    uses: int = 0
-    has_rested: bool = False
-    """Whether it has been idle, so that nobody knows how it is."""
-    thread: ThreadExecutor | None = None
-    """Its own thread, where it has one."""
-    expiry: asyncio.TimerHandle | None = None
-
-
-class InstanceFactory:
-    """Makes and closes instances; what is still alive when the interpreter ends is closed then."""
-
-    def __init__(
-        self,
-        factory: Callable[[], Any],
-        name: str,
-        make_timeout: float | None,
-        close_timeout: float,
-        retries: int,
-        isolation: Isolation,
-    ) -> None:
-        self._factory = factory
-        self._isolation = isolation
-        self._name = name
-        self._make_timeout, self._close_timeout = make_timeout, close_timeout
-        self._retries = retries
-        self._living: set[Instance] = set()
-        self.created = 0
-        self.closed = 0
-        self.failures = 0
-        _factories.add(self)
-
-    async def make(self) -> Instance:
-        """A new instance; a factory that fails is tried again."""
-        attempt, thread = 0, None
-        while True:
-            attempt += 1
-            try:
-                if self._isolation != "none":
-                    thread = ThreadExecutor(1, name=f"env-{self._name}", keep_idle=True)
-                env = as_env(await self._build(thread or shared_threads()), self._name)
-                break
-            except Exception as error:
-                self.failures += 1
-                if not isinstance(error, LudusError):
-                    log_once(_log, f"making the environment {self._name!r}", error)
-                if attempt > self._retries or is_final(error):
-                    raise
-        set_own_thread(env, thread)
-        instance = Instance(env, time.monotonic(), thread=thread)
-        self._living.add(instance)
-        self.created += 1
-        return instance
-
-    async def _build(self, threads: ThreadExecutor) -> Any:
-        if inspect.iscoroutinefunction(self._factory):
-            return await call_env(self._factory, timeout=self._make_timeout)
-        is_wanted, guard = True, threading.Lock()
-
-        def build() -> Any:
-            env = self._factory()
-            with guard:
-                if is_wanted:
-                    return env
-            _close_now(env)  # it came after its deadline, and no caller has it
-            return None
-
-        try:
-            made = await threads.run(build, timeout=self._make_timeout)
-            if inspect.isawaitable(made):
-                async with asyncio.timeout(self._make_timeout):
-                    made = await made
-            return made
-        except BaseException:
-            with guard:
-                is_wanted = False
-            raise
-
-    async def is_healthy(self, instance: Instance) -> bool:
-        """Whether a used instance may be handed out again."""
-        check = getattr(instance.env, "is_healthy", None)
-        is_own = getattr(type(instance.env), "is_healthy", None) is not Env.is_healthy
-        if not (instance.uses or instance.has_rested) or check is None or not is_own:
-            return True
-        try:
-            good = bool(await call_env(check, timeout=self._close_timeout))
-        except Exception as error:  # noqa: BLE001 - whatever it raised, it is not healthy
-            log_once(_log, f"the health check of the environment {self._name!r}", error)
-            good = False
-        self.failures += not good
-        return good
-
-    async def close(self, instance: Instance) -> None:
-        """Close an instance, whatever its `close` does; the deadline bounds it."""
-        close = getattr(instance.env, "close", None)
-        try:
-            if close is not None:
-                await call_env(close, timeout=self._close_timeout)
-        except Exception as error:  # noqa: BLE001 - an environment that cannot close must not stop us
-            self.failures += 1
-            log_once(_log, f"closing the environment {self._name!r}", error)
-        finally:
-            self._living.discard(instance)
-            self.closed += 1
-            if instance.thread is not None:
-                set_own_thread(instance.env, None)
-                await instance.thread.close()
-
-    def close_at_exit(self) -> None:
-        """Close what is left; the event loop is gone by then."""
-        for instance in list(self._living):
-            thread = threading.Thread(target=_close_now, args=(instance.env,), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                _close_now(instance.env)  # some versions of Python start no threads at exit
-            else:
-                thread.join(self._close_timeout)
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether another instance would fail in the same way: a setting is wrong, or nobody is at the address."""
-    return isinstance(error, ConfigError) or (isinstance(error, InfraError) and not error.replay)
-
-
-def _close_now(env: Any) -> None:
-    with contextlib.suppress(Exception):
-        value = env.close() if hasattr(env, "close") else None
-        if inspect.iscoroutine(value):
-            asyncio.run(value)
-
-
-_factories: weakref.WeakSet[InstanceFactory] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for workshop in list(_factories):
-        workshop.close_at_exit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,32 +58,6 @@ class PoolStats:
     closed: int
     failures: int
     """Creations, resets, health checks and closes that went wrong."""
-
-
-def checked_options(
-    factory: Callable[..., Any], name: str, options: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """`factory`, if it takes these arguments."""
-    try:
-        inspect.signature(factory).bind(**options)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(factory).parameters) or "none"
-        raise ConfigError(
-            f"agent.pools.{name}.options: {error}; the arguments that {name!r} takes: {takes}"
-        ) from None
-    return factory
-
-
-PROBE_SECONDS = 6.0
-"""How long a server may take to answer before a run begins; one that is just being started needs a few."""
-
-
-async def probe_env(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-    """Refuse an environment on a server that is not there (`ConfigError`); others need no probe."""
-    probe = getattr(factory, "probe", None)
-    if probe is not None and not isinstance(factory, type):
-        checked_options(factory, name, options)
-        await probe(PROBE_SECONDS, **options)
 
 
 class EnvPool:
@@ -333,24 +107,16 @@ class EnvPool:
         self.isolation: Isolation = isolation or getattr(factory, "isolation", None) or "none"
         if options:
             factory = partial(checked_options(factory, name, options), **options)
-        if memory_mb is not None and self.isolation != "process":
-            raise ConfigError(
-                f"the environment {name!r}: memory_mb bounds the process of an instance, and with isolation = "
-                f'"{self.isolation}" it has none of its own: set isolation = "process"'
-            )
-        if self.isolation == "process":
-            factory = partial(
-                IsolatedEnv,
-                factory,
-                name,
-                start_timeout=reset_timeout,
-                call_timeout=self.step_timeout,
-                close_timeout=close_timeout,
-                memory_mb=memory_mb,
-            )
         self._show_actions = show_actions
         self._instances = InstanceFactory(
-            factory, name, reset_timeout, close_timeout, reset_retries, self.isolation
+            factory,
+            name,
+            self.isolation,
+            make_timeout=reset_timeout,
+            call_timeout=self.step_timeout,
+            close_timeout=close_timeout,
+            retries=reset_retries,
+            memory_mb=memory_mb,
         )
         self._reset_limit = "max_wait and reset_timeout" if is_session else "reset_timeout"
         self._makes_spares = True
@@ -467,16 +233,10 @@ class EnvPool:
                 if not isinstance(error, InfraError):
                     log_once(_log, f"resetting the environment {self.name!r}", error)
                 if attempt > self._reset_retries or is_final(error):
-                    boundary = error.boundary if isinstance(error, InfraError) else Boundary.ENV
-                    why = (
-                        f"it took more than {self.reset_timeout:g} seconds ({self._reset_limit})"
-                        if isinstance(error, TimeoutError) and self.reset_timeout is not None
-                        else error_with_location(error)
-                    )
-                    message = f"the environment {self.name!r} could not be reset: {why}"
-                    raise InfraError(
-                        boundary, message, attempts=attempt, retriable=not is_final(error)
-                    ) from error
+                    why = error_with_location(error)
+                    if isinstance(error, TimeoutError) and self.reset_timeout is not None:
+                        why = f"it took more than {self.reset_timeout:g} seconds ({self._reset_limit})"
+                    raise self._failure("could not be reset", why, error, attempt) from error
                 continue
             if self._is_closed:
                 self._retire(instance)
@@ -547,13 +307,8 @@ class EnvPool:
             instance = await self._instances.make()
         except Exception as error:  # noqa: BLE001 - whatever the factory raised goes to who waits
             self._places -= 1
-            message = f"an environment {self.name!r} could not be made: {error_with_location(error)}"
-            failure = InfraError(
-                error.boundary if isinstance(error, InfraError) else Boundary.ENV,
-                message,
-                attempts=1 if is_final(error) else self._reset_retries + 1,
-                retriable=not is_final(error),
-            )
+            attempts = 1 if is_final(error) else self._reset_retries + 1
+            failure = self._failure("could not be made", error_with_location(error), error, attempts)
             failure.__cause__ = error
             self._makes_spares = False
             self._fail_first(error if isinstance(error, ConfigError) else failure)
@@ -621,6 +376,11 @@ class EnvPool:
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(finish)
+
+    def _failure(self, what: str, why: str, error: Exception, attempts: int) -> InfraError:
+        boundary = error.boundary if isinstance(error, InfraError) else Boundary.ENV
+        message = f"the environment {self.name!r} {what}: {why}"
+        return InfraError(boundary, message, attempts=attempts, retriable=not is_final(error))
 
     def _closed_error(self) -> InfraError:
         return InfraError(Boundary.POOL, f"the pool {self.name!r} is closed", retriable=False)

@@ -26,7 +26,8 @@ from ludus.envs.env import (
     takes_text,
 )
 from ludus.envs.isolated import EnvRaised
-from ludus.envs.pool import EnvPool, Lease, PoolConfig
+from ludus.envs.pool import EnvPool, Lease
+from ludus.envs.pool_config import PoolConfig
 from ludus.envs.tools import EnvAccess, EnvTools, rename_clashes, tools_of
 from ludus.envs.world import env_name, load_env
 from ludus.tools import CombinedTools

@@ -8,7 +8,7 @@ from typing import Any
 from ludus.core.failures import ConfigError
 from ludus.engine.remote import VllmServer
 from ludus.envs import PoolConfig
-from ludus.envs.pool import probe_env
+from ludus.envs.pool_config import probe_env
 from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.tools.mcp import MCPServerConfig, is_mcp
