@@ -18,7 +18,7 @@ from ludus.engine import FakeEngine
 from ludus.observe import AuditLog, read_audit
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Demonstrator
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout

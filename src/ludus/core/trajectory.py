@@ -108,6 +108,25 @@ class TimeSpan:
     turn: int | None = None
 
 
+_SHORTEST_WAIT = 1e-3
+"""Seconds from which a wait is told apart from what was waited for."""
+
+
+def spans_of(
+    kind: Literal["generate", "tool"],
+    start: float,
+    seconds: float,
+    queued: float,
+    turn: int,
+    name: str = "",
+) -> list[TimeSpan]:
+    """What was waited for, where that took a while, and what was done."""
+    if queued < _SHORTEST_WAIT:
+        return [TimeSpan(kind, start, seconds, name, turn)]
+    done = TimeSpan(kind, start + queued, seconds - queued, name, turn)
+    return [TimeSpan("queue", start, queued, name, turn), done]
+
+
 @dataclass(frozen=True, slots=True)
 class EnvRender:
     """What an environment looked like before turn `turn`, for people: a text or a picture."""

@@ -33,7 +33,8 @@ from ludus.envs.isolated import IsolatedEnv
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert
-from ludus.rollouts.episode import Budgets, Episode
+from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.episode import Episode
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout

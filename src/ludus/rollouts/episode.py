@@ -8,30 +8,17 @@ segments recorded so far, so the record cannot differ from what the model read.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
 
-from pydantic import Field
-
-from ludus.core.audit import Audit, AuditRecord, legality_of
+from ludus.core.audit import Audit
 from ludus.core.concurrency import run_sync
-from ludus.core.config import Config
-from ludus.core.failures import Aborted, ConfigError, Fault, InfraError
+from ludus.core.failures import Aborted, ConfigError
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.core.messages import (
-    Media,
-    Message,
-    ToolCall,
-    ToolContext,
-    ToolResult,
-    ToolSet,
-    ToolSpec,
-)
+from ludus.core.messages import Media, Message, ToolCall, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.core.pictures import PictureError
 from ludus.core.random import key
 from ludus.core.task import Task
@@ -40,51 +27,18 @@ from ludus.core.trajectory import (
     Segment,
     SegmentKind,
     StopReason,
-    TimeSpan,
     TokenSequence,
     Trajectory,
+    spans_of,
 )
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.rollouts.renderer import Renderer, warn_of_unseen
-from ludus.tools import OutputLimits, changed_tools, tools_changed
+from ludus.rollouts.tool_calls import StepRewards, ToolCalls
 
 log = logging.getLogger(__name__)
-
-_LONG_RESULT = 4_000
-"""Characters from which a result is cut in a thread."""
-
-_SHORTEST_WAIT = 1e-3
-"""Seconds from which a wait is told apart from what was waited for."""
-
-StepRewards = Literal["sum", "max", "last"]
-"""An episode's reward from its calls: the sum of their rewards, the highest, or the last one."""
-
-
-class Budgets(Config):
-    """Limits on one episode."""
-
-    max_turns: int = Field(default=8, ge=1)
-    """Actions the model may take."""
-    max_turn_tokens: int = Field(default=512, ge=1)
-    """Tokens of one action; an action cut here that holds no complete call ends the episode."""
-    max_observation_tokens: int = Field(default=1024, ge=16)
-    """Tokens of one tool result; a longer one is cut in the middle, and says so."""
-    max_tokens: int = Field(default=8192, ge=2)
-    """Tokens of the whole episode, the prompt included."""
-    max_calls: int = Field(default=16, ge=1)
-    """Tool calls in one action; those beyond are refused with an observation."""
-    max_seconds: float = Field(default=600.0, gt=0)
-    """Seconds of wall time. An episode over it is an infrastructure failure, not the model's fault."""
-    remind: bool = False
-    """Whether each observation ends with how many turns are left."""
-
-    def reminder(self, turns_taken: int) -> str:
-        """The text that tells the model how many turns are left."""
-        left = self.max_turns - turns_taken
-        return f"[{left} turn{'' if left == 1 else 's'} left]"
-
 
 RenderEnvs = Callable[[int], Awaitable[list[EnvRender]]]
 """What the episode's environments look like before this turn."""
@@ -133,17 +87,21 @@ class Episode:
         self._engine = engine
         self._unbound = renderer
         self._renderer = renderer.bound(specs)
-        self._tools = tools
-        self._specs = list(specs)
+        self._calls = ToolCalls(
+            trajectory,
+            tools,
+            specs,
+            context,
+            budgets=budgets,
+            encode=renderer.tokenizer.encode_text,
+            step_rewards=step_rewards,
+            audit=audit,
+        )
         self._sampling = sampling
         self._pending: list[Message] = list(opening)
         self._stop: StopReason | None = None
-        self._step_rewards = step_rewards
-        self._audit = audit
         self._history = record
         """What was said and called, where others may branch off; and what a branch shares."""
-        self._level: float | None = None
-        """The highest or the last reward of a call so far."""
         self.expert: ExpertMoves | None = None
         """Acts in the model's place: yields actions, and is sent what was observed since the last one."""
         self._turn = ""
@@ -162,7 +120,7 @@ class Episode:
     @property
     def specs(self) -> list[ToolSpec]:
         """The tools that the model was told of."""
-        return list(self._specs)
+        return list(self._calls.specs)
 
     @property
     def over(self) -> bool:
@@ -215,7 +173,8 @@ class Episode:
             context, sampling, session=self.context.episode, media=self._sequence.media
         )
         seconds = time.perf_counter() - started
-        self._add_span("generate", started, seconds, completion.queued_seconds)
+        spans = spans_of("generate", started, seconds, completion.queued_seconds, self.trajectory.turns)
+        self.trajectory.spans += spans
         self.trajectory.seconds["generate"] += seconds
         turn = self._act(completion, seconds, may_be_cut=limit < budget)
         if self._history is not None:
@@ -348,105 +307,22 @@ class Episode:
     async def call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
         """Run these calls concurrently; each comes back with its result, the model's mistakes included."""
         if self._history is None:
-            return await self._call(calls)
+            return await self._run(calls)
         place, recorded = self._history.next_calls(calls)
         if recorded is None or not self._history.is_restored:
-            found = await self._call(calls)
+            found = await self._run(calls)
             if recorded is not None:
                 check_results(recorded, found)
             recorded = found
         self._history.calls[place] = recorded
         return recorded
 
-    async def _call(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
-        started = time.perf_counter()
-        allowed, refused = calls[: self.budgets.max_calls], calls[self.budgets.max_calls :]
-        try:
-            results = await _gather([self._one_call(call) for call in allowed])
-        finally:
-            self.trajectory.seconds["tools"] += time.perf_counter() - started
-        refusal = ToolResult(
-            f"not run: one turn may hold at most {self.budgets.max_calls} calls", fault=Fault.LIMIT
-        )
-        for call in refused:
-            self._note(call, refusal, 0.0, was_run=False)
-        truncated = [await self._truncated(result) for result in results]
-        if truncated and (notice := await self._changed_tools()):
-            truncated[-1] = replace(truncated[-1], content=f"{truncated[-1].content}\n\n{notice}")
-        return [*zip(allowed, truncated, strict=True), *((call, refusal) for call in refused)]
-
-    async def _one_call(self, call: ToolCall) -> ToolResult:
-        """One call, and its line in the audit log."""
-        started = time.perf_counter()
-        try:
-            result = await self._tools.call(call, self.context)
-        except InfraError as failure:
-            self._note(call, None, time.perf_counter() - started, failure=str(failure))
-            raise
-        except asyncio.CancelledError:
-            self._note(call, None, time.perf_counter() - started, failure="cancelled")
-            raise
-        seconds = time.perf_counter() - started
-        ran = result.seconds or seconds  # tools that do not say are taken to have run all the time
-        self._add_span("tool", started, seconds, max(0.0, seconds - ran), call.name)
-        self._note(call, result, seconds)
-        return result
-
-    def _note(
-        self,
-        call: ToolCall,
-        result: ToolResult | None,
-        seconds: float,
-        *,
-        failure: str | None = None,
-        was_run: bool = True,
-    ) -> None:
-        if self._audit is None:
-            return
-        fault = result.fault if result is not None else None
-        record = AuditRecord(
-            episode=self.context.episode,
-            task=self.task.id,
-            attempt=self.trajectory.attempt,
-            turn=self.trajectory.turns,
-            call=call.id,
-            tool=call.name,
-            arguments=call.arguments,
-            offered=tuple(spec.name for spec in self._specs),
-            legality=legality_of(fault, was_run=was_run),
-            seconds=seconds,
-            fault=fault,
-            failure=failure,
-            chars=len(result.content) if result is not None else 0,
-            media=len(result.media) if result is not None else 0,
-        )
-        self._audit(record)
-
-    async def _changed_tools(self) -> str:
-        """What to tell the model of tools that have come or gone; the prompt, which it has read, stays."""
-        if not await tools_changed(self._tools, self.context):
-            return ""
-        before, self._specs = self._specs, list(await self._tools.list(self.context))
-        notice = changed_tools(before, self._specs)
-        if notice:
-            self._renderer = self._unbound.bound(self._specs)
-        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
-        return OutputLimits(len(notice), limit, encode).apply(notice)
-
-    def _add_span(
-        self,
-        kind: Literal["generate", "tool"],
-        started: float,
-        seconds: float,
-        queued: float,
-        name: str = "",
-    ) -> None:
-        """Add to the waterfall: what was waited for, and what was done."""
-        spans, turn = self.trajectory.spans, self.trajectory.turns - (kind == "tool")
-        queued = queued if queued >= _SHORTEST_WAIT else 0.0
-        if queued:
-            spans.append(TimeSpan("queue", started, queued, name, turn))
-        spans.append(TimeSpan(kind, started + queued, seconds - queued, name, turn))
+    async def _run(self, calls: Sequence[ToolCall]) -> list[tuple[ToolCall, ToolResult]]:
+        known = self._calls.specs
+        results = await self._calls.run(calls)
+        if self._calls.specs is not known:
+            self._renderer = self._unbound.bound(self._calls.specs)
+        return results
 
     def observe(self, what: str | Message | Sequence[tuple[ToolCall, ToolResult]]) -> None:
         """Show the model this before its next action: results of `call`, a message, or a text."""
@@ -455,7 +331,8 @@ class Episode:
         elif isinstance(what, Message):
             self._pending.append(what)
         else:
-            self._record(what)
+            is_shared = self._history is not None and self._history.is_shared(self.trajectory.turns - 1)
+            self._calls.record(what, is_shared=is_shared)
             self._pending.extend(self._renderer.format.render_result(*pair) for pair in what)
             if any(result.terminated for _, result in what):
                 self._stop = StopReason.TERMINATED
@@ -500,9 +377,9 @@ class Episode:
         new, self._pending = self._reminded(self._pending), []
         conversation = self.trajectory.messages
         if self._sequence.segments:
-            step = self._renderer.next_context(self._sequence, conversation, new, self._specs)
+            step = self._renderer.next_context(self._sequence, conversation, new, self._calls.specs)
         else:
-            step = self._renderer.opening(new, self._specs)
+            step = self._renderer.opening(new, self._calls.specs)
         conversation.extend(new)
         before = 0 if step.restart else len(self._sequence)
         if before + len(step.tokens) >= self.budgets.max_tokens:
@@ -517,49 +394,6 @@ class Episode:
         self._sequence.segments.append(Segment(kind, step.tokens, media=step.media))
         if self._history is not None:
             self._history.share(self.trajectory)
-
-    async def _truncated(self, result: ToolResult) -> ToolResult:
-        """The result, cut to its budget of tokens; a long one in a thread, since that takes a while."""
-        limit, encode = self.budgets.max_observation_tokens, self._renderer.tokenizer.encode_text
-        limits = OutputLimits(len(result.content), limit, encode)
-        if len(result.content) <= _LONG_RESULT:
-            content = limits.apply(result.content)
-        else:
-            content = await run_sync(limits.apply, result.content)
-        return result if content == result.content else replace(result, content=content)
-
-    def _record(self, pairs: Sequence[tuple[ToolCall, ToolResult]]) -> None:
-        """Note faults and per-call rewards on the actions that made the calls."""
-        actions = self.trajectory.actions
-        makers = {call.id: action for action in actions for call in action.calls}
-        for call, result in pairs:
-            # a call that the agent made itself is attributed to the last action, if any
-            action = makers.get(call.id, actions[-1] if actions else None)
-            if action is None:
-                continue
-            if self._history is not None and self._history.is_shared(self.trajectory.turns - 1):
-                if result.reward is not None:
-                    self._gain(result.reward)  # noted when it was played; the level goes on from there
-                continue
-            if result.fault is not None:
-                action.faults = (*action.faults, result.fault)
-                action.faulted = (*action.faulted, call.name)
-            if result.reward is not None:
-                action.reward = (action.reward or 0.0) + self._gain(result.reward)
-
-    def _gain(self, reward: float) -> float:
-        """What a call's reward adds to the episode's reward, which is the sum of all gains.
-
-        An environment that reports a score rather than a step's reward counts with its highest or its last
-        one; each action's gain is then the change of the score.
-        """
-        if self._step_rewards == "sum":
-            return reward
-        before, new = self._level, reward
-        if before is not None and self._step_rewards == "max":
-            new = max(before, reward)
-        self._level = new
-        return new - (before or 0.0)
 
     def _reminded(self, new: list[Message]) -> list[Message]:
         """The same messages, the last one ending with how many turns are left, where that is asked for."""
@@ -582,16 +416,3 @@ def _warn_of_long_prompt(task: str, tokens: int, limit: int) -> None:
         tokens,
         limit,
     )
-
-
-async def _gather(running: Sequence[Coroutine[Any, Any, ToolResult]]) -> list[ToolResult]:
-    """The results of all; when one fails, or the caller is cancelled, all the others are stopped first."""
-    pending = [asyncio.ensure_future(one) for one in running]
-    try:
-        # A task even for a single call: it may turn a cancellation into a result, its caller must not.
-        return await asyncio.gather(*pending)
-    finally:
-        if not all(task.done() for task in pending):
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)

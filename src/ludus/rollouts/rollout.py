@@ -35,14 +35,7 @@ from ludus.core.generation import Engine, Sampling
 from ludus.core.messages import IMAGE_MARK, Media, Message, ToolContext, ToolSet
 from ludus.core.random import key
 from ludus.core.task import Task
-from ludus.core.trajectory import (
-    EnvRender,
-    Group,
-    StopReason,
-    TimeSpan,
-    TokenSequence,
-    Trajectory,
-)
+from ludus.core.trajectory import EnvRender, Group, StopReason, TimeSpan, TokenSequence, Trajectory
 from ludus.core.user_code import log_once
 from ludus.envs import (
     EnvAccess,
@@ -59,9 +52,11 @@ from ludus.envs.env import call_env
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
 from ludus.rollouts.branching import EpisodeRecord, Origin, WorldState, check_forkable
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.chat import EngineChatModel, asking_policy
-from ludus.rollouts.episode import Budgets, Episode, EpisodeOver, StepRewards
+from ludus.rollouts.episode import Episode, EpisodeOver
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.tool_calls import StepRewards
 from ludus.rollouts.tree import Leaf, TreeConfig, grow_tree
 from ludus.rollouts.turn_search import SEARCH_SCORE, search_turns
 from ludus.tools import CombinedTools

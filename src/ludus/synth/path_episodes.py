@@ -19,7 +19,8 @@ from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent
-from ludus.rollouts.episode import Budgets, Episode
+from ludus.rollouts.budgets import Budgets
+from ludus.rollouts.episode import Episode
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout

@@ -25,7 +25,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.random import key
 from ludus.core.trajectory import Group, Trajectory
 from ludus.observe import has_signal, rollout_metrics, set_metrics
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.rollout import Rollout
 from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.recipe import PER_SET

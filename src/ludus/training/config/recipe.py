@@ -20,7 +20,7 @@ from ludus.envs import PoolConfig
 from ludus.llm.address import is_address
 from ludus.observe import RunFolder
 from ludus.rollouts.agent import ProgramConfig
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.workflows import WorkflowConfig
 from ludus.sandbox import SandboxConfig
 from ludus.tools.recording import RecordingConfig

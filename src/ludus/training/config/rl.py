@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError
-from ludus.rollouts.episode import Budgets
+from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.tree import TreeConfig
 from ludus.training.config.stages import BaseStageConfig, OptimizerConfig
 from ludus.training.data.curriculum import BUDGETS, CurriculumConfig, check_settings

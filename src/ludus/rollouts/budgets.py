@@ -1,0 +1,31 @@
+"""Limits on one episode."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from ludus.core.config import Config
+
+
+class Budgets(Config):
+    """Limits on one episode."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Actions the model may take."""
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Tokens of one action; an action cut here that holds no complete call ends the episode."""
+    max_observation_tokens: int = Field(default=1024, ge=16)
+    """Tokens of one tool result; a longer one is cut in the middle, and says so."""
+    max_tokens: int = Field(default=8192, ge=2)
+    """Tokens of the whole episode, the prompt included."""
+    max_calls: int = Field(default=16, ge=1)
+    """Tool calls in one action; those beyond are refused with an observation."""
+    max_seconds: float = Field(default=600.0, gt=0)
+    """Seconds of wall time. An episode over it is an infrastructure failure, not the model's fault."""
+    remind: bool = False
+    """Whether each observation ends with how many turns are left."""
+
+    def reminder(self, turns_taken: int) -> str:
+        """The text that tells the model how many turns are left."""
+        left = self.max_turns - turns_taken
+        return f"[{left} turn{'' if left == 1 else 's'} left]"
