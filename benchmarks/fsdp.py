@@ -28,7 +28,7 @@ from ludus.core import Segment, SegmentKind, StopReason, Task, TokenSequence, Tr
 from ludus.engine import use_ludus_attention
 from ludus.observe import table_markdown
 from ludus.training import Learner, OptimizerConfig, sft_step
-from ludus.training.config.recipe import ClusterConfig
+from ludus.training.config.cluster import ClusterConfig
 from ludus.training.optim.sharding import current_group
 from ludus.training.ranks import Ranks, start_ranks
 

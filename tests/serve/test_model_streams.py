@@ -25,7 +25,7 @@ from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer
-from ludus.training.config.recipe import ScratchConfig
+from ludus.training.config.model import ScratchConfig
 from ludus.training.models.loading import scratch_model
 
 APIS = ("chat", "responses", "messages")

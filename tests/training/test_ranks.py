@@ -33,7 +33,8 @@ from ludus.training import (
     sft_step,
 )
 from ludus.training.checkpoint import load_learner, save_learner, sync_reference
-from ludus.training.config.recipe import ClusterConfig, LoraConfig
+from ludus.training.config.cluster import ClusterConfig
+from ludus.training.config.model import LoraConfig
 from ludus.training.data.micro_batches import micro_batches_of
 from ludus.training.models.lora import AdapterReference, ShardedAdapterReference, add_adapter
 from ludus.training.optim.critic import ValueModel

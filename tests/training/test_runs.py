@@ -41,7 +41,7 @@ from ludus.training import (
 from ludus.training.api import resolve
 from ludus.training.checkpoint import save_learner
 from ludus.training.config.parts import demonstrations_of, resolve_part
-from ludus.training.config.recipe import load_recipe
+from ludus.training.config.recipe_files import load_recipe
 from ludus.training.models.loading import scratch_parameters
 from ludus.training.report import best_of, idle_patience, is_exhausted
 from ludus.training.resume import check_extension, finished_text

@@ -12,7 +12,7 @@ from ludus.cli.main import app
 from ludus.engine import FakeEngine
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.config.parts import load_parts
-from ludus.training.config.recipe import load_recipe
+from ludus.training.config.recipe_files import load_recipe
 from ludus.training.models.loading import fit_tokenizer
 from ludus.training.run_context import build_task_sets, close_task_sets
 

@@ -35,7 +35,7 @@ from ludus.engine.replicas import Canary, CanaryError
 from ludus.llm import Address
 from ludus.observe import RunFolder
 from ludus.training.config.parts import load_parts
-from ludus.training.config.recipe import load_recipe
+from ludus.training.config.recipe_files import load_recipe
 from ludus.training.rollout_engines import PolicyWeights
 from ludus.training.run_context import load_policy
 

@@ -21,7 +21,7 @@ from ludus.engine.pictures import decode_picture
 from ludus.engine.scheduler import Request
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
 SAVERS = {"llava": save_llava, "idefics3": save_idefics3}

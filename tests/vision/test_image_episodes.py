@@ -26,7 +26,7 @@ from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.rollouts.renderer import warn_of_unseen
 from ludus.tools import LocalTools
 from ludus.training import load_model, rows_of
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'

@@ -27,7 +27,7 @@ from ludus.engine.images import vision_parameters
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
 from ludus.training.checkpoint import save_model
-from ludus.training.config.recipe import ModelConfig, ScratchConfig
+from ludus.training.config.model import ModelConfig, ScratchConfig
 
 
 def load(folder: Path, **more: Any) -> tuple[Any, Any]:

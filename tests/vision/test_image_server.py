@@ -21,7 +21,7 @@ from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.message_tree import MessageTree, TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.training import load_model, rows_of
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from ludus.engine.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
 from ludus.rollouts import Renderer, load_format
 from ludus.training import Columns, load_model, logprobs_of, packs_of, rows_of
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.data import prefixes
 from ludus.training.data.packing import concat_masks
 from ludus.training.optim.logprobs import action_logprobs

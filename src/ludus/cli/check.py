@@ -39,7 +39,8 @@ from ludus.tools.library import build_toolset
 from ludus.tools.schema_mistakes import schema_mistakes
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
-from ludus.training.config.recipe import Recipe, load_recipe
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe_files import load_recipe
 
 Findings = list[tuple[str, str]]
 SAMPLE = 16

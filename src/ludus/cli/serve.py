@@ -282,7 +282,7 @@ def serve_model(
         from ludus.engine import EmbeddedEngine, context_limit
         from ludus.rollouts import Renderer, load_format
         from ludus.serve.model import CheckpointService, ModelServer
-        from ludus.training.config.recipe import ModelConfig
+        from ludus.training.config.model import ModelConfig
         from ludus.training.models.loading import check_source, load_model
 
         source = ModelConfig(name=_newest_checkpoint(model), device=device, dtype=dtype)

@@ -35,7 +35,7 @@ def serve_vllm(
     """Start a vLLM server for a recipe, or show how. Train on it with cluster.servers."""
     from ludus.engine.remote.vllm_check import ServeOptions, serve_command, shell_line
     from ludus.training.config.parts import load_parts
-    from ludus.training.config.recipe import load_recipe
+    from ludus.training.config.recipe_files import load_recipe
     from ludus.training.rollout_engines import write_policy
     from ludus.training.run_context import load_policy
 

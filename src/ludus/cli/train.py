@@ -13,8 +13,10 @@ from rich.text import Text
 
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
+from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
-from ludus.training.config.recipe import Recipe, launched_rank, load_recipe
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe_files import load_recipe
 
 if TYPE_CHECKING:
     from ludus.training.api import Result

@@ -27,6 +27,7 @@ from ludus.envs import Env
 from ludus.observe import SINKS, AuditLog, RunFolder, RunWriter, setup_logging
 from ludus.rollouts.agent import Agent, Expert
 from ludus.training.checkpoint import UnsavedError
+from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import (
     Parts,
     check_rebuilt,
@@ -36,17 +37,13 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.paths import beside, with_absolute_paths
-from ludus.training.config.recipe import Recipe, find_recipe, launched_rank, refuse_empty
+from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe_files import find_recipe, refuse_empty
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
 from ludus.training.loop import OnStep, Trainer
 from ludus.training.models.loading import check_source
-from ludus.training.preflight import (
-    check_engines,
-    check_parts,
-    check_servers,
-    with_step_counts,
-)
+from ludus.training.preflight import check_engines, check_parts, check_servers, with_step_counts
 from ludus.training.progress import show_progress
 from ludus.training.ranks import RankError, serve_rank
 from ludus.training.replay import replayed_recipe

@@ -19,7 +19,7 @@ from ludus.engine import images_of, use_ludus_attention
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl import RLConfig
 from ludus.training.models.gguf import without_progress_bars
 from ludus.training.models.loading import load_model

@@ -15,8 +15,9 @@ from ludus.core.registry import load_reference
 from ludus.engine import EngineConfig
 from ludus.engine.replicas import Replica
 from ludus.tools.hosting import ToolReference
+from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts
-from ludus.training.config.recipe import Recipe, launched_rank
+from ludus.training.config.recipe import Recipe
 from ludus.training.hosting import HostedParts, with_hosted
 from ludus.training.models.loading import device_of
 from ludus.training.ranks import RankLauncher

@@ -12,6 +12,7 @@ from ludus.envs.pool_config import probe_env
 from ludus.llm import Address, is_address
 from ludus.observe import SINKS
 from ludus.tools.mcp import MCPServerConfig, is_mcp
+from ludus.training.config.agent import AgentConfig
 from ludus.training.config.parts import (
     Parts,
     demonstrations_of,
@@ -19,7 +20,7 @@ from ludus.training.config.parts import (
     refuse_stray_tasks,
     task_set_specs,
 )
-from ludus.training.config.recipe import AgentConfig, Recipe, StageConfig
+from ludus.training.config.recipe import Recipe, StageConfig
 from ludus.training.config.stages import SFTConfig
 from ludus.training.models.loading import device_of
 from ludus.training.stages import stage_class

@@ -48,7 +48,7 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import decoder_of, unwrapped
 from ludus.engine.fused_model import disable_fused
-from ludus.training.config.recipe import ClusterConfig, launched_rank
+from ludus.training.config.cluster import ClusterConfig, launched_rank
 from ludus.training.optim.sharding import (
     PeerFailed,
     RankGroup,

@@ -37,8 +37,9 @@ from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import shut
 from ludus.tools.library import build_toolset
 from ludus.training.checkpoint import RunProgress, load_progress
+from ludus.training.config.agent import AgentConfig
 from ludus.training.config.parts import Parts, task_set_specs
-from ludus.training.config.recipe import AgentConfig, Recipe
+from ludus.training.config.recipe import Recipe
 from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.task_sampler import TaskSet
 from ludus.training.evaluation.evaluate import Evaluation, measure_sets

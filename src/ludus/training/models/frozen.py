@@ -12,7 +12,7 @@ from ludus.core.per_loop import PerLoop
 from ludus.engine import EmbeddedEngine, EngineConfig, use_ludus_attention
 from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.chat import EngineChatModel
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.models.loading import check_source, load_model
 
 _MEMORY = 0.1

@@ -16,7 +16,7 @@ from ludus.core.failures import ConfigError, not_there
 from ludus.engine.hf_model import auto_class
 from ludus.engine.kv_cache_size import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
-from ludus.training.config.recipe import ModelConfig, ScratchConfig
+from ludus.training.config.model import ModelConfig, ScratchConfig
 from ludus.training.models.gguf import check_file, located, without_progress_bars
 from ludus.training.models.lora import (
     CONFIG,

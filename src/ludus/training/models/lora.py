@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.engine import decoder_of, hidden_states, sampling_mode, unwrapped
 from ludus.engine.attention import CONTEXT
-from ludus.training.config.recipe import LoraConfig
+from ludus.training.config.model import LoraConfig
 from ludus.training.optim.sharding import ShardedModel, local, shard_of, sharded_like, whole_of
 
 if TYPE_CHECKING:

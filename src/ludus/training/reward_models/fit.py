@@ -19,7 +19,7 @@ from ludus.core.config import Config
 from ludus.core.failures import ConfigError
 from ludus.core.random import key, shuffled
 from ludus.observe import Estimate
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.config.stages import OptimizerConfig
 from ludus.training.data.conversations import (
     Preference,
@@ -31,12 +31,7 @@ from ludus.training.data.packing import PackedRows, Row, pack_rows
 from ludus.training.data.task_sampler import items_of_step
 from ludus.training.models.loading import load_model
 from ludus.training.optim.learner import Updater
-from ludus.training.reward_models.model import (
-    RatedRow,
-    RewardModel,
-    ends_within,
-    save_reward_model,
-)
+from ludus.training.reward_models.model import RatedRow, RewardModel, ends_within, save_reward_model
 from ludus.training.reward_models.objectives import (
     E,
     PreferenceObjective,

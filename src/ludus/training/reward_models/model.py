@@ -28,7 +28,7 @@ from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import save_model
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import Conversation, trajectory_of
 from ludus.training.data.packing import PackedRows, Row, pack_rows, rows_of, to_device
 from ludus.training.models.loading import load_model

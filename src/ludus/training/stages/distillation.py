@@ -29,8 +29,9 @@ from ludus.engine import use_ludus_attention
 from ludus.observe import rollout_metrics
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.checkpoint import load_learner, save_learner
+from ludus.training.config.model import ModelConfig
 from ludus.training.config.parts import Parts
-from ludus.training.config.recipe import ModelConfig, Recipe
+from ludus.training.config.recipe import Recipe
 from ludus.training.config.rl import RolloutSettings
 from ludus.training.config.stages import DistillationConfig
 from ludus.training.data.packing import (
