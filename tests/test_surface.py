@@ -269,7 +269,7 @@ def test_neither_writing_code_nor_mistakes_nor_settings_load_torch(tmp_path: Pat
 
 def test_the_algorithms_that_recipes_know_without_torch_are_those_that_need_no_options() -> None:
     from ludus.algos import ALGORITHMS, load_algorithm
-    from ludus.training.config.rl import PLAIN
+    from ludus.training.config.rl_checks import PLAIN
 
     assert set(ALGORITHMS) - {"dr_grpo"} == PLAIN  # dr_grpo needs a length
     for name in PLAIN:

@@ -16,7 +16,8 @@ from ludus.rollouts.budgets import Budgets
 from ludus.training.config.agent import AgentConfig, TasksConfig, TaskSetConfig
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import ModelConfig
-from ludus.training.config.rl import RLConfig, check_followed_metrics, check_overlong
+from ludus.training.config.rl import RLConfig
+from ludus.training.config.rl_checks import check_followed_metrics, check_overlong
 from ludus.training.config.run import EvaluationConfig, RunConfig, SamplingConfig
 from ludus.training.config.stages import (
     BaseStageConfig,

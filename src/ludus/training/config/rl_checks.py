@@ -1,0 +1,245 @@
+"""Checks of [rl]: settings that contradict each other, could not learn, or would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ludus.core.failures import ConfigError
+from ludus.rollouts.budgets import Budgets
+from ludus.training.data.curriculum import BUDGETS, check_settings
+
+if TYPE_CHECKING:
+    from ludus.training.config.rl import RLConfig
+
+
+PLAIN = {"grpo", "dapo", "gspo", "cispo", "rloo", "ppo", "turn_grpo", "gigpo"}
+PLAIN |= {"reinforce", "reinforce_pp", "reinforce_pp_baseline", "tree_grpo", "treepo", "tree_value"}
+"""Algorithms of `ludus.algos` that need no options: known here, so that reading a recipe loads no torch."""
+
+
+def check_rl(config: RLConfig) -> None:
+    """Raise a `ValueError` for what could not learn."""
+    if config.algorithm.replace("-", "_").lower() in ("grpo_roc", "roc"):
+        raise ValueError(
+            'GRPO-RoC is GRPO on resampled attempts: set algorithm = "grpo", and keep_attempts to about half '
+            "of attempts, such as attempts = 16, keep_attempts = 8"
+        )
+    by_length = config.aggregation in (None, "length")
+    if config.algorithm == "dr_grpo" and by_length and "length" not in config.aggregation_options:
+        raise ValueError(
+            "dr_grpo divides by a fixed length: set aggregation_options = { length = N }, for instance "
+            "to the tokens that an episode says at most"
+        )
+    try:
+        check_settings(config.curriculum)
+        if not _is_plain(config):
+            _check_algorithm(config)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # so that it is named by its place in the recipe
+    _check_attempts(config)
+    _check_tree(config)
+    _check_staleness(config)
+    _check_replay_buffer(config)
+    _check_divergence(config)
+    _check_bootstrap(config)
+    if config.updates > config.tasks:
+        raise ValueError(
+            f"updates = {config.updates} cannot split the {config.tasks} group(s) of a step (tasks)"
+        )
+
+
+def _is_plain(config: RLConfig) -> bool:
+    """Whether nothing can be wrong with the algorithm: a known name, and nothing said about its parts."""
+    said = {name: value for name, value in config.algorithm_settings.items() if name != "name" and value}
+    is_usual = config.attempts > 1 and config.critic is None and config.advantage_mask
+    return config.algorithm in PLAIN and not said and is_usual
+
+
+def _check_algorithm(config: RLConfig) -> None:
+    """What the algorithm's functions say about options and needs; to ask them, torch is imported."""
+    from ludus.algos import Need, load_algorithm
+
+    needs = load_algorithm(**config.algorithm_settings).needs
+    _check_needs(config, has_critic=Need.CRITIC in needs)
+    if config.attempts == 1 and config.steps and Need.SIBLINGS in needs:
+        raise ValueError(
+            f"{config.algorithm} compares the attempts at a task with each other, so attempts = 1 can "
+            'teach nothing; use at least 2, or an algorithm such as "reinforce" or "ppo"'
+        )
+
+
+def _check_needs(config: RLConfig, has_critic: bool) -> None:
+    if not config.advantage_mask and not has_critic:
+        raise ValueError(
+            f"advantage_mask = false is about the recursion of a critic's advantages; {config.algorithm} "
+            "has none (ppo has)"
+        )
+    critic = config.critic
+    if critic is not None and not has_critic:
+        raise ValueError(
+            f"there are settings for a critic, and {config.algorithm} asks for none: leave out critic, or "
+            "use ppo (an estimator of your own asks for one by @needs(Need.CRITIC))"
+        )
+    if critic is not None and 0 < config.steps <= critic.warmup_steps:
+        raise ValueError(
+            f"critic.warmup_steps = {critic.warmup_steps} leaves none of {config.steps} step(s) for the "
+            "policy to learn in: lower it, or raise steps"
+        )
+
+
+def _check_bootstrap(config: RLConfig) -> None:
+    """What is paid for being cut would be lost: a bootstrapped episode's outcome is the critic's value."""
+    if config.algorithm != "ppo" or not config.options.get("bootstrap"):
+        return
+    prices = [
+        f"broken.{kind}"
+        for kind in ("no_answer", "over_length")
+        if isinstance(getattr(config.broken, kind), float)
+    ]
+    if config.overlong is not None:
+        prices.append("overlong")
+    if prices:
+        raise ValueError(
+            f"options.bootstrap takes an episode that a budget cut as going on, at the critic's value, so "
+            f"{' and '.join(prices)} would be lost where it is paid: leave out the one or the other"
+        )
+
+
+def _check_attempts(config: RLConfig) -> None:
+    if config.attempts == 1 and config.steps and config.refill is not None:
+        raise ValueError(
+            "refill replaces groups whose rewards are all equal, and with attempts = 1 every group is so: "
+            "use at least 2 attempts, or leave out refill"
+        )
+    if config.keep_attempts is not None and config.keep_attempts >= config.attempts:
+        raise ValueError("keep_attempts must be below attempts, of which it keeps some")
+
+
+_NOT_OF_TREES = ("ppo", "turn_grpo", "gigpo", "reinforce_pp")
+"""Algorithms that read an episode turn by turn, and would miss the turns that branches share."""
+
+
+def _check_tree(config: RLConfig) -> None:
+    if config.tree is None:
+        return
+    if config.tree.roots >= config.attempts:
+        raise ValueError(
+            f"tree.roots = {config.tree.roots} leaves none of {config.attempts} attempts to branch off: lower "
+            "it, or raise attempts"
+        )
+    if config.algorithm in _NOT_OF_TREES:
+        raise ValueError(
+            f"{config.algorithm} gives credit along whole episodes, and branches share their first turns: use "
+            "tree_grpo, treepo, tree_value, or an algorithm with one advantage per episode, such as grpo"
+        )
+
+
+def _check_staleness(config: RLConfig) -> None:
+    """Stale samples need a bounded loss, and what adds to the lag must be asked for."""
+    idle = [
+        name
+        for name, value in (
+            ("staleness_window", config.staleness_window > 1),
+            ("stale_updates", config.stale_updates),
+        )
+        if value
+    ]
+    if config.staleness == 0:
+        if idle:
+            raise ValueError(f"{' and '.join(idle)} would have no effect: staleness is 0")
+        return
+    if config.loss == "policy_gradient" and config.importance_correction is None:
+        raise ValueError(
+            f"staleness = {config.staleness} trains on samples of older weights, and the loss policy_gradient "
+            'neither clips nor corrects their ratios: leave out correction = "none", or use a clipped loss'
+        )
+    if config.updates * config.epochs > 1 and not config.stale_updates:
+        raise ValueError(
+            f"with staleness = {config.staleness}, {config.updates * config.epochs} updates a step make "
+            f"samples up to {config.staleness * config.updates * config.epochs} optimizer updates old before "
+            "the step begins: set updates and epochs to 1, or stale_updates = true to have it so"
+        )
+
+
+def _check_replay_buffer(config: RLConfig) -> None:
+    """Stored samples need a bounded loss, and a baseline that does not depend on who played them."""
+    if config.replay_buffer is None:
+        return
+    if config.algorithm == "ppo" or config.critic is not None:
+        raise ValueError(
+            "replay_buffer: a critic's advantages are of the policy that is trained, and stored episodes were "
+            "played by older ones: use an algorithm whose baseline is the group, such as grpo"
+        )
+    if config.loss == "policy_gradient" and config.importance_correction is None:
+        raise ValueError(
+            "replay_buffer trains on samples of older weights, and the loss policy_gradient neither clips nor "
+            'corrects their ratios: leave out correction = "none", or use a clipped loss'
+        )
+
+
+def _check_divergence(config: RLConfig) -> None:
+    idle = [name for name in ("kl_control", "reference_sync") if getattr(config, name) is not None]
+    if config.kl == 0 and idle:
+        raise ValueError(
+            f"{' and '.join(idle)} would have no effect: kl = 0 leaves out the divergence from the reference; "
+            "set kl, for instance to 0.01"
+        )
+    if config.target_kl is not None and config.updates * config.epochs == 1:
+        raise ValueError(
+            "target_kl would have no effect: it leaves out further updates of a step, and there is one; set "
+            "epochs or updates, or leave out target_kl"
+        )
+    if config.kl == 0 and (config.kl_in, config.kl_estimator) != ("loss", "k3"):
+        raise ValueError(
+            "kl_in and kl_estimator say how the divergence from the reference counts, and kl = 0 leaves "
+            "it out: set kl, for instance to 0.01"
+        )
+    if config.kl > 0 and (config.kl_in, config.kl_estimator) == ("loss", "k1"):
+        raise ValueError(
+            'kl_estimator = "k1" penalises nothing as a term of the loss, where the gradient counts: its '
+            'expectation is 0. Use "k2" (the gradient of KL(policy || reference)) or "k3", or '
+            'kl_in = "reward", where "k1" is right'
+        )
+
+
+# Checks against other tables of the recipe.
+
+
+def check_followed_metrics(config: RLConfig, where: str, per_set: Sequence[str]) -> None:
+    """A curriculum that follows a metric of a task set must name one that steps have."""
+    for number, one in enumerate(config.curriculum):
+        metric = one.adaptive.metric if one.adaptive is not None else ""
+        if metric.startswith("sets/") and metric not in per_set:
+            there = f"there are: {', '.join(per_set)}" if per_set else "there are not several task sets"
+            raise ValueError(
+                f"{where}.curriculum.{number}.adaptive.metric: no step has {metric!r}, so the value would "
+                f"never move; {there}"
+            )
+
+
+def check_overlong(
+    config: RLConfig, where: str, budgets: Budgets, own_budgets: Sequence[Budgets | None]
+) -> None:
+    """The price for length must be within reach. `own_budgets` are those that task sets give themselves."""
+    if config.overlong is None:
+        return
+    most = max(_most_said(config, budgets, own) for own in own_budgets)
+    if config.overlong.longest > most:
+        raise ValueError(
+            f"{where}.overlong.longest: no episode says {config.overlong.longest} tokens; the budgets end it "
+            f"after {most} (max_turns * max_turn_tokens, and max_tokens). Lower it, or raise them"
+        )
+
+
+def _most_said(config: RLConfig, budgets: Budgets, own: Budgets | None) -> int:
+    """Tokens that an episode can say under the largest budgets that it will ever have."""
+    moved = {c.setting.removeprefix(BUDGETS): max(c.values) for c in config.curriculum}
+    given = {name: getattr(own, name) for name in own.model_fields_set} if own is not None else {}
+
+    def budget(name: str) -> int:
+        if name in moved:
+            return int(min(moved[name], given.get(name, moved[name])))
+        return int(given.get(name, getattr(budgets, name)))
+
+    return min(budget("max_turns") * budget("max_turn_tokens"), budget("max_tokens"))
