@@ -1,0 +1,133 @@
+"""What requests to the viewer hold, checked, and the responses to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from ludus.core.messages import Json
+from ludus.viewer.episode_index import EpisodeQuery, FilterError
+from ludus.viewer.episode_view import dump_json
+from ludus.viewer.export import picture_type
+from ludus.viewer.labels import LabelError
+from ludus.viewer.workspace import NotFound
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Place = tuple[str, str, int]
+"""An episode: its run, its file, its row."""
+
+
+def episode_query(request: web.Request) -> EpisodeQuery:
+    """The filters of an address."""
+    given = request.query
+    success = given.get("success") or None
+    if success not in (None, "yes", "no"):
+        raise FilterError(f"success is yes or no, not {success[:40]!r}")
+
+    def text(name: str, most: int = 500) -> str | None:
+        return given[name][:most] if given.get(name) else None
+
+    return EpisodeQuery(
+        runs=tuple(texts(request, "run")),
+        first_step=integer(request, "first_step"),
+        last_step=integer(request, "last_step"),
+        split=text("split"),
+        task=text("task"),
+        least_reward=number(request, "least_reward"),
+        most_reward=number(request, "most_reward"),
+        success=None if success is None else success == "yes",
+        stop=text("stop"),
+        failure=text("failure"),
+        tool=text("tool"),
+        fault=text("fault"),
+        faulted=text("faulted"),
+        text=text("text", 2000),
+        answer=text("answer"),
+        group=integer(request, "group"),
+        file=text("file"),
+        sort=given.get("sort", "step"),
+        ascending=given.get("order") == "asc",
+        offset=integer(request, "offset") or 0,
+        limit=integer(request, "limit") or 50,
+    )
+
+
+def texts(request: web.Request, name: str) -> list[str]:
+    return [value[:500] for value in request.query.getall(name, []) if value]
+
+
+def integer(request: web.Request, name: str) -> int | None:
+    text = request.query.get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"-?[0-9]{1,15}", text):
+        raise FilterError(f"{name} is a whole number, not {text[:40]!r}")
+    return int(text)
+
+
+def number(request: web.Request, name: str) -> float | None:
+    text = request.query.get(name)
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise FilterError(f"{name} is a number, not {text[:40]!r}") from None
+
+
+def episode_place(request: web.Request) -> Place:
+    given = request.match_info
+    return given["run"], given["file"], int(given["row"])
+
+
+def parsed_place(text: str) -> Place:
+    """An episode as an address names it: run/file/row."""
+    run, _, rest = text.partition("/")
+    file, _, row = rest.partition("/")
+    if not row.isdecimal() or len(row) > 9:
+        raise FilterError(f"an episode is run/file/row, not {text[:80]!r}")
+    return run, file, int(row)
+
+
+def body_place(raw: Any) -> Place:
+    if not isinstance(raw, dict) or not isinstance(raw.get("row"), int):
+        raise LabelError('an episode is {"run": ..., "file": ..., "row": ...}')
+    return str(raw.get("run")), str(raw.get("file")), raw["row"]
+
+
+def place_json(place: Place) -> Json:
+    return dict(zip(("run", "file", "row"), place, strict=True))
+
+
+async def json_body(request: web.Request) -> Json:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        raise FilterError("the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise FilterError("the body is a JSON object")
+    return body
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=dump_json(value), status=status, content_type="application/json", charset="utf-8"
+    )
+
+
+def error_response(status: int, message: str) -> web.Response:
+    return json_response({"error": message}, status)
+
+
+def picture_response(data: bytes | None) -> web.Response:
+    kind = picture_type(data) if data is not None else None
+    if data is None or kind is None:
+        raise NotFound("there is no such picture; only its hash was kept")
+    headers = {
+        "Content-Security-Policy": "sandbox; default-src 'none'",
+        "Cache-Control": "private, max-age=86400",
+    }
+    return web.Response(body=data, content_type=kind, headers=headers)
