@@ -36,7 +36,8 @@ from ludus.training.checkpoint import load_learner, save_learner, sync_reference
 from ludus.training.config.cluster import ClusterConfig
 from ludus.training.config.model import LoraConfig
 from ludus.training.data.micro_batches import micro_batches_of
-from ludus.training.models.lora import AdapterReference, ShardedAdapterReference, add_adapter
+from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
+from ludus.training.models.lora import add_adapter
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.sharding import ShardedModel, current_group

@@ -21,15 +21,14 @@ from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
 from ludus.training.config.model import ModelConfig
 from ludus.training.config.rl import RLConfig
-from ludus.training.models.gguf import without_progress_bars
-from ludus.training.models.loading import load_model
-from ludus.training.models.lora import (
+from ludus.training.models.adapter_reference import (
     AdapterReference,
     ShardedAdapterReference,
     adapter_reference,
-    is_adapted,
-    save_adapter,
 )
+from ludus.training.models.gguf import without_progress_bars
+from ludus.training.models.loading import load_model
+from ludus.training.models.lora import is_adapted, save_adapter
 from ludus.training.optim.learner import Learner, frozen
 from ludus.training.optim.sharding import ShardedModel, group_of, load_wholes, local
 

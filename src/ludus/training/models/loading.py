@@ -17,17 +17,9 @@ from ludus.engine.hf_model import auto_class
 from ludus.engine.kv_cache_size import all_memory
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer, load_tokenizer
 from ludus.training.config.model import ModelConfig, ScratchConfig
+from ludus.training.models.adapter_folder import CONFIG, base_of, check_weights, is_adapter, revision_of
 from ludus.training.models.gguf import check_file, located, without_progress_bars
-from ludus.training.models.lora import (
-    CONFIG,
-    add_adapter,
-    base_of,
-    check_weights,
-    is_adapter,
-    load_adapter,
-    require_peft,
-    revision_of,
-)
+from ludus.training.models.lora import add_adapter, load_adapter, require_peft
 from ludus.training.models.vision import load_vision
 
 log = logging.getLogger(__name__)
