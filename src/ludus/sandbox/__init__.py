@@ -15,9 +15,10 @@ from ludus.sandbox.config import (
 )
 from ludus.sandbox.guest_io import bundle, call
 from ludus.sandbox.isolation import Layers
+from ludus.sandbox.process_session import Snapshot
 from ludus.sandbox.result import Execution, Outcome
 from ludus.sandbox.sandbox import Sandbox, close_shared_sandboxes, shared_sandbox
-from ludus.sandbox.session import Session, Snapshot
+from ludus.sandbox.session import Session
 
 __all__ = [
     "CannotFork",

@@ -49,8 +49,9 @@ from ludus.sandbox.container_exec import (
 from ludus.sandbox.engines import READY, Command, is_leftover, make_engine, new_name
 from ludus.sandbox.guest.interpreter import SHELL_SCRIPT
 from ludus.sandbox.guest_io import encode_argument, encode_text
+from ludus.sandbox.process_session import Snapshot
 from ludus.sandbox.result import Execution, Outcome
-from ludus.sandbox.session import Session, Snapshot, checked_argv
+from ludus.sandbox.session import Session, checked_argv
 
 T = TypeVar("T")
 _MOST_READ = 64 << 20

@@ -32,7 +32,7 @@ from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
 from ludus.sandbox.guest.filesystem import is_covered, remove_folder
 from ludus.sandbox.guest_process import GuestProcess
-from ludus.sandbox.session import ProcessSession
+from ludus.sandbox.process_session import ProcessSession
 from ludus.sandbox.subids import subordinate_ids
 from ludus.sandbox.worker import SandboxWorker
 

@@ -25,8 +25,9 @@ from ludus.sandbox.config import Limits, SandboxConfig, SandboxError, SandboxUna
 from ludus.sandbox.containers import ContainerTier
 from ludus.sandbox.guest_process import GuestProcess
 from ludus.sandbox.isolation import Layers, container_layers, prepare
+from ludus.sandbox.process_session import ProcessSession
 from ludus.sandbox.result import Execution
-from ludus.sandbox.session import ClosedAtExit, ProcessSession, Session
+from ludus.sandbox.session import ClosedAtExit, Session
 from ludus.sandbox.worker import SandboxWorker
 
 _STARTING_SECONDS = 0.03

@@ -48,10 +48,10 @@ root, link = sys.argv[1], int(sys.argv[2])
 for name, path in (("ludus", root), ("ludus.sandbox", root + "/sandbox")):
     sys.modules[name] = module = types.ModuleType(name)
     module.__path__ = [path]
-from ludus.sandbox.guest import fork_server
+from ludus.sandbox.guest import fork_server_main
 for name in [name for name in sys.modules if name.partition(".")[0] == "ludus"]:
     del sys.modules[name]
-fork_server.main(link)
+fork_server_main.main(link)
 """
 
 
