@@ -8,54 +8,38 @@ the same contract: there, an instance is what an episode has of them, such as a 
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import re
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 from ludus.core.concurrency import DeadlineExceeded, run_sync
 from ludus.core.failures import ConfigError, Fault, LudusError
-from ludus.core.messages import ToolCall, ToolContext, ToolSet, ToolSpec
+from ludus.core.messages import ToolCall, ToolContext, ToolSet
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory, is_success
 from ludus.core.user_code import error_with_location
 from ludus.engine import FakeEngine
-from ludus.envs import EnvPool, EnvTools, call_env, reset_env, tools_of
-from ludus.envs.isolated import IsolatedEnv
+from ludus.envs import EnvPool
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rewards import Scorer
 from ludus.rollouts.agent import Agent, Demonstrator, Expert
 from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.episode import Episode
+from ludus.rollouts.checked_instance import BAD_TEXTS, CheckedInstance, ResourceUsage, bad_calls
 from ludus.rollouts.formats import load_format
+from ludus.rollouts.random_agent import RandomAgent, random_call
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
-from ludus.tools import as_toolset, example_of
+from ludus.tools import as_toolset
 
 _UNLIMITED = 10_000_000
 _EXCEPTION = re.compile(r"[A-Z]\w*(Error|Exception|Exit|Iteration)\b")
 _FIX = "answer it with text, or raise ToolFault, which says what the model did wrong"
 _LEAST_GOLD = 0.95
 """The share of tasks that a demonstrator has to solve."""
-_LEAK_MB = 16.0
-"""Growth over the second half of the episodes that an allocator may have by chance."""
-BAD_TEXTS = {
-    "an unknown action": "no such action",
-    "nothing": "",
-    "spaces": " \n\t ",
-    "unicode": "göh \U0001f600 \u202e\u0645\u0631 \ufdfa",
-    "control characters": "\x00\x1b[2J\x07\r",
-    "a lone surrogate": "\ud800",
-    "1 MB of text": "x" * 2**20,
-}
 
 Story = list[tuple[Any, ...]]
 """What was seen: the first observation, then for each call its name, content, reward, ending and fault."""
@@ -77,77 +61,6 @@ class _Broken(Exception):
 
 class _NotTried(Exception):
     """A clause could not be tried; the text says why."""
-
-
-class RandomAgent(Agent):
-    """Draws an action that the environment offers, or any call that the tools' schemas allow."""
-
-    def __init__(self, tools: ToolSet | None = None) -> None:
-        self.tools = tools
-        """Where there is no environment."""
-
-    async def run(self, episode: Episode) -> None:
-        draw = random.Random(episode.task.id)
-        env, tools = None, self.tools
-        if tools is None:
-            name, env = next(iter(episode.context.envs.items()))
-            tools = EnvTools(env, await tools_of(env, name))
-        specs = await tools.list(episode.context)
-        while specs and not episode.over:
-            turn = episode.demonstrate(calls=[await random_call(env, specs, draw)])
-            episode.observe(await episode.call(turn.calls))
-
-
-async def random_call(env: Any, specs: Sequence[ToolSpec], draw: random.Random) -> ToolCall:
-    """One of `available_actions()`, where the environment says them and a tool takes a text; else any call."""
-    offered = None if env is None else await call_env(env.available_actions)
-    texts = [(spec.name, argument) for spec in specs if (argument := _only_text(spec)) is not None]
-    if offered and texts:
-        tool, argument = next((one for one in texts if one[0] == "step"), texts[0])
-        return ToolCall(tool, {argument: str(draw.choice(list(offered)))})
-    spec = draw.choice(list(specs))
-    return ToolCall(spec.name, example_of(spec.parameters, draw.randrange(1000)))
-
-
-def _only_text(spec: ToolSpec) -> str | None:
-    """The name of a tool's only argument, if that is a text."""
-    properties = spec.parameters.get("properties", {})
-    [name] = properties if len(properties) == 1 else [None]
-    is_text = name is not None and properties[name].get("type") == "string"
-    return name if is_text and "enum" not in properties[name] else None
-
-
-_count = count()
-
-
-class CheckedInstance:
-    """An environment, or what an episode has of tools without one, from episode to episode."""
-
-    def __init__(self, name: str, env: Any, tools: ToolSet | None) -> None:
-        self.name, self.env = name, env
-        self._own_tools = tools
-        self._open: ToolContext | None = None
-
-    async def start(self, task: Task) -> tuple[Any, ToolSet, ToolContext, Sequence[ToolSpec]]:
-        """What a reset shows, and what the agent has from then on."""
-        tools = self._own_tools
-        if tools is not None:
-            await self.close()
-            seen, context = None, ToolContext(f"check {next(_count)}", task)
-            await tools.open(context)
-            self._open = context
-        else:
-            seen = await reset_env(self.env, task, self.name)
-            tools = EnvTools(self.env, await tools_of(self.env, self.name))
-            context = ToolContext("check", task, {self.name: self.env})
-        return seen, tools, context, await tools.list(context)
-
-    async def close(self) -> None:
-        """Closing twice does no harm."""
-        if self._own_tools is None:
-            await call_env(self.env.close)
-        elif self._open is not None:
-            await self._own_tools.close(self._open)
 
 
 @dataclass(slots=True)
@@ -262,7 +175,7 @@ class EnvContract:
         async with self._instance() as env:
             _, tools, context, specs = await env.start(self.tasks[0])
             tried = 0
-            for what, call in _bad_calls(specs):
+            for what, call in bad_calls(specs):
                 try:
                     async with asyncio.timeout(deadline):
                         result = await tools.call(call, context)
@@ -320,12 +233,12 @@ class EnvContract:
 
     async def _leaks(self) -> str:
         async with self._instance() as env:
-            before = after = _Usage.of(env.env)
+            before = after = ResourceUsage.of(env.env)
             for number in range(self.episodes):
                 if number == self.episodes // 2:
-                    before = _Usage.of(env.env)
+                    before = ResourceUsage.of(env.env)
                 await self._walk(env, self.tasks[number % len(self.tasks)])
-            after = _Usage.of(env.env)
+            after = ResourceUsage.of(env.env)
         grown = f"in {self.episodes - self.episodes // 2} of {self.episodes} episodes: {after - before}"
         if after.leaks_since(before, self.episodes):
             raise _Broken(grown)
@@ -443,60 +356,3 @@ def _compare(expected: Story, found: Story, task: Task, where: str) -> None:
             )
     if len(expected) != len(found):
         raise _Broken(f"task {task.id!r}: {len(expected)} against {len(found)} observations {where}")
-
-
-def _bad_calls(specs: Sequence[ToolSpec]) -> list[tuple[str, ToolCall]]:
-    """Calls that a model may make by mistake, for each tool."""
-    calls = [("an unknown tool", ToolCall("no_such_tool", {}))]
-    for spec in specs:
-        properties = spec.parameters.get("properties", {})
-        texts = [name for name, schema in properties.items() if schema.get("type") == "string"]
-        for argument in texts:
-            usual = example_of(spec.parameters, 0)
-            calls += [
-                (what, ToolCall(spec.name, {**usual, argument: t})) for what, t in BAD_TEXTS.items()
-            ]
-        wrong = {name: [{"x": None}] for name in properties}
-        calls += [
-            ("nothing at all", ToolCall(spec.name, {})),
-            ("a wrong type", ToolCall(spec.name, wrong)),
-            ("an unknown argument", ToolCall(spec.name, {"no_such_argument": 1})),
-        ]
-    return calls
-
-
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    """What this process, and that of an isolated environment, hold."""
-
-    megabytes: float
-    files: int
-    threads: int
-
-    @classmethod
-    def of(cls, env: Any) -> _Usage:
-        gc.collect()
-        folders = [Path("/proc/self")]
-        if not folders[0].is_dir():  # no Linux
-            return cls(0.0, 0, threading.active_count())
-        pages = int((folders[0] / "statm").read_text().split()[1])
-        megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        if type(env) is IsolatedEnv:
-            megabytes += env.memory_mb()
-            folders.append(Path(f"/proc/{env.process_id}"))
-        counts = [sum(len(list((one / what).iterdir())) for one in folders) for what in ("fd", "task")]
-        return cls(megabytes, *counts)
-
-    def __sub__(self, other: _Usage) -> str:
-        return (
-            f"{self.megabytes - other.megabytes:+.1f} MB, {self.files - other.files:+d} open files, "
-            f"{self.threads - other.threads:+d} threads"
-        )
-
-    def leaks_since(self, other: _Usage, episodes: int) -> bool:
-        few = max(2, episodes // 10)  # a leak is one of every episode
-        return (
-            self.megabytes - other.megabytes > _LEAK_MB
-            or self.files - other.files > few
-            or self.threads - other.threads > few
-        )
