@@ -14,15 +14,7 @@ from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.reward import (
-    CheckedReward,
-    Parts,
-    checked_name,
-    checked_weight,
-    merge,
-    number,
-    with_retries,
-)
+from ludus.rewards.calling import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
     as_reward,
@@ -31,6 +23,7 @@ from ludus.rewards.scorer import (
     rewards_by_name,
     weight_of,
 )
+from ludus.rewards.scores import Parts, checked_name, checked_weight, merge, number
 
 Envs = Mapping[str, Any]
 Scored = tuple[float | None, Parts]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ludus.core.failures import ConfigError
 from ludus.core.trajectory import Group, Trajectory
 from ludus.rewards.compose import Unit, amount_used, good_calls, made_calls, tool_names
-from ludus.rewards.reward import checked_name, checked_weight, number
+from ludus.rewards.scores import checked_name, checked_weight, number
 
 
 class Ranking:

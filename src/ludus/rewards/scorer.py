@@ -29,24 +29,23 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
+from ludus.rewards.calling import DEFAULT_TIMEOUT, CheckedReward, call_any, with_retries
 from ludus.rewards.reward import (
-    DEFAULT_TIMEOUT,
     STRICTNESS,
-    TOOLS,
-    CheckedReward,
     FunctionGroupReward,
     FunctionReward,
     FunctionTurnReward,
-    Parts,
     UserFunction,
-    call_any,
     current_strictness,
+)
+from ludus.rewards.scores import (
+    TOOLS,
+    Parts,
     merge,
     number,
     parse_group_scores,
     parse_parts,
     parse_scores,
-    with_retries,
 )
 
 T = TypeVar("T")

@@ -27,7 +27,8 @@ from ludus.core.failures import ConfigError, Fault, LudusError, MissingExtraErro
 from ludus.core.processes import ProcessExecutor
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.reward import Parts, checked_name, checked_weight, reward
+from ludus.rewards.reward import reward
+from ludus.rewards.scores import Parts, checked_name, checked_weight
 
 T = TypeVar("T")
 

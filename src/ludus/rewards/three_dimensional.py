@@ -10,8 +10,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
 from ludus.rewards.compose import Composite, Envs, Scored, Unit, amount_used, weighted_score
 from ludus.rewards.conduct import call_records, distinct_thoughts_share, effective_share, recovery_share
-from ludus.rewards.reward import Parts, merge, number
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate_all
+from ludus.rewards.scores import Parts, merge, number
 
 WEIGHTS = {"completion": 0.5, "process": 0.3, "efficiency": 0.2}
 EFFECTIVE, COHERENT, RECOVERED = 0.4, 0.3, 0.3

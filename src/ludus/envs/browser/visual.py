@@ -20,7 +20,7 @@ from ludus.envs.browser.chromium import BrowserHost, acquire_host, release_host
 from ludus.envs.browser.gateway import NetworkPolicy
 from ludus.rewards.judges.judge import Judge
 from ludus.rewards.judges.rubric import Criterion, Rubric
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 
 _FENCE = re.compile(r"```(?:html|svg|xml)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SECONDS = 10.0

@@ -21,7 +21,7 @@ from ludus.envs.data import data_path, files_of, read_rows
 from ludus.rewards.code_tests import UnitTests
 from ludus.rewards.code_tests.fault_attribution import SandboxFactory, score_with_control
 from ludus.rewards.code_tests.test_cases import code_of
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.tools import tool
 
 HUMANEVAL = "LUDUS_HUMANEVAL"

@@ -34,7 +34,7 @@ from ludus.envs.sql.files import (
 from ludus.envs.sql.hard_questions import CHECKED_ON, hard_questions
 from ludus.envs.sql.questions import SqlQuestion, questions
 from ludus.rewards.code_tests.sql_match import ResultTable, SqlMatch, TableRules, equal_tables
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.sandbox import Sandbox, Session, shared_sandbox
 from ludus.sandbox.sql import Database, QueryResult, SqlLimits, read_schema, run_query
 from ludus.tools import tool

@@ -35,7 +35,7 @@ from ludus.rewards.code_tests.test_cases import (
     run_python,
     run_stdin_cases,
 )
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.sandbox import Execution, Outcome, Sandbox, SandboxConfig, Session
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from ludus.rewards.code_tests.fault_attribution import (
     gold_slots,
 )
 from ludus.rewards.code_tests.test_cases import code_of
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.sandbox import Sandbox, SandboxConfig
 from ludus.sandbox.sql import (
     Blob,

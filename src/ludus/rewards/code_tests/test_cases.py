@@ -24,7 +24,7 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.rewards.code_tests.fault_attribution import TimeBudget
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox
 
 MOST_CASES = 1_000

@@ -48,7 +48,7 @@ from ludus.rewards.code_tests.test_cases import (
     run_stdin_cases,
     tests_of,
 )
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 from ludus.sandbox import Execution, Limits, Outcome, Sandbox, SandboxConfig, Session, bundle, call
 
 _log = logging.getLogger(__name__)

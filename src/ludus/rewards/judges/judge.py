@@ -25,7 +25,7 @@ from ludus.rewards.judges.transcript import (
     transcript,
 )
 from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, OutOfTen, coded, listed
-from ludus.rewards.reward import Parts
+from ludus.rewards.scores import Parts
 
 
 class JudgeVerdict(CodedVerdict):

@@ -25,8 +25,8 @@ from ludus.rewards.judges.transcript import (
     transcript,
 )
 from ludus.rewards.judges.verdict import AskingReward, CodedVerdict, ModelSpec, Unit, coded
-from ludus.rewards.reward import Parts, merge
 from ludus.rewards.scorer import RewardLike, as_reward, evaluate
+from ludus.rewards.scores import Parts, merge
 
 _AGREES_FROM = 0.5
 

@@ -12,7 +12,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Message
 from ludus.core.trajectory import Trajectory
 from ludus.llm import ChatUsage, JsonReply, ask_json, load_chat_model
-from ludus.rewards.reward import checked_name, checked_weight
+from ludus.rewards.scores import checked_name, checked_weight
 
 T = TypeVar("T")
 ModelSpec = str | Mapping[str, Any] | ChatModel

@@ -17,7 +17,7 @@ from torch import Tensor
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.reward import checked_name, checked_weight
+from ludus.rewards.scores import checked_name, checked_weight
 from ludus.training.data.conversations import Conversation
 from ludus.training.reward_models.model import ABOUT, RewardModel, load_reward_model
 
