@@ -1,16 +1,10 @@
-"""What would more GPUs do? A discrete-event simulation of asynchronous training, on a virtual clock.
+"""Engines and episodes that only pass time: what the controller drives in a simulation.
 
-The controller is the real one: `AsyncRollouts` and its `Ledger` deal groups, take batches and bound the lag.
-What it drives is simulated by latencies that were measured: engines that share their time among requests,
-tools, an optimizer, weight syncs, and engines that die. Time is virtual: the event loop jumps to the next
-event, so that hours of 1,000 GPUs take minutes of one core; a controller that waits for nothing is an error.
-
-    engine   all its requests advance together, one token every `decode_seconds + request_seconds * (n - 1)`;
-             prompts are read first, `prompt_tokens_per_second`. After an update, contexts are read again.
-    group    its episodes live on one engine, the one with the fewest groups
-    tools    lognormal seconds; a share of them hangs until a deadline
-    update   on the engines' own GPUs while paused; or on GPUs of its own, and a sync pauses the engines
-    death    an engine loses its groups, which fail and are dealt again by the controller, and comes back
+engine   all its requests advance together, one token every `decode_seconds + request_seconds * (n - 1)`;
+         prompts are read first, `prompt_tokens_per_second`. After an update, contexts are read again.
+group    its episodes live on one engine, the one with the fewest groups
+tools    lognormal seconds; a share of them hangs until a deadline
+death    an engine loses its groups, which fail and are dealt again by the controller, and comes back
 """
 
 from __future__ import annotations
@@ -19,220 +13,16 @@ import asyncio
 import heapq
 import math
 import random
-import selectors
-import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeVar, cast
 
-from pydantic import Field, model_validator
-
-from ludus.core.config import Config
 from ludus.core.failures import Boundary, EngineError, Failure
 from ludus.core.random import key
-from ludus.core.task import Task
 from ludus.core.trajectory import Group, StopReason, Trajectory
-from ludus.rollouts.rollout import Rollout
-from ludus.training.async_rollouts import AsyncRollouts, StalledError
-from ludus.training.config.rl import RolloutSettings
-from ludus.training.data.task_sampler import TaskSet
-from ludus.training.ledger import Ledger, Phase
 from ludus.training.player import Deal, PlayedGroup
-
-T = TypeVar("T")
-
-
-class SimulationConfig(Config):
-    """A load and a cluster. The defaults are a 1.5B model on one H200 (docs/performance.md)."""
-
-    tasks: int = Field(default=32, ge=1)
-    """Groups in a step."""
-    attempts: int = Field(default=8, ge=1)
-    """Episodes in a group."""
-    steps: int = Field(default=8, ge=1)
-    """Steps to simulate."""
-    staleness: int = Field(default=1, ge=0)
-    """As rl.staleness; 0 waits for every episode of a step."""
-    staleness_window: int = Field(default=1, ge=1)
-    """As rl.staleness_window."""
-    engines: int = Field(default=1, ge=1)
-    """GPUs that play."""
-    trainers: int = Field(default=0, ge=0)
-    """GPUs that train; 0: the engines' own, while they are paused."""
-    turns: tuple[int, int] = (3, 6)
-    """Fewest and most turns of an episode."""
-    prompt_tokens: int = Field(default=400, ge=0)
-    """Tokens of a task."""
-    turn_tokens: int = Field(default=120, ge=1)
-    """Mean tokens of an action; they are spread exponentially."""
-    observation_tokens: int = Field(default=100, ge=0)
-    """Tokens of what a tool returns."""
-    tool_seconds: float = Field(default=0.5, ge=0)
-    """Mean seconds of a tool."""
-    tool_sigma: float = Field(default=1.0, ge=0)
-    """Spread of the logarithm of a tool's seconds."""
-    hang_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the calls that hang until their deadline."""
-    hang_seconds: float = Field(default=30.0, ge=0)
-    """That deadline."""
-    max_requests: int = Field(default=256, ge=1)
-    """Requests that an engine runs at once; others wait in line."""
-    decode_seconds: float = Field(default=0.0018, gt=0)
-    """Seconds of a decoding step of one request."""
-    request_seconds: float = Field(default=0.000006, ge=0)
-    """What each further request adds to it."""
-    prompt_tokens_per_second: float = Field(default=150_000.0, gt=0)
-    """How fast an engine reads prompts."""
-    train_tokens_per_second: float = Field(default=50_000.0, gt=0)
-    """How fast one GPU trains."""
-    train_seconds: float = Field(default=0.3, ge=0)
-    """What an update takes whatever its size."""
-    train_efficiency: float = Field(default=0.95, gt=0, le=1)
-    """What is left of each GPU's speed at every doubling of the GPUs that train."""
-    pause_seconds: float = Field(default=0.02, ge=0)
-    """What pausing and resuming the engines takes."""
-    weight_gb: float = Field(default=3.1, ge=0)
-    """Size of the weights."""
-    sync_gb_per_second: float = Field(default=8.0, gt=0)
-    """How fast the weights reach all engines; nothing is sent where the engines' own GPUs train."""
-    engine_mtbf_seconds: float | None = Field(default=None, gt=0)
-    """Mean time between the deaths of an engine."""
-    restart_seconds: float = Field(default=30.0, ge=0)
-    """Until a dead engine plays again."""
-    seed: int = 0
-    """Of every draw."""
-
-    @model_validator(mode="after")
-    def _has_turns(self) -> SimulationConfig:
-        fewest, most = self.turns
-        if not 1 <= fewest <= most:
-            raise ValueError(f"turns = [{fewest}, {most}] must be the fewest and the most, at least 1")
-        return self
-
-    def update_seconds(self, tokens: int) -> float:
-        """How long an update on so many tokens takes."""
-        gpus = self.trainers or self.engines
-        speed: float = self.train_tokens_per_second * gpus * self.train_efficiency ** math.log2(gpus)
-        return self.train_seconds + tokens / speed
-
-    @property
-    def sync_seconds(self) -> float:
-        return self.pause_seconds + (self.weight_gb / self.sync_gb_per_second if self.trainers else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """What came of it. Rates leave out the first step, in which the pipeline fills."""
-
-    seconds: float
-    steps: int
-    step_seconds: float
-    episodes_per_second: float
-    tokens_per_second: float
-    """Trained tokens."""
-    engine_busy: float
-    """Share of the engines' time in which they had requests and ran."""
-    trainer_busy: float
-    lag_mean: float
-    lag_max: int
-    lag_bound: int
-    deaths: int
-    given_up: int
-    """Groups that failed too often."""
-    controller_seconds: float
-    """CPU seconds of the controller, the simulation included, for each group."""
-
-
-def simulate(config: SimulationConfig) -> SimulatedRun:
-    """Run it to its end."""
-    return run_virtually(_Simulation(config).run())
-
-
-class _VirtualSelector(selectors.SelectSelector):
-    """Waits for nothing: what would be waited for is added to the clock."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:
-            raise StalledError("the controller waits, and nothing is left that could happen")
-        self.now += max(0.0, timeout)
-        return []
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._clock = _VirtualSelector()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        return self._clock.now
-
-
-def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a virtual clock: sleeping takes no time."""
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
-        return runner.run(main)
-
-
-class _Simulation:
-    """The trainer: takes batches from the controller, and lets time pass."""
-
-    def __init__(self, config: SimulationConfig) -> None:
-        self.config = config
-        self.ledger = Ledger(
-            config.tasks, config.staleness, config.staleness_window, config.steps * config.tasks
-        )
-
-    async def run(self) -> SimulatedRun:
-        config, clock, began = self.config, asyncio.get_running_loop().time, time.process_time()
-        player = SimulatedPlayer(config)
-        tasks = [Task.of("", id=str(i)) for i in range(config.tasks)]
-        # no rollout: the player does without
-        sets = [TaskSet("simulated", 1.0, tasks, [], cast(Rollout, None))]
-        settings = RolloutSettings(tasks=config.tasks, attempts=config.attempts)
-        rollouts = AsyncRollouts(
-            sets, settings, config.seed, self.ledger, player, lambda step: {}, stall_seconds=1e9
-        )
-        lags: list[int] = []
-        ends: list[float] = []
-        tokens: list[int] = []
-        training, given_up = 0.0, 0
-        while self.ledger.phase is not Phase.ENDED:
-            batch = await rollouts.next_batch()
-            lags += [self.ledger.lag(deal.ordinal) for deal in batch.deals]
-            given_up += sum(not group.trainable for group in batch.played.groups)
-            tokens.append(sum(player.tokens.pop(deal.ordinal, 0) for deal in batch.deals))
-            seconds = config.update_seconds(tokens[-1])
-            if config.trainers:
-                await asyncio.sleep(seconds)
-            player.pause()
-            await asyncio.sleep(config.sync_seconds + (0.0 if config.trainers else seconds))
-            player.resume()
-            training += seconds
-            ends.append(clock())
-            rollouts.trained(batch)
-        await rollouts.close()
-        steady = ends[-1] - ends[0] if len(ends) > 1 else ends[-1]
-        counted = max(1, len(ends) - 1)
-        busy = sum(engine.busy for engine in player.engines) / len(player.engines)
-        return SimulatedRun(
-            seconds=ends[-1],
-            steps=len(ends),
-            step_seconds=steady / counted,
-            episodes_per_second=counted * config.tasks * config.attempts / steady,
-            tokens_per_second=sum(tokens[-counted:]) / steady,
-            engine_busy=busy / ends[-1],
-            trainer_busy=training / ends[-1],
-            lag_mean=sum(lags) / len(lags),
-            lag_max=max(lags),
-            lag_bound=self.ledger.max_lag,
-            deaths=player.deaths,
-            given_up=given_up,
-            controller_seconds=(time.process_time() - began) / len(lags),
-        )
+from ludus.training.simulation.config import SimulationConfig
 
 
 @dataclass(slots=True)
@@ -243,7 +33,6 @@ class _Episode:
     draw: random.Random
     turns: int
     context: int = 0
-    said: int = 0
     version: int = -1
     """The weights that its context was read with."""
 
@@ -299,7 +88,6 @@ class SimulatedPlayer:
         said = 1 + int(episode.draw.expovariate(1 / self.config.turn_tokens))
         unread = new if episode.version == engine.version else episode.context + new
         episode.context += new + said
-        episode.said += said
         episode.version = engine.version
         engine.submit(said, unread, episode.context, lambda: self._acted(episode))
 

@@ -1,0 +1,12 @@
+"""What would more GPUs do? A discrete-event simulation of asynchronous training, on a virtual clock.
+
+The controller is the real one: `AsyncRollouts` and its `Ledger` deal groups, take batches and bound the lag.
+What it drives is simulated by latencies that were measured: engines that share their time among requests,
+tools, an optimizer, weight syncs, and engines that die. Time is virtual: the event loop jumps to the next
+event, so that hours of 1,000 GPUs take minutes of one core; a controller that waits for nothing is an error.
+"""
+
+from ludus.training.simulation.config import SimulatedRun, SimulationConfig
+from ludus.training.simulation.run import run_virtually, simulate
+
+__all__ = ["SimulatedRun", "SimulationConfig", "run_virtually", "simulate"]

@@ -1,0 +1,107 @@
+"""A simulated run: the real controller and a trainer that lets virtual time pass.
+
+An update takes place on the engines' own GPUs while they are paused; or on GPUs of its own, and a sync pauses
+the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
+
+from ludus.core.task import Task
+from ludus.rollouts.rollout import Rollout
+from ludus.training.async_rollouts import AsyncRollouts, StalledError
+from ludus.training.config.rl import RolloutSettings
+from ludus.training.data.task_sampler import TaskSet
+from ludus.training.ledger import Ledger, Phase
+from ludus.training.simulation.cluster import SimulatedPlayer
+from ludus.training.simulation.config import SimulatedRun, SimulationConfig
+
+T = TypeVar("T")
+
+
+def simulate(config: SimulationConfig) -> SimulatedRun:
+    """Run it to its end."""
+    return run_virtually(_run(config))
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    """Waits for nothing: what would be waited for is added to the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise StalledError("the controller waits, and nothing is left that could happen")
+        self.now += max(0.0, timeout)
+        return []
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _VirtualSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a virtual clock: sleeping takes no time."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
+
+
+async def _run(config: SimulationConfig) -> SimulatedRun:
+    """The trainer: takes batches from the controller, and lets time pass."""
+    ledger = Ledger(config.tasks, config.staleness, config.staleness_window, config.steps * config.tasks)
+    clock, began = asyncio.get_running_loop().time, time.process_time()
+    player = SimulatedPlayer(config)
+    tasks = [Task.of("", id=str(i)) for i in range(config.tasks)]
+    # no rollout: the player does without
+    sets = [TaskSet("simulated", 1.0, tasks, [], cast(Rollout, None))]
+    settings = RolloutSettings(tasks=config.tasks, attempts=config.attempts)
+    rollouts = AsyncRollouts(
+        sets, settings, config.seed, ledger, player, lambda step: {}, stall_seconds=1e9
+    )
+    lags: list[int] = []
+    ends: list[float] = []
+    tokens: list[int] = []
+    training, given_up = 0.0, 0
+    while ledger.phase is not Phase.ENDED:
+        batch = await rollouts.next_batch()
+        lags += [ledger.lag(deal.ordinal) for deal in batch.deals]
+        given_up += sum(not group.trainable for group in batch.played.groups)
+        tokens.append(sum(player.tokens.pop(deal.ordinal, 0) for deal in batch.deals))
+        seconds = config.update_seconds(tokens[-1])
+        if config.trainers:
+            await asyncio.sleep(seconds)
+        player.pause()
+        await asyncio.sleep(config.sync_seconds + (0.0 if config.trainers else seconds))
+        player.resume()
+        training += seconds
+        ends.append(clock())
+        rollouts.trained(batch)
+    await rollouts.close()
+    steady = ends[-1] - ends[0] if len(ends) > 1 else ends[-1]
+    counted = max(1, len(ends) - 1)
+    busy = sum(engine.busy for engine in player.engines) / len(player.engines)
+    return SimulatedRun(
+        seconds=ends[-1],
+        steps=len(ends),
+        step_seconds=steady / counted,
+        episodes_per_second=counted * config.tasks * config.attempts / steady,
+        tokens_per_second=sum(tokens[-counted:]) / steady,
+        engine_busy=busy / ends[-1],
+        trainer_busy=training / ends[-1],
+        lag_mean=sum(lags) / len(lags),
+        lag_max=max(lags),
+        lag_bound=ledger.max_lag,
+        deaths=player.deaths,
+        given_up=given_up,
+        controller_seconds=(time.process_time() - began) / len(lags),
+    )
