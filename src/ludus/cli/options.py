@@ -32,3 +32,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A model's folder or hub name, or a run's folder.")
+]

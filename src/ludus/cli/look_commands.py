@@ -1,0 +1,173 @@
+"""`ludus init | settings | show | view | envs | simulate | cluster`: the commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ludus.cli.options import Model
+
+
+def init(
+    name: Annotated[
+        str | None, typer.Argument(help="What to call it; agent when left out.", show_default=False)
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="Begin with this recipe, such as safe or hunt.")
+    ] = None,
+) -> None:
+    """Write a commented recipe, its code and a schema for editors into this folder: `ludus init my-agent`."""
+    from ludus.cli.settings import write_recipe
+
+    *others, recipe = map(str, write_recipe(name, source))
+    typer.echo(f"wrote {recipe}, {', '.join(others)}")
+    typer.echo(f"next: ludus check recipe {recipe}, then: ludus train {recipe}")
+
+
+def settings(
+    key: Annotated[
+        str | None,
+        typer.Argument(
+            help="A key or a table (rl.kl, rl, stage.0); or TRL's or verl's.", show_default=False
+        ),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/settings.md.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="A JSON Schema, for editors.")] = False,
+) -> None:
+    """Show what a recipe can say: every key with its type, default and meaning."""
+    from ludus.cli import settings
+
+    if markdown or schema:
+        typer.echo(settings.markdown() if markdown else settings.schema(), nl=schema)
+        return
+    found, meant = settings.find_settings(key or "")
+    if meant:
+        typer.echo(f"{key} is called here: {', '.join(meant)}\n")
+    for name, one in found:
+        default = settings.default_text(one)
+        typer.echo(f"{name}{f' = {default}' if default else ''}    ({one.takes})\n    {one.meaning}")
+
+
+def show(
+    run: Annotated[
+        Path, typer.Argument(help="A run's folder, or a Parquet file of episodes.", show_default=False)
+    ],
+    step: Annotated[int | None, typer.Option(min=0, help="Only episodes of this step.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only train, or only eval.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only of this task: an id, or a pattern (*).")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="Only this attempt.")] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only those that failed through no fault of the model's.")
+    ] = False,
+    wrong: Annotated[
+        bool, typer.Option("--wrong", help="Only those that were scored and did not succeed.")
+    ] = False,
+    prompt: Annotated[
+        bool, typer.Option("--prompt", help="Also print the tokens that the model read, decoded.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Leave nothing out of long texts.")] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Print groups as trees of attempts, and no conversations.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=0, help="Print so many episodes; 0 is all.")] = 5,
+) -> None:
+    """Print recorded episodes, the newest first: `ludus show runs/safe-001 --failed --step 12`."""
+    from ludus.cli.show import EpisodeFilter, show_episodes, show_trees
+
+    wanted = EpisodeFilter(step, split, task, attempt, failed, wrong)
+    if tree:
+        show_trees(run, wanted, limit=limit)
+        return
+    show_episodes(run, wanted, limit=limit, prompt=prompt, full=full)
+
+
+def view(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder of runs, or one run's folder.", show_default=True)
+    ] = Path("runs"),
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="With --play: settings that replace the recipe's.", show_default=False),
+    ] = None,
+    play: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also play by hand, by this recipe or run: its tools, environments and model."
+        ),
+    ] = None,
+    model: Model = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; others than 127.0.0.1 ask for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 6060,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LUDUS_TOKEN", help="Ask everybody for this token; made up where one is needed."
+        ),
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = False,
+) -> None:
+    """Look inside runs in a browser: curves, episodes, tokens, comparisons: `ludus view runs/`."""
+    from ludus.cli.view import run_viewer
+
+    run_viewer(folder, overrides or [], play, model, host, port, token, browser)
+
+
+def envs() -> None:
+    """List the prebuilt environments, and what has to be installed for each; then those of others."""
+    from rich.table import Table
+
+    from ludus.envs import WORLDS
+    from ludus.envs.world import OTHERS
+
+    table = Table("environment", "what it is", "turns", "ready", box=None, pad_edge=False)
+    prebuilt = sorted(WORLDS.values(), key=lambda world: world.name)
+    for world in (*prebuilt, *OTHERS):
+        missing = world.missing()
+        ready = Text("needs " + "; ".join(missing), "yellow") if missing else Text("yes", "green")
+        turns = "" if world in OTHERS else str(world.max_turns)
+        table.add_row(world.name, world.summary, turns, ready)
+    Console().print(table)
+
+
+def simulate(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="key=value: a load and a cluster, such as engines=64.", show_default=False),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A row for each value: engines=8,64. Several go side by side, value by value."
+        ),
+    ] = None,
+) -> None:
+    """What would more GPUs do? Asynchronous training with its real controller and simulated engines."""
+    from ludus.cli.simulate import print_simulation
+
+    print_simulation(settings or [], sweep or [])
+
+
+def cluster(
+    address: Annotated[
+        str | None,
+        typer.Option(help="auto or host:port; RAY_ADDRESS, or this machine's, when left out."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Look at a Ray cluster: its nodes, and the trainer ranks, engines and tools of all runs on them."""
+    import json
+
+    from ludus.cli.cluster import print_cluster
+    from ludus.dist.status import look
+
+    status = look(address)
+    if as_json:
+        print(json.dumps(status.to_json()))
+    else:
+        print_cluster(status)
