@@ -198,10 +198,9 @@ def test_a_failed_group_keeps_its_slot_until_it_is_given_up() -> None:
 
 
 def test_the_end_of_the_tasks_makes_a_last_smaller_batch() -> None:
-    ledger = Ledger(3, 1)
+    ledger = Ledger(3, 1, total=4)
     for ordinal in [ledger.deal() for _ in range(4)]:
         ledger.start(ordinal)
-    ledger.end_tasks()
     for ordinal in range(4):
         ledger.finish(ordinal)
     assert ledger.phase is Phase.DRAINING and ledger.take() == [0, 1, 2]
@@ -209,14 +208,6 @@ def test_the_end_of_the_tasks_makes_a_last_smaller_batch() -> None:
     assert ledger.take() == [3]
     ledger.train([3])
     assert ledger.phase is Phase.ENDED and ledger.take() is None
-
-
-def test_a_stopped_ledger_has_ended_whatever_was_under_way() -> None:
-    ledger = Ledger(2, 1)
-    ledger.start(ledger.deal())
-    ledger.deal()
-    assert ledger.stop() == [0, 1]
-    assert ledger.phase is Phase.ENDED and not ledger.can_deal and ledger.take() is None
 
 
 def test_what_does_not_follow_is_refused() -> None:

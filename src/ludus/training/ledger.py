@@ -90,8 +90,6 @@ class Ledger:
     """Batches that have been trained."""
     settled: int = 0
     """Groups that have been trained."""
-    no_more_tasks: bool = False
-    is_stopped: bool = False
     # Kept beside the entries, so that no event looks at all of them: 1,000 GPUs have tens of thousands.
     _untaken: OrderedDict[int, None] = field(init=False, repr=False)
     """The groups that are in no batch, the oldest first."""
@@ -122,15 +120,14 @@ class Ledger:
 
     @property
     def phase(self) -> Phase:
-        if self.is_stopped or (not self.entries and not self._has_demand):
+        if not self.entries and not self._has_demand:
             return Phase.ENDED
         return Phase.OPEN if self._has_demand else Phase.DRAINING
 
     @property
     def _has_demand(self) -> bool:
         """Whether further groups will be dealt, now or when slots are free."""
-        is_dealt = self.total is not None and self.settled + len(self.entries) >= self.total
-        return not (self.is_stopped or self.no_more_tasks or is_dealt)
+        return self.total is None or self.settled + len(self.entries) < self.total
 
     @property
     def can_deal(self) -> bool:
@@ -231,17 +228,6 @@ class Ledger:
         self.taken = []
         self.version += 1
 
-    def end_tasks(self) -> None:
-        """There are no more tasks: what is under way is trained, the last batch may be smaller."""
-        self.no_more_tasks = True
-
-    def stop(self) -> list[int]:
-        """End now, whatever is under way; the ordinals that are left untrained."""
-        left = list(self.entries)
-        self.entries, self.taken, self.is_stopped = {}, [], True
-        self._index()
-        return left
-
     def _entry(self, ordinal: int, state: GroupState) -> Entry:
         entry = self.entries.get(ordinal)
         if entry is None or entry.state is not state:
@@ -255,7 +241,6 @@ class Ledger:
             "next_ordinal": self.next_ordinal,
             "version": self.version,
             "settled": self.settled,
-            "no_more_tasks": self.no_more_tasks,
             "entries": [
                 {
                     "ordinal": ordinal,
@@ -269,7 +254,7 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.next_ordinal, self.version = int(state["next_ordinal"]), int(state["version"])
-        self.settled, self.no_more_tasks = int(state["settled"]), bool(state["no_more_tasks"])
+        self.settled = int(state["settled"])
         self.entries = {
             int(one["ordinal"]): Entry(one["version"], GroupState(one["state"]), one["tries"])
             for one in state["entries"]

@@ -108,11 +108,6 @@ def facts() -> dict[str, Facts]:
     return known
 
 
-def kind_of(name: str) -> str:
-    """What kind of entity has this name."""
-    return next(kind for kind, names in entities().items() if name in names)
-
-
 @cache
 def articles() -> tuple[tuple[str, str], ...]:
     """The encyclopedia: a title and a text for each entity."""
