@@ -8,7 +8,9 @@ under is in `keys`, what it holds in `lookup`.
 from ludus.tools.recording.keys import Label, label_of
 from ludus.tools.recording.lookup import Mode, OnDivergence, RecordingStats, Scope
 from ludus.tools.recording.recorded_tools import RecordedTools, RecordingConfig, recorded
-from ludus.tools.recording.stores import RecordingStoreError, RedisStore, SQLiteStore, Store, open_store
+from ludus.tools.recording.redis_store import RedisStore
+from ludus.tools.recording.sqlite_store import SQLiteStore
+from ludus.tools.recording.store import RecordingStoreError, Store, open_store
 
 __all__ = [
     "Label",

@@ -21,7 +21,7 @@ from ludus.core.concurrency import run_sync
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSet, ToolSpec
 from ludus.tools.recording.keys import NO_HISTORY, Label, list_key, spec_version, specs_key
-from ludus.tools.recording.stores import RecordingStoreError, Store
+from ludus.tools.recording.store import RecordingStoreError, Store
 from ludus.tools.toolset import LocalTools
 from ludus.tools.wire import result_from_json, result_to_json
 

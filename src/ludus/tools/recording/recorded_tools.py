@@ -46,7 +46,7 @@ from ludus.tools.recording.lookup import (
     Specs,
     chosen,
 )
-from ludus.tools.recording.stores import Store, open_store
+from ludus.tools.recording.store import Store, open_store
 from ludus.tools.tool import Tool
 from ludus.tools.toolset import as_toolset, effects_of, malformed, shut, unknown_tool
 
