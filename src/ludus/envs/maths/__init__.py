@@ -21,7 +21,8 @@ from ludus.envs.maths.files import final_answer, program_of, question_and_soluti
 from ludus.envs.maths.problems import DIGITS, KINDS, Problem, problems
 from ludus.rewards import reward
 from ludus.rewards.compose import made_calls
-from ludus.rewards.text_rewards import close, last_number, maths
+from ludus.rewards.maths_reward import maths
+from ludus.rewards.text_rewards import close, last_number
 
 GSM8K = "LUDUS_GSM8K"
 MATH = "LUDUS_MATH"
