@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.sandbox import worker as workers
+from ludus.sandbox import slirp
 from ludus.sandbox.cgroups import ControlGroup, make_group
 from ludus.sandbox.config import SandboxConfig, SandboxError, SandboxUnavailable
 from ludus.sandbox.guest import kernel
@@ -221,9 +221,9 @@ def arrangements(config: SandboxConfig, reasons: dict[str, str]) -> Iterator[dic
         "users": 1,
         "subids": None,
     }
-    if config.network and workers.slirp_program():
-        slirp = {"own_net": True, "slirp": True, "resolver": workers.RESOLVER}
-        yield from _with_and_without_subids({**common, **slirp, "namespaces": True}, reasons)
+    if config.network and slirp.slirp_program():
+        own_net = {"own_net": True, "slirp": True, "resolver": slirp.RESOLVER}
+        yield from _with_and_without_subids({**common, **own_net, "namespaces": True}, reasons)
     yield from _with_and_without_subids({**common, "namespaces": True}, reasons)
     folder = tempfile.mkdtemp(prefix="ludus-sandbox-")
     Path(folder).chmod(0o711)
@@ -269,7 +269,7 @@ async def _probe(worker: SandboxWorker, config: SandboxConfig, *, is_slot: bool)
             port = listening.getsockname()[1]
             abstract.bind(f"\0ludus-probe-{port}")
             abstract.listen()
-            values = (secret, port, os.getpid(), _NAMESPACES, workers.GATEWAY, f"ludus-probe-{port}")
+            values = (secret, port, os.getpid(), _NAMESPACES, slirp.GATEWAY, f"ludus-probe-{port}")
             limits = config.limits.model_copy(update={"wall_seconds": _PROBE_SECONDS})
             ours, theirs = socket.socketpair()
             process = worker.spawn(theirs, limits, one_shot=True, slot=is_slot)

@@ -1,4 +1,4 @@
-"""Workers: the host's side of a fork server (`guest/fork_server.py`), and its network.
+"""Workers: the host's side of a fork server (`guest/fork_server.py`).
 
 Who waits for whom. `start` waits for the fork server's preloading. After that nothing here waits: requests are
 written to its socket, and its events (a session ended, a fork has its files) arrive on the event loop and are
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,18 +24,11 @@ from ludus.sandbox.cgroups import ControlGroup
 from ludus.sandbox.config import Limits, SandboxError
 from ludus.sandbox.guest_io import ControlChannel
 from ludus.sandbox.result import ProcessExit
+from ludus.sandbox.slirp import END_SECONDS, Slirp, wait_or_kill
 from ludus.sandbox.subids import map_subids, share_of_subids
 
 _START_SECONDS = 120.0
-_END_SECONDS = 5.0
 _USERS_EACH, _WORKERS_APART = 1_000_000, 2_000
-RESOLVER = "nameserver 10.0.2.3\n"
-"""slirp4netns's own name server, which asks the machine's."""
-GATEWAY = "10.0.2.2"
-"""The address of the machine's loopback, if slirp4netns did not disable it."""
-_SLIRP_OPTIONS = ("--configure", "--mtu=65520", "--disable-host-loopback")
-_HARDENING = ("--enable-sandbox", "--enable-seccomp")
-"""Options that confine slirp4netns itself, which parses hostile traffic; older versions lack some."""
 # Starts at random, so that workers of other processes on this machine get other user ids.
 _counter = itertools.count(secrets.randbelow(_WORKERS_APART))
 _PACKAGE = Path(__file__).parent.parent
@@ -210,7 +201,7 @@ class SandboxWorker:
             self._on_close(None)
         if self._popen is not None and self._popen.returncode is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_SECONDS):
+                async with asyncio.timeout(END_SECONDS):
                     await _exited(self._popen.pid)
             self._popen.kill()
             self._popen.wait()
@@ -227,7 +218,7 @@ class SandboxWorker:
     def wait_for_end(self) -> None:
         """Wait until it has ended with all its sessions; kill it if that takes too long."""
         if self._popen is not None and self._popen.returncode is None:
-            _wait_or_kill(self._popen)
+            wait_or_kill(self._popen)
         if self._slirp is not None:
             self._slirp.close()
 
@@ -308,15 +299,6 @@ class SandboxWorker:
             self._on_death(self)
 
 
-def _wait_or_kill(popen: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that was told to end; kill it if that takes too long."""
-    try:
-        popen.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        popen.kill()
-        popen.wait()
-
-
 async def _exited(pid: int) -> None:
     """Wait for a child to end, without reaping it."""
     loop = asyncio.get_running_loop()
@@ -388,72 +370,3 @@ def _environment() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
-
-
-def slirp_program() -> str | None:
-    """Path of slirp4netns; None where it is not installed."""
-    return shutil.which("slirp4netns")
-
-
-@functools.cache
-def _hardening_options(path: str) -> tuple[str, ...]:
-    """The options of `_HARDENING` that this version knows."""
-    try:
-        told = subprocess.run([path, "--help"], capture_output=True, timeout=_END_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    said = (told.stdout + told.stderr).decode(errors="replace")
-    return tuple(option for option in _HARDENING if option in said)
-
-
-class Slirp:
-    """A network for sandboxed code that is not the machine's own: slirp4netns, a TCP/IP stack in user space.
-
-    It puts a device into the worker's network namespace and turns its traffic into ordinary connections of our
-    user. So code reaches what this machine reaches, except its loopback addresses and abstract Unix sockets,
-    where databases, notebooks and servers listen without a password. It ends when its end of a pipe is closed,
-    also by the host's death.
-    """
-
-    def __init__(self, pid: int, on_ready: Callable[[str | None], None]) -> None:
-        """For the namespaces of process `pid`; `on_ready` is called with why it does not work, or None."""
-        self._on_ready = on_ready
-        self._ready, ready = os.pipe2(os.O_CLOEXEC)
-        ending, self._end = os.pipe2(os.O_CLOEXEC)
-        path = slirp_program() or "slirp4netns"
-        fds = ("--ready-fd", str(ready), "--exit-fd", str(ending))
-        self._popen = subprocess.Popen(
-            [path, *_SLIRP_OPTIONS, *_hardening_options(path), *fds, str(pid), "tap0"],
-            pass_fds=(ready, ending),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        for fd in (ready, ending):
-            os.close(fd)
-        asyncio.get_running_loop().add_reader(self._ready, self._on_word)
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def close(self) -> None:
-        """End it and wait until it is gone: up to seconds, so not on the event loop."""
-        if self._end >= 0:
-            os.close(self._end)
-            self._end = -1
-            _wait_or_kill(self._popen)
-            assert self._popen.stderr is not None
-            self._popen.stderr.close()
-
-    def _on_word(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._ready)
-        works = bool(os.read(self._ready, 1))
-        os.close(self._ready)
-        if works:
-            self._on_ready(None)
-            return
-        self._popen.kill()
-        said = " ".join(self._popen.communicate()[1].decode(errors="replace").split())
-        self._on_ready(f"slirp4netns: {said[-300:] or 'it ended without a message'}")
