@@ -14,7 +14,8 @@ from ludus.tools.hosting.host import (
     ToolsFile,
     load_tools,
 )
-from ludus.tools.hosting.pool import PooledHost, ProcessHost, ToolWorker, WorkerDied
+from ludus.tools.hosting.pool import PooledHost, ToolWorker, WorkerDied
+from ludus.tools.hosting.process_host import ProcessHost
 
 __all__ = [
     "EpisodeLost",

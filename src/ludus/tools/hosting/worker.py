@@ -16,7 +16,7 @@ from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolCall, ToolContext
 from ludus.core.registry import load_reference
 from ludus.tools.hosting.host import FACTS, LOADER, ToolReference, ask_tools, error_to_json, facts_of
-from ludus.tools.hosting.pool import pack_frame, read_frame
+from ludus.tools.hosting.process_host import pack_frame, read_frame
 from ludus.tools.wire import result_to_json, spec_to_json, task_from_json
 
 
