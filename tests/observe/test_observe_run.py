@@ -334,7 +334,7 @@ def test_a_run_whose_first_file_cannot_be_written_vanishes(tmp_path, monkeypatch
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("ludus.observe.run_folder.atomic_write", full)
+    monkeypatch.setattr("ludus.observe.run_writer.atomic_write", full)
     with pytest.raises(OSError, match="no space"):
         RunWriter.create(tmp_path / "run", {})
     assert not (tmp_path / "run").exists()

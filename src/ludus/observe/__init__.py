@@ -47,7 +47,8 @@ from ludus.observe.report import (
     table_rich,
     tree_text,
 )
-from ludus.observe.run_folder import RunFolder, RunWriter, TrajectoryFile, find_runs
+from ludus.observe.run_folder import RunFolder, TrajectoryFile, find_runs
+from ludus.observe.run_writer import RunWriter
 from ludus.observe.settings_folder import SettingsFolder, slug_of
 from ludus.observe.sinks import SINKS, JsonLinesSink, Sink, TensorBoardSink, WandbSink, read_metrics
 from ludus.observe.statistics import (
