@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import (
-    IMAGE_MARK,
-    Json,
-    Media,
-    Message,
-    Role,
-    ToolCall,
-    ToolResult,
-    ToolSpec,
-)
+from ludus.core.messages import IMAGE_MARK, Json, Media, Message, Role, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import ImageTokens, Tokenizer
-from ludus.rollouts.chat_template import ChatEntry, Piece, SafeTemplate, split_at_marks
+from ludus.rollouts.chat_entries import ChatEntry, Piece, split_at_marks
+from ludus.rollouts.chat_template import SafeTemplate
 from ludus.rollouts.formats.base import THINK, ActionFormat
 
 
