@@ -38,8 +38,8 @@ from ludus.engine import FakeEngine
 from ludus.envs import WORLDS, EnvPool, World, call_env
 from ludus.rewards import Scorer
 from ludus.rollouts import Budgets, Demonstrator, Renderer, Rollout, load_format
+from ludus.rollouts.agent import RandomAgent, random_call
 from ludus.rollouts.checked_instance import CheckedInstance
-from ludus.rollouts.random_agent import RandomAgent, random_call
 from ludus.sandbox import close_shared_sandboxes
 
 INSTANCES = 16

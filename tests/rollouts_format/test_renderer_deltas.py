@@ -574,7 +574,7 @@ class TestRecent:
         program = """
 import sys, threading
 from ludus.rollouts.renderer import LruCache
-from ludus.rollouts.chat_entries import ChatEntry, Piece
+from ludus.rollouts.template_content import ChatEntry, Piece
 
 sys.setswitchinterval(1e-6)
 kept = LruCache(16)

@@ -14,7 +14,7 @@ from ludus.core.failures import ConfigError, Fault
 from ludus.core.messages import ToolCall
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward, Trajectory
-from ludus.rewards.calling import CheckedReward, with_retries
+from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scorer import (
     RewardLike,
     as_reward,

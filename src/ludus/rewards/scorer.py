@@ -29,14 +29,17 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.trajectory import Group, GroupReward, Reward, StopReason, Trajectory
-from ludus.rewards.calling import DEFAULT_TIMEOUT, CheckedReward, call_any, with_retries
 from ludus.rewards.reward import (
+    DEFAULT_TIMEOUT,
     STRICTNESS,
+    CheckedReward,
     FunctionGroupReward,
     FunctionReward,
     FunctionTurnReward,
     UserFunction,
+    call_any,
     current_strictness,
+    with_retries,
 )
 from ludus.rewards.scores import (
     TOOLS,

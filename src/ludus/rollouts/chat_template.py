@@ -25,10 +25,11 @@ from ludus.core.failures import ConfigError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Json, ToolSpec
 from ludus.core.tokenizer import Tokenizer
-from ludus.rollouts.chat_entries import ChatEntry, Piece
-from ludus.rollouts.escaping import Escaper
-from ludus.rollouts.placeholders import (
+from ludus.rollouts.template_content import (
+    ChatEntry,
     Escape,
+    Escaper,
+    Piece,
     Placeholders,
     Rendered,
     Span,

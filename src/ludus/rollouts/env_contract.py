@@ -26,11 +26,10 @@ from ludus.engine import FakeEngine
 from ludus.envs import EnvPool
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rewards import Scorer
-from ludus.rollouts.agent import Agent, Demonstrator, Expert
+from ludus.rollouts.agent import Agent, Demonstrator, Expert, RandomAgent, random_call
 from ludus.rollouts.budgets import Budgets
 from ludus.rollouts.checked_instance import BAD_TEXTS, CheckedInstance, ResourceUsage, bad_calls
 from ludus.rollouts.formats import load_format
-from ludus.rollouts.random_agent import RandomAgent, random_call
 from ludus.rollouts.renderer import Renderer
 from ludus.rollouts.rollout import Rollout
 from ludus.tools import as_toolset

@@ -17,10 +17,9 @@ from ludus.core.lru import LruCache
 from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.tokenizer import ImageTokens, Tokenizer
 from ludus.core.trajectory import SegmentKind, TokenSequence
-from ludus.rollouts.chat_entries import ChatEntry, Piece, split_at_marks
 from ludus.rollouts.chat_template import SafeTemplate, tools_key
 from ludus.rollouts.formats.base import THINK, ActionFormat, is_thinking
-from ludus.rollouts.placeholders import unused_word
+from ludus.rollouts.template_content import ChatEntry, Piece, split_at_marks, unused_word
 from ludus.rollouts.template_features import (
     TOOL,
     action_text,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from ludus.core.failures import ConfigError
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, Role, ToolCall, ToolResult, ToolSpec
 from ludus.core.tokenizer import ImageTokens, Tokenizer
-from ludus.rollouts.chat_entries import ChatEntry, Piece, split_at_marks
 from ludus.rollouts.chat_template import SafeTemplate
 from ludus.rollouts.formats.base import THINK, ActionFormat
+from ludus.rollouts.template_content import ChatEntry, Piece, split_at_marks
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from ludus.core.failures import Aborted, Boundary, ConfigError, InfraError, MissingExtraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
-from ludus.rewards.calling import CheckedReward, with_retries
+from ludus.rewards.reward import CheckedReward, with_retries
 from ludus.rewards.scores import Parts, checked_name, checked_weight
 from ludus.sandbox import Execution, Sandbox, SandboxConfig, SessionLost, shared_sandbox
 

@@ -1,4 +1,8 @@
-"""Words that stand for content while a chat template is rendered, and show afterwards where it stands."""
+"""Content in a chat template: what is content, words that stand for it, and escaping it.
+
+Placeholders stand for content while a template is rendered, and show afterwards where it stands. Templates that
+change content get it escaped by separators; each way of escaping is stronger than the one before.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludus.core.messages import ToolSpec
-from ludus.rollouts.chat_entries import Piece
+from ludus.core.messages import Role, ToolSpec
+from ludus.core.tokenizer import Tokenizer
+from ludus.rollouts.tokenizers import ControlTexts
 
 Escape = Callable[[str], str]
 Span = tuple[int, int]
@@ -29,6 +34,44 @@ SCHEMA_WORDS = frozenset(
     }
 )
 """What templates look for in a tool's parameters; anything else there is the author's."""
+
+SEPARATORS = (" ", ".", "_")
+"""The first disturbs least. A template that removes spaces seldom removes the others."""
+_PLAIN_IDENTIFIER = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a message. Special tokens are recognised in trusted pieces only."""
+
+    text: str
+    trusted: bool = False
+    identifier: bool = False
+    """The id of a call: it may be replaced by another one, but not by a longer one."""
+    is_image: bool = False
+    """A picture, for a template that is given pictures as parts of their own and writes their placeholders."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEntry:
+    """One message of the conversation that a chat template renders."""
+
+    role: Role
+    pieces: tuple[Piece, ...]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def all_pieces(self) -> list[Piece]:
+        """What a template is given for this message: its content, and the names that come with it."""
+        named = [] if self.name is None else [Piece(self.name)]
+        identified = [] if self.tool_call_id is None else [Piece(self.tool_call_id, identifier=True)]
+        return [*self.pieces, *named, *identified]
+
+
+def split_at_marks(content: str, marks: Sequence[str]) -> tuple[Piece, ...]:
+    """`content` cut at its marks, which are trusted."""
+    parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", content)
+    return tuple(Piece(part, trusted=index % 2 == 1) for index, part in enumerate(parts) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +187,50 @@ def _digest(*texts: str) -> str:
 def _within_space(text: str, core: str, word: str) -> str:
     start = text.index(core)
     return text[:start] + word + text[start + len(core) :]
+
+
+class Escaper:
+    """Writes content so that the tokenizer makes no special token of it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._controls = ControlTexts(tokenizer.controls)
+        self._ids = frozenset(tokenizer.controls.values())
+
+    def escapes(self) -> list[Escape]:
+        """From the mildest: inside control texts only; after all that could begin one; everywhere."""
+        opened = [_with(separator, self._controls.opened) for separator in SEPARATORS]
+        spread = [_with(separator, _spread) for separator in SEPARATORS]
+        return [self.harmless, *opened, *spread]
+
+    def harmless(self, text: str) -> str:
+        """`text` that gives no special token by itself, after any normalisation: spaced out if need be."""
+        broken = self._controls.broken(text)
+        return broken if self._ids.isdisjoint(self._tokenizer.encode(broken)) else " ".join(broken)
+
+    def piece(self, piece: Piece, escape: Escape) -> str:
+        """What a template is given for `piece`. An identifier that could do harm gets another name."""
+        if piece.trusted:
+            return piece.text
+        if not piece.identifier:
+            return escape(piece.text)
+        kept = escape == self.harmless and _PLAIN_IDENTIFIER.fullmatch(piece.text)
+        return piece.text if kept else same_length(piece.text, len(piece.text))
+
+    def tool(self, tool: ToolSpec, escape: Escape) -> ToolSpec:
+        """The same tool. Its name is kept as far as it can be: the model has to call it by that."""
+        return ToolSpec(
+            self.harmless(tool.name), escape(tool.description), each_text(tool.parameters, escape)
+        )
+
+
+def _with(separator: str, separate: Callable[[str, str], str]) -> Escape:
+    return lambda text: separate(text, separator)
+
+
+def _spread(text: str, separator: str) -> str:
+    """A separator around every character."""
+    return f"{separator}{separator.join(text)}{separator}" if text.strip() else text
 
 
 def each_text(value: Any, escape: Escape) -> Any:
