@@ -145,11 +145,14 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ("{", "line 1, is not JSON"),
-        ('{"target": "5"}', "task 1 of .* exactly one of 'prompt' and 'messages'"),
-        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "two tasks have the id 'x'"),
+        ('{"target": "5"}', "line 1, is not a task: .*exactly one of 'prompt' and 'messages'"),
+        (
+            '{"prompt": "a", "id": "x"}\n\n{"prompt": "b", "id": "x"}',
+            "two tasks have the id 'x': .*line 1, and .*line 3;",
+        ),
         ('{"messages": [{"role": "god", "content": "hi"}]}', "role must be"),
         ('{"messages": [{"role": "user", "content": 5}]}', "content must be a string"),
-        ('["prompt"]', "task 1"),
+        ('["prompt"]', "line 1, is not a task"),
         ("", "holds no tasks"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,9 @@ async def test_a_task_whose_picture_cannot_be_read_is_an_error_of_the_task(
 ) -> None:
     with pytest.raises(ConfigError, match=r"task t: .*no format"):
         await play(renderers["llava"], look, Media.image(b"no picture at all"))
+    read = replace(Media.image(b"nothing"), origin="tasks.jsonl, line 7: a.png")
+    with pytest.raises(ConfigError, match=r"task t: tasks.jsonl, line 7: a.png: .*no format"):
+        await play(renderers["llava"], look, read)
 
 
 HOSTILE = (
@@ -237,6 +241,9 @@ def test_conversations_without_their_pictures_are_not_imitated_in_silence(
     broken_one = [Message("user", "look", media=(Media.image(b"nothing"),)), shown[1]]
     with pytest.raises(ConfigError, match="no format"):
         trajectory_of(broken_one, renderers["llava"], ())
+    read = replace(Media.image(b"nothing"), origin="shown.jsonl, line 7: a.png")
+    with pytest.raises(ConfigError, match=r"^shown.jsonl, line 7: a.png: .*no format"):
+        trajectory_of([replace(broken_one[0], media=(read,)), shown[1]], renderers["llava"], ())
 
 
 async def test_conversations_of_clients_keep_pictures_apart(renderers: dict[str, Renderer]) -> None:

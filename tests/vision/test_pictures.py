@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import struct
 import zlib
 from io import BytesIO
@@ -15,18 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from pydantic import TypeAdapter
+from typer.testing import CliRunner
 from vision_models import noise, picture
 
+from ludus.cli.main import app
 from ludus.core.failures import ConfigError
 from ludus.core.messages import IMAGE_MARK, Media, Message
 from ludus.core.pictures import (
     MOST_BYTES,
-    MOST_PIXELS,
     PictureError,
     picture_of_part,
     picture_of_url,
 )
-from ludus.engine.pictures import decode_picture
+from ludus.core.task import Task
+from ludus.engine.pictures import check_picture, decode_picture
+from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import load_tasks
 from ludus.training.data.conversations import read_conversations
 
@@ -79,23 +84,31 @@ def test_what_is_no_picture_is_refused_with_the_reason(part: dict[str, Any], sai
         Message.parse({"role": "user", "content": [part]})
 
 
+def png(side: int, pixels: bytes) -> bytes:
+    """A PNG of right checksums with this as its compressed pixels: a bomb, or one that does not decode."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def saved(kind: str) -> bytes:
+    file = BytesIO()
+    Image.open(BytesIO(noise(3, (60, 60)).data or b"")).save(file, format=kind)
+    return file.getvalue()
+
+
 def test_bytes_and_pixels_are_bounded() -> None:
     long = base64.b64encode(b"x" * (MOST_BYTES + 3)).decode()
     with pytest.raises(PictureError, match="MiB"):
         picture_of_url(f"data:image/png;base64,{long}")
     with pytest.raises(PictureError, match="MiB"):
         decode_picture(b"x" * (MOST_BYTES + 1))
-    # a bomb: a header that promises more pixels than memory has, and hardly any bytes
-    side = 65_000
-    assert side * side > MOST_PIXELS
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100))
     with pytest.raises(PictureError, match=r"pixels|decoded"):
-        decode_picture(bomb)
+        decode_picture(png(65_000, zlib.compress(b"\0" * 100)))
 
 
 @given(st.binary(max_size=300), st.integers(0, 60))
@@ -144,8 +157,14 @@ def test_task_files_name_pictures_by_path_url_and_column(tmp_path: Path) -> None
     shown = {"messages": [*rows[0]["prompt"], {"role": "assistant", "content": "noise"}]}
     file.write_text(json.dumps(shown))
     assert read_conversations(file)[0][0].media == (one,)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
     for part, said in (
         ({"type": "image", "path": "gone.png"}, r"gone\.png cannot be read"),
+        ({"type": "image", "path": "pictures"}, "pictures cannot be read: it is not a file"),
+        ({"type": "image", "path": "pipe"}, "pipe cannot be read: it is not a file"),
+        ({"type": "image", "path": "loop"}, "loop"),
+        ({"type": "image", "path": "a\0b"}, "null"),
         ({"type": "image", "path": "http://x/y.png"}, "not fetched"),
         ({"type": "image"}, "has no picture"),
     ):
@@ -167,3 +186,77 @@ def test_columns_of_tables_hold_pictures(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "tasks.parquet")
     (task,) = load_tasks(str(tmp_path / "tasks.parquet"))
     assert task.messages[0].media == (RED,) and task.target == "red"
+
+
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+BROKEN = {
+    "no picture": b"hello, this is text",
+    "bomb": png(65_000, zlib.compress(b"\0" * 100)),
+    "empty": b"",
+    **{f"half a {kind}": saved(kind)[: len(saved(kind)) // 2] for kind in KINDS},
+    "damaged png": saved("PNG")[:200] + b"\0\0\0\0" + saved("PNG")[204:],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("form", ["path", "image", "image_url"])
+def test_a_broken_picture_of_a_file_is_told_when_it_is_read(
+    tmp_path: Path, name: str, form: str
+) -> None:
+    (tmp_path / "good.png").write_bytes(RED.data or b"")
+    (tmp_path / "bad.png").write_bytes(BROKEN[name])
+    data = url(Media.image(BROKEN[name]))
+    bad = {"type": "image", form: "bad.png" if form == "path" else data}
+    bad = {"type": "image_url", "image_url": {"url": data}} if form == "image_url" else bad
+    rows = [[{"type": "image", "path": "good.png"}], [bad]]
+    file = tmp_path / "tasks.jsonl"
+    lines = [json.dumps({"prompt": [{"role": "user", "content": row}]}) for row in rows]
+    file.write_text("\n\n".join(lines))
+    with pytest.raises(ConfigError) as told:
+        load_tasks(str(file))
+    assert "tasks.jsonl, line 3: " in str(told.value)
+    assert name == "empty" or "save it again" in str(told.value)
+    assert form != "path" or name == "empty" or "bad.png" in str(told.value)
+    assert len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(cut=st.integers(0, 40), more=st.binary(max_size=20))
+def test_what_can_be_decoded_is_not_refused(kind: str, cut: int, more: bytes) -> None:
+    data = saved(kind)
+    data = data[: len(data) - cut] + more
+    try:
+        decode_picture(data)
+    except PictureError:
+        return
+    check_picture(data)
+
+
+def test_pictures_that_look_whole_and_are_not_have_their_file_and_line(tmp_path: Path) -> None:
+    hidden = Media.image(png(64, b"no deflate stream"))
+    part = {"type": "image", "image": url(hidden)}
+    file = tmp_path / "tasks.jsonl"
+    row = {"prompt": [{"role": "user", "content": [part]}]}
+    file.write_text("\n" + json.dumps(row) + "\n" + json.dumps(row))
+    tasks = load_tasks(str(file))  # decoding a thousand of them would take too long
+    told = list(undecodable_pictures([message for task in tasks for message in task.messages]))
+    assert len(told) == 1 and "tasks.jsonl, line 2: a picture: a picture cannot be decoded" in told[0]
+    assert "origin" not in TypeAdapter(Task).dump_json(tasks[0]).decode()
+
+
+def test_check_recipe_decodes_every_picture(tmp_path: Path) -> None:
+    hidden = Media.image(png(64, b"no deflate stream"))
+    rows = [{"prompt": [{"role": "user", "content": [{"type": "image", "image": url(one)}]}], "target": "red"}
+            for one in (RED, noise(1))]  # fmt: skip
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'rewards = ["exact_match"]\n[model.scratch]\nlayers = 1\nwidth = 32\n'
+        '[tasks]\ntrain = "tasks.jsonl"\n[rl]\nsteps = 1\n'
+    )
+    done = CliRunner().invoke(app, ["check", "recipe", str(recipe)])
+    assert done.exit_code == 0 and "the pictures of 2 messages can be decoded" in done.output
+    rows[1]["prompt"][0]["content"][0]["image"] = url(hidden)
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    done = CliRunner().invoke(app, ["check", "recipe", str(recipe)])
+    assert done.exit_code == 1 and "tasks.jsonl, line 2: " in " ".join(done.output.split())

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ludus.core.concurrency import busy_locations
 from ludus.core.config import read_toml
-from ludus.core.failures import ConfigError, Failure, Fault, LudusError
+from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
 from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
@@ -32,6 +32,7 @@ from ludus.rollouts.agent import Agent
 from ludus.rollouts.env_contract import Clause, EnvContract
 from ludus.rollouts.episode import Episode
 from ludus.rollouts.rollout import Rollout
+from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import load_tasks
 from ludus.sandbox import close_shared_sandboxes
 from ludus.tools import example_of, shut
@@ -47,6 +48,8 @@ SAMPLE = 16
 """How many tasks a check looks at."""
 BYTES_PER_TOKEN = 8
 """More than the text of any language takes."""
+MOST_TOLD = 5
+"""How many of the same kind are told one by one."""
 VARIANTS = 3
 """How often a check calls each tool, with other arguments each time."""
 SECONDS = 60.0
@@ -138,6 +141,7 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
         findings.append(
             ("warning", f"{len(both)} held-out tasks are trained on too, such as {both[0]!r}")
         )
+    findings += await asyncio.to_thread(_pictures, parts)
     for name, factory in parts.all_envs.items():
         settings = recipe.agent.pools.get(name, PoolConfig())
         found = _env(factory, parts.tasks[:1], name, settings.isolation)
@@ -155,6 +159,25 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
             calls = _tool_calls(recipe, parts, may_change=call_tools is True)
             findings += await _within(seconds * VARIANTS, "the calls of the tools", calls)
     return findings
+
+
+def _pictures(parts: Parts) -> Findings:
+    """Every picture of the tasks and demonstrations, decoded as a run would decode it."""
+    shown = [task.messages for task in (*parts.tasks, *parts.held_out)]
+    shown += (
+        [] if parts.demonstrations is None or callable(parts.demonstrations) else parts.demonstrations
+    )
+    messages = [message for one in shown for message in one if message.media]
+    if not messages:
+        return []
+    try:
+        broken = list(undecodable_pictures(messages))
+    except MissingExtraError as error:
+        return [("skipped", f"pictures were not decoded: {error}")]
+    told = [("error", text) for text in broken[:MOST_TOLD]]
+    if len(broken) > MOST_TOLD:
+        told.append(("error", f"and {len(broken) - MOST_TOLD} more pictures cannot be decoded"))
+    return told or [("info", f"the pictures of {len(messages)} messages can be decoded")]
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, Findings]) -> Findings:

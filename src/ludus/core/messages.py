@@ -14,7 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from ludus.core.failures import Fault
 
@@ -34,6 +35,8 @@ Base64 = Annotated[
     WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
 ]
 """Bytes that are base64 in JSON."""
+Origin = Annotated[str, Field(exclude=True), SkipJsonSchema()]
+"""The file and line that something was read from, for messages: known in this process, and written nowhere."""
 
 IMAGE_MARK = "\ufffc"
 """Where a picture of `Message.media` stands in the text (Unicode's object replacement character). The marks
@@ -56,6 +59,7 @@ class Media:
     kind: str
     sha256: str
     data: Base64 | None = field(default=None, repr=False, compare=False)
+    origin: Origin = field(default="", repr=False, compare=False)
 
     @classmethod
     def image(cls, data: bytes, kind: str = "image") -> Media:
@@ -65,6 +69,10 @@ class Media:
     @property
     def is_image(self) -> bool:
         return self.kind == "image" or self.kind.startswith("image/")
+
+    def named(self, problem: object) -> str:
+        """What is wrong with it, after where it comes from, if that is known."""
+        return f"{self.origin}: {problem}" if self.origin else str(problem)
 
 
 @dataclass(frozen=True, slots=True)

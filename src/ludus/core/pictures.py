@@ -76,10 +76,15 @@ def _from_anthropic(source: Mapping[str, Any]) -> Media:
 def picture_of_file(path: Path) -> Media:
     """The picture of a file."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            raise OSError("it is not a file")
         with path.open("rb") as file:
-            return _media(file.read(MOST_BYTES + 1))
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise PictureError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a null byte in the path
+        raise PictureError(f"{str(path)!r} cannot be read: {error}") from None
+    return _media(data)
 
 
 def _decoded(text: str) -> bytes:

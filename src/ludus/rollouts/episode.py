@@ -203,7 +203,7 @@ class Episode:
                         self._count_unseen(1)
                 except PictureError as error:
                     if not self.trajectory.messages:  # it is the task's own, and nobody's action
-                        raise ConfigError(f"task {self.task.id}: {error}") from None
+                        raise ConfigError(f"task {self.task.id}: {media.named(error)}") from None
                     problems.append(f"[image not shown: {error}]")
                     self._count_unseen(1)
                 else:

@@ -29,7 +29,7 @@ Columns = Mapping[str, str]
 
 def load_tasks(source: str, columns: Columns | None = None) -> list[Task]:
     """Tasks from a file (`FILES`), dataset:NAME:CONFIG@SPLIT, a set of others (`SOURCES`), or code."""
-    return parse_tasks((row for _, row in read_rows(source, columns)), source)
+    return _parsed(read_rows(source, columns), source)
 
 
 def is_rows(source: str) -> bool:
@@ -76,17 +76,27 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
 
 def parse_tasks(rows: Iterable[Task | Mapping[str, Any]], source: str) -> list[Task]:
     """Checked tasks with unique ids; the error says which row is wrong, and how."""
-    tasks: list[Task] = []
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
         raise ConfigError(
             f"{source} is a list of tasks, or the name of a file or a function; not {type(rows).__name__}"
         )
-    for number, row in enumerate(rows, start=1):
+    return _parsed(((f"task {n} of {source}", row) for n, row in enumerate(rows, start=1)), source)
+
+
+def _parsed(rows: Iterable[tuple[str, Any]], source: str) -> list[Task]:
+    tasks: list[Task] = []
+    places: dict[str, str] = {}
+    for where, row in rows:
         try:
-            tasks.append(Task.parse(row))
+            task = Task.parse(row)
         except ValueError as error:
-            hint = _hint(row)
-            raise ConfigError(f"task {number} of {source} is not a task: {error}{hint}") from None
+            raise ConfigError(f"{where}, is not a task: {error}{_hint(row)}") from None
+        if task.id and (first := places.setdefault(task.id, where)) != where:
+            raise ConfigError(
+                f"two tasks have the id {task.id!r:.200}: {first}, and {where}; ids must be unique within a "
+                "task set"
+            )
+        tasks.append(task)
     if not tasks:
         raise ConfigError(f"{source} holds no tasks")
     try:

@@ -24,6 +24,7 @@ from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequenc
 from ludus.observe import holds_trajectories, read_trajectories, with_pictures
 from ludus.rollouts.formats.base import THINK
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.row_pictures import undecodable_pictures
 from ludus.rollouts.tasksets import Columns, read_rows
 
 Conversation = Sequence[Message]
@@ -253,7 +254,8 @@ def trajectory_of(
     try:
         return _rendered(conversation, renderer, tools)
     except PictureError as error:
-        raise ConfigError(str(error)) from error
+        broken = undecodable_pictures(conversation)  # the error has the bytes' problem, not their origin
+        raise ConfigError(next(broken, str(error))) from error
 
 
 def _rendered(conversation: Conversation, renderer: Renderer, tools: Sequence[ToolSpec]) -> Trajectory:
