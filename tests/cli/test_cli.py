@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,41 @@ def test_ctrl_c_saves_and_says_how_to_go_on(project: Path, staleness: int) -> No
     assert "ludus train --resume" in errors and "Traceback" not in errors
     latest = run.latest_checkpoint()
     assert latest is not None and latest.step == max(row["step"] for row in run.metrics())
+
+
+INTERRUPTED = """
+import os, signal
+import ludus.cli.train as command
+import ludus.training.api as api
+from ludus.cli.main import run
+
+def interrupted(work):
+    def done(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return work(*given)
+    return done
+
+WHERE.NAME = interrupted(WHERE.NAME)
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "api.write_report",
+            "stopped; saved after step 1 in .*Go on with: ludus train --resume stopped",
+        ),
+        ("command.table_rich", "stopped; the run has ended: stopped/report.md, stopped/checkpoints/"),
+    ],
+)
+def test_ctrl_c_in_the_report_says_what_is_saved(project: Path, name: str, told: str) -> None:
+    program = INTERRUPTED.replace("WHERE.NAME", name)
+    process = Started(program, "train", "recipe.toml", "rl.steps=1", "run.folder=stopped")
+    _, errors = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert re.search(told, " ".join(errors.split())), errors
 
 
 def test_replay_trains_again_from_the_record(project: Path) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_process import COMMAND as PROGRAM
+from cli_process import Started
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -180,6 +186,77 @@ def test_what_the_writer_said_is_not_asked_for_again(tmp_path: Path) -> None:
         (tmp_path / "made" / "scenarios.json").unlink(missing_ok=True)
         assert CliRunner().invoke(app, command).exit_code != 0
         assert script.asked == asked
+
+
+def wait_until(is_so: Callable[[], bool], process: Started) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        assert process.returncode is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    raise AssertionError("it did not come so far")
+
+
+def test_answers_that_could_not_be_used_are_asked_for_again(tmp_path: Path) -> None:
+    good = [add(1, 2), add(3, 4), add(5, 6)]
+    script = Script(*[[scenario("Do something hopeless", ("echo", {"text": "x"}))]] * 4, good)
+    with serving(script) as server:
+        command = ["mcp-rl", COMMAND, "--writer", f"{server.url}#s", "--out", str(tmp_path / "made")]
+        command += ["--scenarios", "2", "--held-out", "1", "rl.no_such_key=1"]
+        first = CliRunner().invoke(app, command)
+        assert "the same command asks again" in str(first.exception)
+        second = CliRunner().invoke(app, command)
+        assert "no_such_key" in str(second.exception), "the scenarios are there"
+    assert script.asked["write"] == 5
+
+
+@pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_scenarios_are_written_says_how_to_go_on(tmp_path: Path, signalled: int) -> None:
+    script, goes_on = Script([add(1, 2)]), threading.Event()
+
+    def reply(body: dict[str, Any]) -> Any:
+        if script.asked["answer"]:  # the second question is never answered
+            goes_on.wait(40)
+        return script(body)
+
+    with serving(reply) as server:
+        folder = tmp_path / "made"
+        process = Started(
+            PROGRAM, "mcp-rl", COMMAND, "--writer", f"{server.url}#s", "--out", str(folder)
+        )
+        wait_until(lambda: script.asked["answer"] == 1, process)
+        process.send_signal(signalled)
+        _, errors = process.communicate()
+        goes_on.set()
+    assert process.returncode == 130 and "Traceback" not in errors
+    told = "stopped; the writer's answers are kept. Go on with the same command and --out"
+    assert f"{told} {folder}" in errors
+    assert list((folder / "answers").glob("*/*.json"))
+
+
+def test_ctrl_c_in_its_training_names_the_command_itself(tmp_path: Path) -> None:
+    script = Script([add(a, b) for a in range(2, 5) for b in range(2, 4)])
+    with serving(script) as server:
+        folder = tmp_path / "made {x}"
+        command = [
+            "mcp-rl",
+            COMMAND,
+            "--writer",
+            f"{server.url}#s",
+            "--allow",
+            "add",
+            "--out",
+            str(folder),
+        ]
+        command += ["--scenarios", "4", "--held-out", "2", "--imitate", "100000", "warm_start.batch=2"]
+        process = Started(PROGRAM, *command, "model.scratch.width=32", "run.checkpoint_every=1")
+        wait_until(lambda: bool(RunFolder(folder / "run").checkpoints()), process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130 and "saved after step" in errors
+    assert f"Go on with: the same command and --out {folder}" in errors
+    assert "--resume" not in errors
 
 
 def test_a_model_from_scratch_writes_nothing() -> None:

@@ -21,6 +21,8 @@ from ludus.llm import (
     ChatLimits,
     ChatUsage,
     LimitedChatModel,
+    UnusableReply,
+    ask_json,
     load_chat_model,
 )
 from ludus.llm.limits import RequestRate
@@ -216,3 +218,19 @@ async def test_a_request_that_nobody_waits_for_is_cancelled(tmp_path: Path) -> N
     assert inner.inside == 0
     inner.gate.set()
     assert (await model.chat(HELLO)).text == "hello"
+
+
+async def test_answers_that_could_not_be_used_are_not_kept(tmp_path: Path) -> None:
+    said = iter(["no JSON", "still none", "nor this", "nor that", '{"x": 1}'])
+    with serving(lambda body: chat(next(said))) as server:
+        table = {"address": f"{server.url}#tiny", "cache": str(tmp_path)}
+        model = load_chat_model(table)
+        with pytest.raises(UnusableReply):
+            await ask_json(model, HELLO, dict[str, int], attempts=3)
+        assert not [file for _, _, files in os.walk(tmp_path) for file in files]
+        # one that was mended is kept with what it took, so that it is found again as it was
+        found = await ask_json(model, HELLO, dict[str, int], attempts=2)
+        again = await ask_json(model, HELLO, dict[str, int], attempts=2)
+        await model.close()
+    assert found.value == again.value == {"x": 1}
+    assert len(again.replies) == 2 and not again.asked

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.show import missing_run
+from ludus.cli.stopping import stopped_says, until_told
 from ludus.core.config import apply_overrides
 from ludus.core.failures import (
     ConfigError,
@@ -174,11 +175,9 @@ def run_evaluation(
             def on_group(model: str, turns: int, done: int, total: int) -> None:
                 status.update(Text(f"{model}, at most {turns} turns: {done} of {total} tasks"))
 
-            try:
-                study = asyncio.run(played(results, on_group))
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                console.print(Text(f"stopped; go on with the same command and --results {results.path}"))
-                raise KeyboardInterrupt from None
+            kept = f"what is measured is kept. Go on with the same command and --results {results.path}"
+            with stopped_says(console, kept):
+                study = asyncio.run(until_told(played(results, on_group)))
         _show(console, study, options)
         paths = write_report(results.path, study)
     for path in paths:

@@ -11,7 +11,8 @@ episodes of before and after in one ranking. All of it stands in one folder::
     run/                    the run, with audit.jsonl
     report.md               before and after
 
-The same command goes on where it was stopped: answers and scenarios are used again, a run is resumed.
+The same command goes on where it was stopped: answers and scenarios are used again, a run is resumed. Answers
+of which too few scenarios could be made are not kept: the same command asks again.
 
 A writer or judge called `policy` is the model that is trained: as it is before, for the scenarios and for the
 comparison at the end, which needs one judge for all stages; as it is then, while it is trained.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ludus.cli.stopping import stopped_says, until_told
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Fault, InfraError
 from ludus.core.messages import Json
@@ -108,13 +111,16 @@ def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) 
     MCPServerConfig.of(settings.server).check_program()
     folder.mkdir(parents=True, exist_ok=True)
     console.print(Text(f"folder: {folder}"), soft_wrap=True)
+    again = f"the same command and --out {folder}"
     if not _has_scenarios(folder, settings):
-        made = asyncio.run(_write_scenarios(settings, folder, console))
-        _save_scenarios(folder, settings, made)
+        with stopped_says(console, f"the writer's answers are kept. Go on with {again}"):
+            made = asyncio.run(until_told(_write_scenarios(settings, folder, console)))
+            _save_scenarios(folder, settings, made)
         _say_scenarios(console, made)
-    _train(folder, settings, overrides, console)
+    _train(folder, settings, overrides, console, again)
     console.print(Text(f"before and after: asking {settings.judge}"), soft_wrap=True)
-    rows = asyncio.run(_compare(folder, settings))
+    with stopped_says(console, f"the run has ended, and is not compared yet. Go on with {again}"):
+        rows = asyncio.run(until_told(_compare(folder, settings)))
     text = _report(settings, folder, rows)
     atomic_write(folder / REPORT, text)
     Console().print(table_rich("", _COLUMNS, rows))
@@ -162,10 +168,12 @@ async def _write_scenarios(settings: McpRlSettings, folder: Path, console: Conso
         await tools.aclose()
         await writer.close()
     if len(made.train) < _LEAST:
+        shutil.rmtree(folder / ANSWERS, ignore_errors=True)
         why = ", ".join(f"{reason}: {count}" for reason, count in made.rejected.most_common())
         raise ConfigError(
             f"only {len(made.train)} of {made.proposed} proposed scenarios can be used ({why or 'none came'}): "
-            "try another --writer, say more with --about, or give the server something to work on (--files)"
+            "try another --writer or --seed, say more with --about, or give the server something to work on "
+            "(--files). The answers were not kept: the same command asks again"
         )
     return made
 
@@ -223,21 +231,25 @@ def recipe_of_scenarios(settings: McpRlSettings, train: int, most_calls: int) ->
     return raw
 
 
-def _train(folder: Path, settings: McpRlSettings, overrides: Sequence[str], console: Console) -> None:
+def _train(
+    folder: Path, settings: McpRlSettings, overrides: Sequence[str], console: Console, again: str
+) -> None:
     from ludus.cli.train import run_training
 
+    again = again.replace("{", "{{").replace("}", "}}")  # it is a template there
     run = RunFolder(folder / RUN)
     if run.is_run:
         _check_unchanged(folder, settings)
         console.print(Text(f"going on with {run.path}"), soft_wrap=True)
-        run_training(None, list(overrides), run.path)
+        run_training(None, list(overrides), run.path, again=again)
         return
     rows = [
         json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     most = max(len(row["plan"]) for row in rows)
     atomic_write(folder / RECIPE, toml_text(recipe_of_scenarios(settings, len(rows), most)))
-    run_training(folder / RECIPE, [f"run.folder={json.dumps(str(run.path))}", *overrides], None)
+    own = f"run.folder={json.dumps(str(run.path))}"
+    run_training(folder / RECIPE, [own, *overrides], None, again=again)
 
 
 def _check_unchanged(folder: Path, settings: McpRlSettings) -> None:

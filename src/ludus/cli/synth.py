@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.eval import load
+from ludus.cli.stopping import stopped_says, until_told
 from ludus.cli.synth_trainer import RecipeTrainer
 from ludus.core.chat import ChatModel
 from ludus.core.config import apply_overrides
@@ -68,18 +68,10 @@ def run_synthesis(
         SynthFolder(out, asked) if out else SynthFolder.numbered(f"{recipe.name}-{name}", asked)
     ) as folder:
         console.print(Text(f"folder: {folder.path}"), soft_wrap=True)
-        try:
-            with ExitStack() as shown:
-                work = _made(method, recipe, parts, player, folder, ProgressBars(console, shown))
-                result, cost, written = asyncio.run(_until_told(work))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            console.print(
-                Text(
-                    f"stopped; what is finished is kept. Go on with the same command and --out {folder.path}"
-                ),
-                soft_wrap=True,
-            )
-            raise KeyboardInterrupt from None
+        kept = f"what is finished is kept. Go on with the same command and --out {folder.path}"
+        with stopped_says(console, kept), ExitStack() as shown:
+            work = _made(method, recipe, parts, player, folder, ProgressBars(console, shown))
+            result, cost, written = asyncio.run(until_told(work))
     show_result(Console(), method_type.title, result, cost, written)
 
 
@@ -172,13 +164,6 @@ def opener(sets: Sequence[TaskSet]) -> Callable[[ModelSpec], Awaitable[ChatModel
         return await open_model(spec)
 
     return open_one
-
-
-async def _until_told(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work`; SIGTERM stops it as Ctrl-C does."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
 
 
 class ProgressBars:

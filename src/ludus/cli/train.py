@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from ludus.cli.stopping import stopped_says, until_told
 from ludus.core.failures import ConfigError
 from ludus.observe import RunFolder, RunWriter, episode_text, printable, table_rich
 from ludus.training.config.cluster import launched_rank
 from ludus.training.config.parts import Parts, check_rebuilt, load_parts
-from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe import AGAIN, Recipe
 from ludus.training.config.recipe_files import load_recipe
 
 if TYPE_CHECKING:
@@ -23,9 +22,13 @@ if TYPE_CHECKING:
 
 
 def run_training(
-    recipe_path: Path | None, overrides: list[str], resume: Path | None, replay: Path | None = None
+    recipe_path: Path | None,
+    overrides: list[str],
+    resume: Path | None,
+    replay: Path | None = None,
+    again: str = AGAIN,
 ) -> None:
-    """Train, show, report."""
+    """Train, show, report; `again` is how a run that was stopped is gone on with."""
     if launched_rank()[0]:
         from ludus.training.ranks import serve_rank
 
@@ -62,10 +65,11 @@ def run_training(
     from ludus.training.api import train_async
 
     try:
-        result = asyncio.run(_until_told(train_async(recipe, parts, run, show=console)))
+        result = asyncio.run(until_told(train_async(recipe, parts, run, show=console, again=again)))
     except asyncio.CancelledError:  # by a signal; the message about the checkpoint is out
         raise KeyboardInterrupt from None
-    _report(console, result, recipe)
+    with stopped_says(console, f"the run has ended: {result.run.report_path}, {result.model}"):
+        _report(console, result, recipe)
 
 
 def _resumed(folder: Path, overrides: list[str]) -> tuple[RunWriter, Recipe, Parts] | str:
@@ -102,13 +106,6 @@ def _replayed(folder: Path, overrides: list[str]) -> tuple[Recipe, Parts]:
 
     recipe = replayed_recipe(source, overrides)
     return recipe, load_parts(recipe)
-
-
-async def _until_told(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work`; SIGTERM stops it as Ctrl-C does, so that `kill` and schedulers lose nothing."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await task
 
 
 def _report(console: Console, result: Result, recipe: Recipe) -> None:

@@ -2,7 +2,8 @@
 
 The key is the content: the model's name, the messages and the options. Each answer is a small file that is
 written whole or not at all, so that several processes can share a folder. With a temperature above 0, different
-answers to one question take different seeds.
+answers to one question take different seeds. Answers that could not be used are forgotten (`ask_json`), and
+asked for again by the next process.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class ReplyFolder:
         finally:
             part.unlink(missing_ok=True)
 
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file(key).unlink()
+
     def _file(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.json"
 
@@ -102,6 +107,10 @@ class CachedChatModel:
             self.usage.cached += 1
             reply = replace(reply, is_cached=True)
         return reply
+
+    async def forget(self, messages: Sequence[Message], options: ChatOptions) -> None:
+        """Ask again the next time."""
+        await run_sync(self._store.remove, request_key(self.name, messages, options))
 
     async def close(self) -> None:
         await self.inner.close()

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import TypeAdapter
 
@@ -30,6 +30,13 @@ _SHOWN_CHARS = 2_000
 
 class UnusableReply(ChatError):
     """A model was asked several times, and no answer of it was what was asked for."""
+
+
+@runtime_checkable
+class Forgetting(Protocol):
+    """A model that keeps answers, and can forget one."""
+
+    async def forget(self, messages: Sequence[Message], options: ChatOptions) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +63,15 @@ async def ask_json(
     """The answer as a `kind` (a pydantic model, or whatever a `TypeAdapter` takes).
 
     Where it does not fit, the model is asked again with what was wrong, `attempts` times in all; then
-    `UnusableReply` is raised. A validator of `kind` can check what a schema cannot: its message is what the
-    model is told.
+    `UnusableReply` is raised, and a model that keeps answers forgets these. A validator of `kind` can check
+    what a schema cannot: its message is what the model is told.
     """
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     options = replace(options, wants_json=True)
     asked, replies, problem = list(messages), [], ""
+    questions = []
     for _ in range(attempts):
+        questions.append(asked)
         reply = await model.chat(asked, options)
         replies.append(reply)
         try:
@@ -72,6 +81,9 @@ async def ask_json(
         if reply.is_cut:
             problem += f" (it was cut at {options.max_tokens} tokens: be brief)"
         asked = [*messages, *_told(reply.text, problem)]
+    if isinstance(model, Forgetting):
+        for question in questions:
+            await model.forget(question, options)
     raise UnusableReply(
         f"{model.name} gave no usable answer in {attempts} attempts; the last: {problem}",
         attempts=attempts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
@@ -37,7 +38,7 @@ from ludus.training.config.parts import (
     task_set_specs,
 )
 from ludus.training.config.paths import beside, with_absolute_paths
-from ludus.training.config.recipe import Recipe
+from ludus.training.config.recipe import AGAIN, Recipe
 from ludus.training.config.recipe_files import find_recipe, refuse_empty
 from ludus.training.data.conversations import Conversation
 from ludus.training.evaluation.evaluate import Evaluation, find_model, measure_sets
@@ -282,7 +283,7 @@ async def train_async(
     objects: Mapping[str, str] | None = None,
     *,
     show: Console | None = None,
-    again: str = "ludus train --resume {path}",
+    again: str = AGAIN,
 ) -> Result:
     """The same, inside a running event loop. Without a `run`, a new folder is made.
 
@@ -371,6 +372,7 @@ async def _train_in(
                 trainer = Trainer(context, writer, on_step)
                 await trainer.train(checkpoint)
         report = write_report(writer, trainer.recipe)
+        await asyncio.sleep(0)  # a Ctrl-C of meanwhile ends the run here, where what is saved is said
         latest = writer.latest_checkpoint()
         if latest is None:
             raise ConfigError(f"{writer.path} has no checkpoint, though the run has ended")

@@ -40,6 +40,8 @@ StageConfig = Annotated[
     | EvaluationStageConfig,
     Field(discriminator="kind"),
 ]
+AGAIN = "ludus train --resume {path}"
+"""How a run that was stopped is gone on with, unless somebody else than `ludus train` has begun it."""
 STAGE_CONFIGS: tuple[type[BaseStageConfig], ...] = get_args(get_args(StageConfig)[0])
 """The kinds of stages, in the order of their settings."""
 
