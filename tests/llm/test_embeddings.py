@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from ludus.core import ConfigError
 from ludus.llm import ChatError, RetryPolicy
-from ludus.llm.embeddings import RemoteEmbedder, load_embedder
+from ludus.llm.embeddings import RemoteEmbedder, load_embedder, open_embedder
 from openai_server import Raw, cut_off, error, garbage, serving
 
 FAST = RetryPolicy(seconds=20, retries=2, first_pause=0.001)
@@ -72,6 +74,10 @@ def test_texts_are_cut_until_the_server_takes_them() -> None:
         {"data": [{"index": 0, "embedding": [1.0]}, {"index": 1, "embedding": [1.0, 2.0]}]},
         {"data": [{"index": 0, "embedding": [float("nan")]}, {"index": 1, "embedding": [1.0]}]},
         {"data": [{"index": 0, "embedding": "AAAA"}, {"index": 1, "embedding": []}]},
+        {"data": [{"index": 0, "embedding": [1e39]}, {"index": 1, "embedding": [1.0]}]},
+        {"data": [{"index": 0, "embedding": [10**400]}, {"index": 1, "embedding": [1.0]}]},
+        {"data": [{"index": 0, "embedding": [0] * 70_000}, {"index": 1, "embedding": [0] * 70_000}]},
+        {"data": [{"index": 0, "embedding": [True]}, {"index": 1, "embedding": [1.0]}]},
         {"data": [3, 4]},
     ],
 )
@@ -87,3 +93,58 @@ def test_what_is_no_embedding_is_retried_and_then_typed(answer: dict[str, Any] |
 def test_a_name_that_is_none_lists_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"hashed, an address such as .* sentence:MODEL"):
         load_embedder("minilm")
+
+
+MALFORMED: dict[str, Any] = {
+    "NaN": lambda n: [[float("nan"), 1.0]] * n,
+    "ragged": lambda n: [[1.0] * (2 + i % 2) for i in range(n)],
+    "one short": lambda n: [[1.0, 2.0]] * (n - 1),
+    "no list": lambda n: "AAAA",
+    "huge": lambda n: [[0.5] * 100_000] * n,
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_embedder_is_told_when_it_is_opened(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However patient the policy of the long job is."""
+    make = MALFORMED[name]
+
+    def malformed(body: dict[str, Any]) -> dict[str, Any]:
+        made = make(len(body["input"]))
+        rows = [{"index": i, "embedding": row} for i, row in enumerate(made)]
+        return {"data": rows if isinstance(made, list) else made}
+
+    with serving(malformed) as server:
+        with pytest.raises(ConfigError, match=r"the embedder .*#tiny' cannot be used: .* attempts: "):
+            open_embedder(f"{server.url}#tiny")
+        assert len(server.bodies) == 2
+        # a long job is more patient with a server that fails, and not with one that answers nonsense
+        patient = RetryPolicy(retries=50, unusable=2, first_pause=0.01)
+        with pytest.raises(ChatError, match="in 3 attempts"):
+            RemoteEmbedder(f"{server.url}#tiny", policy=patient).embed(["a", "b"])
+    own = SimpleNamespace(embed=lambda texts: make(len(texts)))
+    monkeypatch.setitem(sys.modules, "own_embedder", SimpleNamespace(own=own))
+    with pytest.raises(ConfigError, match=r"the embedder 'own_embedder:own': .*embedding"):
+        open_embedder("own_embedder:own")
+
+
+def test_an_embedder_that_is_not_there_is_told_when_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = "in 2 attempts: status 500: out of memory"
+    with (
+        serving(lambda body: error(500, "out of memory")) as server,
+        pytest.raises(ConfigError, match=told),
+    ):
+        open_embedder(f"{server.url}#tiny")
+    with pytest.raises(ConfigError, match=r"cannot be used: .*in 2 attempts"):
+        open_embedder(f"{server.url}#tiny")
+
+    def broken(texts: list[str]) -> None:
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setitem(sys.modules, "own_embedder", SimpleNamespace(own=SimpleNamespace(embed=broken)))
+    with pytest.raises(ConfigError, match=r"own_embedder:own.*RuntimeError: no GPU"):
+        open_embedder("own_embedder:own")

@@ -21,7 +21,7 @@ from synth_parts import ScriptedChat, Source, context, open_door, rollout, safe_
 from typer.testing import CliRunner
 
 from ludus.cli.main import app
-from ludus.core import Message, StopReason, Task, ToolCall, Trajectory
+from ludus.core import ConfigError, Message, StopReason, Task, ToolCall, Trajectory
 from ludus.llm.embeddings import HashedWords, unit
 from ludus.observe import read_trajectories, write_trajectories
 from ludus.synth import SynthContext, SynthFolder, provenance_of, steps_of
@@ -362,3 +362,13 @@ async def test_rewards_must_come_again_by_their_values(
     settings = QualityConfig.parse({"min_turns": 1})
     result = await QualityPipeline(settings, rollouts={"": playing}).run(group.trajectories, made)
     assert dict(result.reasons) == reasons, result.rejected
+
+
+async def test_a_broken_embedder_is_told_before_anything_is_replayed(tmp_path: Path) -> None:
+    playing = rollout(lambda t, n: _solution())
+    made = context(tmp_path / "s", Source([safe_task("a")], playing))
+    group = await made.group(made.tasks()[0], 1)
+    settings = QualityConfig(embedder="http://127.0.0.1:9/v1#nobody")
+    with pytest.raises(ConfigError, match=r"the embedder .*nobody"):
+        await QualityPipeline(settings, rollouts={"": playing}).run(group.trajectories, made)
+    assert made.folder.piece("replay", 0, "a/0/0") is None

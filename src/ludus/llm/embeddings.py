@@ -1,7 +1,8 @@
 """Texts to vectors: one interface for dense search, clusters, near-duplicates and decontamination.
 
 `load_embedder` makes a `TextEmbedder` of a name: hashed words, which need no download; a sentence embedding
-model in this process; one behind an OpenAI-compatible `/v1/embeddings`; or an object of the user's.
+model in this process; one behind an OpenAI-compatible `/v1/embeddings`; or an object of the user's. What takes
+hours before it embeds begins with `open_embedder`, which tries it.
 
 Concurrency: embedding blocks its caller, so it belongs in a thread. A local model embeds for one thread at
 a time; an address is asked for a few batches at once.
@@ -14,7 +15,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import math
 import re
 import threading
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.concurrency import run_coroutine
-from ludus.core.failures import ConfigError
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.core.registry import load_reference
+from ludus.core.user_code import error_with_location
 from ludus.llm.address import Address, is_address
 from ludus.llm.http import BadResponse, HttpClient, RequestFailed, RetryPolicy, refusal
 from ludus.llm.remote import ChatError
@@ -46,6 +47,9 @@ _REQUESTS_AT_ONCE = 8
 _TEXTS_A_REQUEST = 128
 _MOST_CHARS = 16_000
 _FEWEST_CHARS = 500
+_MOST_DIMENSIONS = 65_536
+_TRIAL = ("a text", "another text")
+_TRIAL_POLICY = RetryPolicy(seconds=60.0, retries=1)
 
 
 class TextEmbedder(Protocol):
@@ -140,14 +144,18 @@ class RemoteEmbedder:
         self, address: Address | str, *, key: str | None = None, policy: RetryPolicy | None = None
     ) -> None:
         self.address = Address.parse(address) if isinstance(address, str) else address
-        self._policy = policy or RetryPolicy(seconds=120.0)
+        self._policy = policy or RetryPolicy(seconds=120.0, unusable=2)  # vectors are not sampled
         self._http = HttpClient(key, _REQUESTS_AT_ONCE)
         self._most_chars = _MOST_CHARS
 
     def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
-        return run_coroutine(self._embed(list(texts)))
+        return run_coroutine(self._embed(list(texts), self._policy))
 
-    async def _embed(self, texts: Sequence[str]) -> Vectors:
+    def try_out(self) -> None:
+        """Ask for the vectors of two texts, without the patience of a long job."""
+        run_coroutine(self._embed(_TRIAL, _TRIAL_POLICY))
+
+    async def _embed(self, texts: Sequence[str], policy: RetryPolicy) -> Vectors:
         if not texts:
             return np.zeros((0, 1), dtype=np.float32)
         if self.address.model is None:
@@ -156,14 +164,14 @@ class RemoteEmbedder:
 
         async def part(start: int) -> Vectors:
             async with gate:
-                return await self._ask(texts[start : start + _TEXTS_A_REQUEST])
+                return await self._ask(texts[start : start + _TEXTS_A_REQUEST], policy)
 
         rows = await asyncio.gather(*map(part, range(0, len(texts), _TEXTS_A_REQUEST)))
         if len({one.shape[1] for one in rows}) > 1:
             raise ChatError(f"{self.address} gives vectors of several lengths")
         return unit(np.concatenate(rows))
 
-    async def _ask(self, texts: Sequence[str]) -> Vectors:
+    async def _ask(self, texts: Sequence[str], policy: RetryPolicy) -> Vectors:
         most = self._most_chars
         # an empty text is refused by some servers; a lone space has a vector everywhere
         body: Json = {
@@ -172,14 +180,14 @@ class RemoteEmbedder:
         }
         url = f"{self.address.url}/embeddings"
         try:
-            return await self._http.post(url, body, self._policy, partial(_read_vectors, len(texts)))
+            return await self._http.post(url, body, policy, partial(_read_vectors, len(texts)))
         except RequestFailed as error:
             too_long = error.reply is not None and error.reply.status in (400, 413, 422)
             if too_long and most > _FEWEST_CHARS and any(len(text) > most // 2 for text in texts):
                 # how long a text may be is nowhere said; what is refused for another reason is refused again
                 self._most_chars = min(self._most_chars, most // 2)
                 log.info("%s refuses: texts are cut at %d characters", url, self._most_chars)
-                return await self._ask(texts)
+                return await self._ask(texts, policy)
             message = str(error) if error.reply is None else refusal(self.address, error.reply)
             raise ChatError(message, attempts=error.attempts) from error
 
@@ -195,16 +203,48 @@ def _read_vectors(count: int, body: Json) -> Vectors:
         vector = one.get("embedding") if isinstance(one, dict) else None
         if not isinstance(number, int) or not 0 <= number < count or rows[number] is not None:
             raise BadResponse("the embeddings are not numbered from 0, each once")
-        if not isinstance(vector, list) or not vector or not all(_is_finite(x) for x in vector):
-            raise BadResponse(f"embedding {number} is no list of finite numbers")
+        if not isinstance(vector, list) or not all(type(x) in (int, float) for x in vector):
+            raise BadResponse(f"embedding {number} is no list of numbers")
         rows[number] = vector
-    if len({len(row) for row in rows if row is not None}) > 1:
-        raise BadResponse("the embeddings are of several lengths")
-    return np.asarray(rows, dtype=np.float32)
+    try:
+        return checked_vectors(rows, count)
+    except ValueError as error:
+        raise BadResponse(str(error)) from None
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def checked_vectors(rows: Any, count: int) -> Vectors:
+    """What an embedder gave, as one vector of finite numbers for each of `count` texts; else a `ValueError`."""
+    try:
+        with np.errstate(over="ignore"):  # what is too large is infinite, and refused below
+            vectors = np.asarray(rows, dtype=np.float32)
+    except OverflowError:
+        raise ValueError("an embedding has a number that is too large") from None
+    except (ValueError, TypeError):
+        raise ValueError("the embeddings are of several lengths, or no numbers") from None
+    if vectors.ndim != 2 or len(vectors) != count:
+        raise ValueError(f"the embeddings of {count} texts have the shape {vectors.shape}")
+    if not 0 < vectors.shape[1] <= _MOST_DIMENSIONS:
+        raise ValueError(f"an embedding has 1 to {_MOST_DIMENSIONS:,} numbers, not {vectors.shape[1]:,}")
+    if not np.isfinite(vectors).all():
+        raise ValueError("the embeddings are not finite numbers")
+    return vectors
+
+
+class UserEmbedder:
+    """An object of the user's, whose vectors are checked."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner, self._name = inner, name
+
+    def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
+        if not texts:
+            return np.zeros((0, 1), dtype=np.float32)
+        try:
+            return unit(checked_vectors(self._inner.embed(texts), len(texts)))
+        except LudusError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the embedder {self._name!r}: {error_with_location(error)}") from error
 
 
 def load_embedder(name: str, *, device: str | None = None) -> TextEmbedder:
@@ -221,9 +261,22 @@ def load_embedder(name: str, *, device: str | None = None) -> TextEmbedder:
             "sentence:MODEL (a folder, a name on the hub, or minilm), 'module:object'"
         )
     found = load_reference(name)
-    made: TextEmbedder = found() if isinstance(found, type) else found
+    made = found() if isinstance(found, type) else found
     if not callable(getattr(made, "embed", None)):
         raise ConfigError(f"the embedder {name!r} has no method embed(texts)")
+    return UserEmbedder(made, name)
+
+
+def open_embedder(name: str) -> TextEmbedder:
+    """`load_embedder`, tried: what is wrong with it is a `ConfigError` now, and not after hours of work."""
+    made = load_embedder(name)
+    try:
+        if isinstance(made, RemoteEmbedder):
+            made.try_out()
+        else:
+            made.embed(_TRIAL)
+    except ChatError as error:
+        raise ConfigError(f"the embedder {name!r} cannot be used: {error}") from error
     return made
 
 

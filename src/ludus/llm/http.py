@@ -79,6 +79,8 @@ class RetryPolicy:
     """One request with all its attempts."""
     retries: int = 6
     """How often a request is sent again after an overload (429), an error of the server's, or none at all."""
+    unusable: int | None = None
+    """How often of these after an answer that is not what the interface promises; all of them if None."""
     first_pause: float = 0.5
     """Seconds before the second attempt; the pause doubles, and a random share of it is taken."""
 
@@ -142,7 +144,7 @@ class HttpClient:
         `read` raises `BadResponse` for an answer that is no use. Raises `RequestFailed`. `timeout` makes the
         deadline over all attempts.
         """
-        problem, attempts = "no answer", 0
+        problem, attempts, unusable = "no answer", 0, 0
         try:
             async with timeout(policy.seconds) as deadline:
                 for attempt in range(policy.retries + 1):
@@ -153,8 +155,12 @@ class HttpClient:
                         if reply.status == 200:
                             return read(reply.body)
                         problem = reply.problem
-                    except (ConnectionFailed, BadResponse) as error:
+                    except ConnectionFailed as error:
                         problem = str(error)
+                    except BadResponse as error:
+                        problem, unusable = str(error), unusable + 1
+                        if policy.unusable is not None and unusable > policy.unusable:
+                            break
                     if reply is not None and reply.status not in (200, *_RETRIED_STATUS):
                         raise RequestFailed(f"{url} refuses ({reply.problem})", reply, attempts)
                     if attempt < policy.retries:

@@ -14,6 +14,7 @@ much alike. The report says how much, and how alike.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from ludus.core.generation import Sampling
 from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
-from ludus.llm.embeddings import load_embedder
+from ludus.llm.embeddings import load_embedder, open_embedder
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
 from ludus.synth.quality.clusters import cluster, strategy_text
@@ -85,6 +86,9 @@ class RejectionSampling(SynthMethod[RejectionSamplingConfig]):
     async def run(self, context: SynthContext) -> SynthResult:
         settings = self.settings
         tasks = context.tasks(settings.tasks)
+        await asyncio.to_thread(
+            open_embedder, settings.embedder
+        )  # one that fails is told before it is needed
 
         async def play(one: SourcedTask) -> ItemResult:
             sampling = one.source.rollout.sampling

@@ -28,7 +28,7 @@ from ludus.core.random import key
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_lost, is_success
 from ludus.llm import ask_json
-from ludus.llm.embeddings import TextEmbedder, load_embedder
+from ludus.llm.embeddings import TextEmbedder, open_embedder
 from ludus.observe import episode_text
 from ludus.rollouts.rollout import Rollout
 from ludus.synth.folder import ItemResult
@@ -135,11 +135,16 @@ class QualityPipeline:
 
     async def run(self, trajectories: Sequence[Trajectory], context: SynthContext) -> SynthResult:
         """Every example with its first finding, or kept."""
+        embedder = await asyncio.to_thread(
+            open_embedder, self.settings.embedder
+        )  # before hours of replays
         examples = [Example(one, steps_of(one, self.parse)) for one in trajectories]
         self._each_alone(examples)
         await self._replayed(examples, context)
         await self._judged(examples, context)
-        clusters = await asyncio.to_thread(self._together, examples)  # embedding takes its time
+        clusters = await asyncio.to_thread(
+            self._together, examples, embedder
+        )  # embedding takes its time
         return self._result(examples, clusters)
 
     def _each_alone(self, examples: Sequence[Example]) -> None:
@@ -227,13 +232,12 @@ class QualityPipeline:
             found = piece.notes.get("finding")
             one.finding = (found[0], found[1]) if found else None
 
-    def _together(self, examples: Sequence[Example]) -> Clusters:
+    def _together(self, examples: Sequence[Example], embedder: TextEmbedder) -> Clusters:
         """What the rest of the set has to say."""
         settings = self.settings
         needs_thought = self._needs_thought(examples)
         rates = _success_rates(examples, settings.threshold)
         left = [one for one in examples if one.finding is None]
-        embedder = load_embedder(settings.embedder)
         # hashed words are no better at senses than words are
         senses = (
             None if settings.embedder == "hashed" else Senses(embedder, settings.reworded_similarity)
