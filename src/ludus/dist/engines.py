@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from ludus.engine.replicas.served import ServedEngine
 from ludus.engine.replicas.weight_loading import WEIGHTS, copy_into, load_into
 
 _PING_SECONDS = 5.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightObjects:
@@ -59,15 +59,11 @@ class EngineActor(RunActor):
         """Load a model from its files; they are kept, without the weights, for architectures whose weights go
         by other names in files."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything comes from folders
-        self._served = ServedEngine()
-        self._scratch = _scratch_with(files)
-        self._write(weights)
-        try:
+        self._served, self._files = ServedEngine(), dict(files)
+        with _model_folder(files, weights) as folder:
             reply, _ = await self._served.answer(
-                {**head, "operation": "start", "folder": str(self._scratch.path)}, b""
+                {**head, "operation": "start", "folder": str(folder)}, b""
             )
-        finally:
-            (self._scratch.path / WEIGHTS).unlink()
         await self.tell({"version": head["version"]})
         return reply
 
@@ -83,16 +79,9 @@ class EngineActor(RunActor):
         return reply
 
     def _copy(self, weights: Any) -> None:
-        if copy_into(self._served.engine.model, weights):
-            return
-        try:
-            self._write(weights)
-            load_into(self._served.engine.model, self._scratch.path)
-        finally:
-            (self._scratch.path / WEIGHTS).unlink(missing_ok=True)
-
-    def _write(self, weights: Any) -> None:
-        (self._scratch.path / WEIGHTS).write_bytes(memoryview(weights))
+        if not copy_into(self._served.engine.model, weights):
+            with _model_folder(self._files, weights) as folder:
+                load_into(self._served.engine.model, folder)
 
     async def perform(self, head: Json, body: bytes) -> tuple[Json, bytes]:
         return await self._served.answer(head, body)
@@ -212,12 +201,24 @@ def _other_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in others}
 
 
-def _scratch_with(files: Mapping[str, bytes]) -> ScratchFolder:
-    """A folder with these files, in memory where that can be."""
-    scratch = ScratchFolder("ludus-engine-", _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
-    for name, data in files.items():
-        (scratch.path / name).write_bytes(data)
-    return scratch
+@contextmanager
+def _model_folder(files: Mapping[str, bytes], weights: Any) -> Iterator[Path]:
+    """A folder with these files and weights, for as long as a model is loaded from it.
+
+    An actor is ended by a kill, at any time. So its weights are in memory that has no name, to which the folder
+    has a link: that ends with the process, and gigabytes are never left behind.
+    """
+    scratch, memory = ScratchFolder("ludus-replica-"), os.memfd_create("ludus-weights")
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(memoryview(weights))
+        for name, data in files.items():
+            (scratch.path / name).write_bytes(data)
+        (scratch.path / WEIGHTS).symlink_to(f"/proc/{os.getpid()}/fd/{memory}")
+        yield scratch.path
+    finally:
+        os.close(memory)
+        scratch.remove()
 
 
 async def _awaited(answer: Any) -> Any:
