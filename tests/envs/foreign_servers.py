@@ -1,8 +1,12 @@
-"""Servers that speak AgentGym's and OpenEnv's protocols, as read from their code, in this event loop."""
+"""Servers that speak AgentGym's and OpenEnv's protocols, as read from their code, in this event loop.
+
+As a program, `foreign_servers.py KIND MOST`, one of them that has room for so many sessions.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,7 +34,8 @@ def openapi(bodies: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
 class AgentGym:
     """Count up to the task's number by saying "on". `dialect` is that of TextCraft or that of WebShop."""
 
-    def __init__(self, dialect: str) -> None:
+    def __init__(self, dialect: str, most: int = 1000) -> None:
+        self.most, self.refused = most, 0
         self.is_textcraft = dialect == "textcraft"
         self.counts: dict[int, tuple[int, int]] = {}
         self.closed: list[int] = []
@@ -58,6 +63,9 @@ class AgentGym:
             return web.json_response(self.document())
 
         async def create(request: web.Request) -> web.Response:
+            if self.made - len(self.closed) >= self.most:
+                self.refused += 1
+                return web.json_response({"error": f"Too many environments: {self.most}"})
             number, self.made = self.made, self.made + 1
             self.counts[number] = (0, 3)
             return web.json_response({"id": number, "observation": "?"} if self.is_textcraft else number)
@@ -113,8 +121,8 @@ class AgentGym:
 class OpenEnvServer:
     """Guess a number; with `mcp`, write notes by a tool."""
 
-    def __init__(self, mcp: bool = False) -> None:
-        self.is_mcp = mcp
+    def __init__(self, mcp: bool = False, most: int = 1000) -> None:
+        self.is_mcp, self.most, self.refused = mcp, most, 0
         self.open = 0
         self.odd: str | None = None
 
@@ -130,6 +138,13 @@ class OpenEnvServer:
         async def ws(request: web.Request) -> web.WebSocketResponse:
             socket = web.WebSocketResponse()
             await socket.prepare(request)
+            if self.open >= self.most:
+                self.refused += 1
+                problem = {"message": f"{self.open}/{self.most} sessions", "code": "CAPACITY_REACHED"}
+                problem |= {"active_sessions": self.open, "max_sessions": self.most}
+                await socket.send_json({"type": "error", "data": problem})
+                await socket.close()
+                return socket
             self.open += 1
             secret = 0
             try:
@@ -196,3 +211,14 @@ async def running(server: AgentGym | OpenEnvServer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def main(kind: str, most: int) -> None:
+    server = OpenEnvServer(most=most) if kind == "openenv" else AgentGym(kind, most)
+    async with running(server) as address:
+        print(address, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -347,6 +347,24 @@ async def test_a_real_openenv_server(openenv_python: str, tmp_path: Path) -> Non
 
 @pytest.mark.worlds
 @pytest.mark.timeout(1200)
+async def test_a_real_openenv_server_with_room_for_two(openenv_python: str, tmp_path: Path) -> None:
+    program = OPENENV_PROGRAM.replace("max_concurrent_envs=64", "max_concurrent_envs=2")
+    (tmp_path / "game.py").write_text(program)
+    port = free_port()
+    with process([openenv_python, "game.py", str(port)], port, "/health", tmp_path) as address:
+        pool = EnvPool(load_env(f"openenv:{address}"), name="far", size=8, max_wait=60.0)
+
+        async def play(number: int) -> str:
+            async with pool.lease(str(number), Task.of("Guess.", id=str(number))) as env:
+                return str((await env.act("step", {"number": 1})).content)
+
+        assert await asyncio.gather(*map(play, range(8))) == ["yes"] * 8
+        assert pool.stats.created > 2
+        await pool.close()
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(
     "LUDUS_AGENTGYM" not in os.environ,
     reason="set LUDUS_AGENTGYM to a clone of AgentGym, and LUDUS_AGENTGYM_PYTHON to a Python with its packages",
@@ -366,3 +384,73 @@ async def test_a_real_agentgym_server(tmp_path: Path) -> None:
         metrics = await asyncio.to_thread(train, tmp_path, f"agentgym:{address}", rows, moves)
         assert metrics["step"] == 62 and metrics.get("failure/server", 0) == 0
         assert metrics["tool/step/calls"] > 0
+
+
+@contextmanager
+def limited_server(kind: str, most: int) -> Iterator[str]:
+    """A server in a process of its own that has room for `most` sessions."""
+    command = [sys.executable, str(Path(__file__).with_name("foreign_servers.py")), kind, str(most)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait(10)
+
+
+@pytest.mark.parametrize("kind", ["openenv", "textcraft"])
+async def test_episodes_wait_for_a_session_of_a_server_that_is_full(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheme = "openenv" if kind == "openenv" else "agentgym"
+    with limited_server(kind, 2) as address:
+        pool = EnvPool(load_env(f"{scheme}:{address}"), name="far", size=8, max_wait=40.0)
+
+        async def play(number: int) -> str:
+            task = Task.of("go", id=f"task_{number}")
+            async with pool.lease(str(number), task):
+                await asyncio.sleep(0.05)
+                return str(number)
+
+        played = await asyncio.gather(*map(play, range(8)))
+        assert played == [str(n) for n in range(8)]
+        await pool.close()
+    assert "agent.pools.far.size" in caplog.text
+    assert caplog.text.count("its server is full") == 1
+
+
+@pytest.mark.parametrize("kind", ["openenv", "textcraft"])
+async def test_a_server_that_stays_full_is_named_with_what_to_set(kind: str) -> None:
+    scheme = "openenv" if kind == "openenv" else "agentgym"
+    with limited_server(kind, 1) as address:
+        pool = EnvPool(load_env(f"{scheme}:{address}"), name="far", size=4, max_wait=0.3)
+        await pool.acquire("first", Task.of("go", id="t_1"))
+        with pytest.raises(InfraError) as told:
+            await pool.acquire("second", Task.of("go", id="t_2"))
+        assert "its server is full" in str(told.value) and "agent.pools.far.size" in str(told.value)
+        assert ("max_sessions: 1" if kind == "openenv" else "Too many environments: 1") in str(
+            told.value
+        )
+        assert told.value.retriable
+        # the session goes to the next one as soon as it is given back, and the queue is as it was
+        waiting = asyncio.create_task(pool.acquire("third", Task.of("go", id="t_3")))
+        await asyncio.sleep(0.1)
+        await pool.release("first")
+        await waiting
+        assert pool.stats.in_use == 1 and pool.stats.waiting == 0
+        await pool.close()
+
+
+async def test_a_server_that_has_room_again_is_used_wholly() -> None:
+    server = OpenEnvServer(most=1)
+    async with running(server) as address:
+        pool = EnvPool(load_env(f"openenv:{address}"), name="far", size=3, max_wait=30.0)
+        await pool.acquire("first", Task.of("go"))
+        others = [asyncio.create_task(pool.acquire(str(n), Task.of("go"))) for n in range(2)]
+        while not server.refused:  # noqa: ASYNC110 - the server knows of no event
+            await asyncio.sleep(0.01)
+        server.most = 3
+        await asyncio.gather(*others)
+        assert pool.stats.in_use == 3
+        await pool.close()

@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from ludus.core.codec import decode
 from ludus.core.concurrency import threads_for
-from ludus.core.failures import CannotFork, ConfigError
+from ludus.core.failures import Boundary, CannotFork, ConfigError, InfraError
 from ludus.core.messages import Json, Media, ToolResult
 from ludus.core.task import Task
 from ludus.tools import FunctionTool
@@ -52,6 +52,13 @@ class Step:
         seen = as_observation(self.observation)
         ended = self.terminated or self.truncated
         return ToolResult(seen.text, reward=self.reward, terminated=ended, media=seen.media)
+
+
+class ServerFull(InfraError):
+    """A server has no room for another session, and may have later: the pool's episodes wait for one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Boundary.SERVER, message, kind="ServerFull")
 
 
 class Env:

@@ -2,7 +2,8 @@
 
 A recipe names them as `agentgym:http://host:port` and `openenv:http://host:port`. What such a server gets wrong
 (it is gone, slow, answers with errors or with something else) is an infrastructure failure, and the episode is
-played again; a step is never sent twice, because neither protocol can tell a repeated one from a new one.
+played again; a step is never sent twice, because neither protocol can tell a repeated one from a new one. A
+server that has no room for another session is `ServerFull`, and the pool waits for one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ludus.core.failures import Boundary, ConfigError, Fault, InfraError, ToolFa
 from ludus.core.messages import Json, ToolContext, ToolResult, ToolSpec
 from ludus.core.per_loop import PerLoop
 from ludus.core.task import Task
-from ludus.envs.env import Env, Step
+from ludus.envs.env import Env, ServerFull, Step
 from ludus.envs.tools import ForwardedTool
 from ludus.llm.http import load_aiohttp
 from ludus.tools import Tool
@@ -33,6 +34,9 @@ _CONNECT_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
 _PROBE_PAUSE = 0.2
 _OVER = "The episode is over."
+_FULL_STATUS = (429, 503)
+_FULL_CLOSE = 1013
+"""WebSocket's "try again later"."""
 
 
 class ForeignServer:
@@ -57,6 +61,8 @@ class ForeignServer:
                         raise self.failure(path, f"an answer of more than {_MOST_BYTES:,} bytes")
                 if response.status != 200:
                     shown = data[:300].decode("utf-8", "replace")
+                    if path == "/create" and response.status in _FULL_STATUS:
+                        raise self.full(path, f"status {response.status}: {shown}")
                     raise self.failure(path, f"status {response.status}: {shown}", response.status)
         return self.decoded(path, data)
 
@@ -85,7 +91,12 @@ class ForeignServer:
         """A connection for messages of text."""
         async with self.failures(path):
             session = await self._sessions.get()
-            return await session.ws_connect(f"{self.address}{path}", max_msg_size=_MOST_BYTES)
+            try:
+                return await session.ws_connect(f"{self.address}{path}", max_msg_size=_MOST_BYTES)
+            except load_aiohttp().WSServerHandshakeError as error:
+                if error.status in _FULL_STATUS:
+                    raise self.full(path, f"status {error.status}: {error.message}") from error
+                raise
 
     @asynccontextmanager
     async def failures(self, what: str) -> AsyncIterator[None]:
@@ -104,6 +115,10 @@ class ForeignServer:
         replay = status not in (401, 403, 404, 405)
         text = f"{self.address}{what}: {message}"
         return InfraError(Boundary.SERVER, text, retriable=False, replay=replay, kind="ForeignServer")
+
+    def full(self, what: str, message: str) -> ServerFull:
+        """That the server has no room for another session."""
+        return ServerFull(f"{self.address}{what}: {message}")
 
     def decoded(self, what: str, data: bytes | bytearray | str) -> Any:
         try:
@@ -158,6 +173,10 @@ _INDEX = ("data_idx", "game", "session_id", "item_id", "idx", "id", "seed")
 _DEFAULTS = {"world_type": "Text", "seed": 0}
 _GONE = re.compile(r"is not valid|has been deleted|not exist|^'?\d+'?$")
 """What the servers say of an instance that they do not have (any more)."""
+_FULL = re.compile(
+    r"too many|capacity|\b(?:max|limit)\w*\b.*\b(?:session|env|instance)|no (?:free|room)", re.I
+)
+"""What a server may say that makes no further instance: there is no rule."""
 _LISTED = re.compile(r"Available actions: (\[.*\])\s*$", re.DOTALL)
 
 
@@ -282,6 +301,8 @@ class AgentGymEnv(Env):
         if not isinstance(answer, dict) or "error" not in answer:
             return answer
         message = str(answer["error"])
+        if path == "/create" and _FULL.search(message):
+            raise self._server.full(path, message)
         if path != "/step" or _GONE.search(message):
             raise self._server.failure(path, message)
         raise ToolFault(f"Error: {message}")  # what the action led to
@@ -414,13 +435,18 @@ class OpenEnv(Env):
         message = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
             async with server.failures("/ws"):
-                await self._socket.send_str(json.dumps(message))
+                with suppress(
+                    ConnectionError
+                ):  # a server that refuses says so first, and may be gone already
+                    await self._socket.send_str(json.dumps(message))
                 received = await self._socket.receive()
         except BaseException:
             await self._drop()
             raise
         if not isinstance(received.data, str):
             await self._drop()
+            if received.data == _FULL_CLOSE and kind in ("reset", "mcp"):
+                raise server.full("/ws", f"it closes with {_FULL_CLOSE}: {received.extra!s:.200}")
             raise server.failure("/ws", f"the connection was closed ({received.data!r:.100})")
         answer = server.decoded("/ws", received.data)
         content = answer.get("data") if isinstance(answer, dict) else None
@@ -438,6 +464,9 @@ class OpenEnv(Env):
         if kind == "step" and code == "EXECUTION_ERROR":
             raise ToolFault(f"Error: {problem}")  # what the action led to
         await self._drop()
+        if code == "CAPACITY_REACHED":
+            most = content.get("max_sessions")
+            raise self._server.full("/ws", f"{problem} (max_sessions: {most})")
         raise self._server.failure("/ws", f"{kind}: {code}: {problem}")
 
     async def _drop(self) -> None:

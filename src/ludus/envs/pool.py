@@ -10,6 +10,10 @@ An instance may stand for a session on a server (`factory.is_session`). It is cl
 idle here, it would hold an instance there that others wait for. Its reset may wait for one there, so that it
 may take `max_wait` beside `reset_timeout`.
 
+A server of others may have room for fewer sessions than `size` (`ServerFull`). Then the episode goes back to
+the queue, and gets the next instance that is given back; every second, one episode finds out whether there is
+room for one more.
+
 Environments are closed when the pool is, and at the interpreter's exit otherwise.
 """
 
@@ -28,12 +32,15 @@ from typing import Any, get_args
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.user_code import error_with_location, log_once
-from ludus.envs.env import Env, Isolation, Observation, ShowActions, has_snapshots, reset_env
+from ludus.envs.env import Env, Isolation, Observation, ServerFull, ShowActions, has_snapshots, reset_env
 from ludus.envs.instances import Instance, InstanceFactory, is_final
 from ludus.envs.pool_config import checked_options
 from ludus.tools.versions import code_version
 
 _log = logging.getLogger(__name__)
+
+_FULL_SECONDS = 1.0
+"""How often a server that was full is asked for one more session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,10 @@ class EnvPool:
         self._making: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._full: ServerFull | None = None
+        """Why no further instance can be made for now."""
+        self._was_full = False
+        self._ask_again: asyncio.TimerHandle | None = None
 
     @property
     def stats(self) -> PoolStats:
@@ -203,6 +214,8 @@ class EnvPool:
     async def close(self) -> None:
         """Close every instance and refuse further episodes; those that wait get an `InfraError`."""
         self._is_closed = True
+        if self._ask_again is not None:
+            self._ask_again.cancel()
         for making in self._making:
             making.cancel()
         while self._waiting:
@@ -219,12 +232,21 @@ class EnvPool:
     # Getting an instance --------------------------------------------------------------------------
 
     async def _new_lease(self, episode: str, task: Task) -> Lease:
-        attempt = 0
+        attempt, was_full = 0, False
+        end = time.monotonic() + self.max_wait
         while True:
-            instance = await self._next_instance(first=attempt > 0)
+            if not was_full:
+                end = time.monotonic() + self.max_wait
+            instance = await self._next_instance(end, first=was_full or attempt > 0)
+            was_full = False
             attempt += 1
             try:
                 seen = await reset_env(instance.env, task, self.name, timeout=self.reset_timeout)
+            except ServerFull as error:
+                self._retire(instance)
+                self._note_full(error)
+                was_full, attempt = True, attempt - 1
+                continue
             except BaseException as error:
                 self._retire(instance)  # its state is unknown
                 if not isinstance(error, Exception) or isinstance(error, ConfigError):
@@ -241,12 +263,23 @@ class EnvPool:
             if self._is_closed:
                 self._retire(instance)
                 raise self._closed_error()
+            if instance.uses == 0 and self._full is not None:  # there is room again
+                self._full = None
+                self._grow()
             instance.uses += 1
             return Lease(episode, instance.env, seen, instance)
 
-    async def _next_instance(self, *, first: bool) -> Instance:
+    def _note_full(self, error: ServerFull) -> None:
+        if not self._was_full:
+            _log.warning(
+                "the environment %r: its server is full (%s), so that episodes wait for a session; "
+                "agent.pools.%s.size = N makes no more than N",
+                *(self.name, error, self.name),
+            )
+        self._full, self._was_full = error, True
+
+    async def _next_instance(self, end: float, *, first: bool) -> Instance:
         """The next instance that is free and fit; `first` goes to the head of the queue."""
-        end = time.monotonic() + self.max_wait
         while True:
             instance = await self._next_free(max(0.0, end - time.monotonic()), first)
             is_fit = False
@@ -277,11 +310,19 @@ class EnvPool:
             raise
         if not waiter.done():
             self._withdraw(waiter)
+            why = (
+                f"{len(self._leases)} of {self.size} are in use and {len(self._waiting)} more episodes "
+                "wait; raise the pool's size (of a server: --size), or lower the number of episodes in flight"
+            )
+            if self._full is not None:
+                why = (
+                    f"its server is full ({self._full}), and {len(self._leases)} of its sessions are ours; let "
+                    f"the server have more, set agent.pools.{self.name}.size to what it has room for, or raise "
+                    f"agent.pools.{self.name}.max_wait"
+                )
             raise InfraError(
                 Boundary.POOL,
-                f"no environment {self.name!r} became free within {self.max_wait:g} seconds: "
-                f"{len(self._leases)} of {self.size} are in use and {len(self._waiting)} more episodes "
-                "wait; raise the pool's size (of a server: --size), or lower the number of episodes in flight",
+                f"no environment {self.name!r} became free within {self.max_wait:g} seconds: {why}",
             )
         return waiter.result()
 
@@ -298,9 +339,23 @@ class EnvPool:
         """Make instances for those who wait and for whom none is being made, and spares, if there is room."""
         spares = max(0, self.spares - len(self._idle)) if self._makes_spares else 0
         wanted = min(len(self._waiting) + spares - len(self._making), self.size - self._places)
+        if self._full is not None:
+            wanted = self._wanted_of_full(wanted)
         for _ in range(0 if self._is_closed else wanted):
             self._places += 1
             self._start(self._make(), self._making)
+
+    def _wanted_of_full(self, wanted: int) -> int:
+        """One instance at a time, and a pause after each, while the server is taken to be full."""
+        if wanted <= 0 or self._is_closed or self._ask_again is not None:
+            return 0
+
+        def again() -> None:
+            self._ask_again = None
+            self._grow()
+
+        self._ask_again = asyncio.get_running_loop().call_later(_FULL_SECONDS, again)
+        return 1
 
     async def _make(self) -> None:
         try:
