@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from ludus.tools.hosting import LocalHost
 from ludus.tools.mcp import mcp_tools
 
 TOKEN = "a-token-of-many-characters"
+SOURCES = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+"""Where children that begin with an environment of their own find this very ludus."""
 SERVE = [sys.executable, "-m", "ludus", "serve", "mcp"]
 
 TOOLS = '''
@@ -60,7 +63,7 @@ def code(tmp_path: Path) -> str:
 @contextmanager
 def serving(*words: str) -> Iterator[str]:
     """The address of a server over HTTP."""
-    env = {"PATH": "/usr/bin:/bin", "LUDUS_TOKEN": TOKEN}
+    env = {"PATH": "/usr/bin:/bin", "LUDUS_TOKEN": TOKEN, **SOURCES}
     process = subprocess.Popen(
         [*SERVE, *words, "--http"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
     )
@@ -81,7 +84,9 @@ def text(answer: Any) -> str:
 async def test_the_sdk_client_over_stdio(code: str, mode: str) -> None:
     words = ["-m", "ludus", "serve", "mcp", f"{code}:add", f"env:{code}:Counter"]
     words += ["--tasks", str(Path(code).with_name("tasks.jsonl"))]
-    async with Client(StdioServerParameters(command=sys.executable, args=words), mode=mode) as client:
+    async with Client(
+        StdioServerParameters(command=sys.executable, args=words, env=SOURCES), mode=mode
+    ) as client:
         listed = await client.list_tools()
         assert {tool.name for tool in listed.tools} == {"add", "count", "begin_task"}
         assert text(await client.call_tool("add", {"a": 2, "b": 3})) == "5"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -125,4 +126,88 @@ async def test_a_server_that_goes_away_and_comes_back() -> None:
             assert (await tools.call(ToolCall("count"), one)).content == "1"
             await tools.aclose()
     finally:
+        await tools.aclose()
+
+
+def answer(number: int, **more: Any) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": number, **more})
+
+
+HOSTILE: dict[str, Callable[[int], str]] = {
+    "null result": lambda n: answer(n, result=None),
+    "no result": answer,
+    "null content": lambda n: answer(n, result={"content": None}),
+    "null tools": lambda n: answer(n, result={"tools": None}),
+    "empty result": lambda n: answer(n, result={}),
+    "a list": lambda n: answer(n, result=[]),
+    "null error": lambda n: answer(n, error=None),
+    "null": lambda n: "null",
+    "nothing": lambda n: "",
+    "a page": lambda n: "<html>it works!</html>",
+    "deep": lambda n: "[" * 100_000,
+}
+
+
+def hostile(where: str, make: Callable[[int], str], kind: str) -> App:
+    """A server that answers requests of one method with what is no MCP."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body, more = b"", scope["method"] == "POST"
+        while more:
+            received = await receive()
+            body, more = body + received.get("body", b""), received.get("more_body", False)
+        asked = json.loads(body) if body else {}
+        number, status, sent = asked.get("id"), 200 if body else 405, "application/json"
+        tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("add", "other")]
+        about = {"name": "hostile", "version": "1"}
+        results: dict[str, Any] = {
+            "initialize": {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": about},
+            "tools/list": {"tools": tools},
+            "tools/call": {"content": [{"type": "text", "text": "fine"}]},
+        }
+        text = answer(number, result=results.get(asked.get("method"), {})) if number is not None else ""
+        is_other = asked.get("params", {}).get("name") == "other"
+        if asked.get("method") == where and not is_other:
+            text, sent = make(number), kind
+            text = f"event: message\ndata: {text}\n\n" if "event" in kind else text
+        elif number is None:
+            status = 202 if body else 405
+        headers = [(b"content-type", sent.encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    return app
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "text/html"])
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_an_answer_that_is_no_mcp_is_the_servers_failure(name: str, kind: str) -> None:
+    """At once, and never an observation: the model has done nothing wrong."""
+    one = context("one")
+    async with serving(hostile("tools/call", HOSTILE[name], kind)) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp", "timeout": 30, "restarts": 0})
+        try:
+            async with asyncio.timeout(20):
+                await tools.open(one)
+                with pytest.raises(InfraError) as caught:
+                    await tools.call(ToolCall("add"), one)
+            if name == "nothing" and "event" in kind:  # a stream that ends is one that broke off
+                assert caught.value.kind == "MCPServerDied"
+                return
+            assert caught.value.kind == "MCPServerNonsense" and len(str(caught.value)) < 600
+            assert "a call of 'add' with what is no MCP" in str(caught.value)
+            assert (await tools.call(ToolCall("other"), one)).content == "fine"  # the session lives on
+        finally:
+            await tools.aclose()
+
+
+@pytest.mark.parametrize("name", ["null result", "null tools", "nothing", "a page"])
+async def test_a_list_that_is_no_mcp_is_told_when_it_is_opened(name: str) -> None:
+    async with serving(hostile("tools/list", HOSTILE[name], "application/json")) as port:
+        tools = mcp_tools({"mcp": f"http://127.0.0.1:{port}/mcp", "restarts": 0})
+        async with asyncio.timeout(20):
+            with pytest.raises(InfraError, match="answered tools/list with what is no MCP"):
+                await tools.open(context("one"))
         await tools.aclose()

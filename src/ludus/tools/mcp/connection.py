@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from ludus.core.failures import Boundary, ConfigError, InfraError
 from ludus.tools.mcp.catalog import ToolCatalog, make_catalog
 from ludus.tools.mcp.config import MCPServerConfig
-from ludus.tools.mcp.http import HttpStatus, http_transport
+from ludus.tools.mcp.http import LARGER, HttpStatus, http_transport
 from ludus.tools.mcp.stdio import NO_JSON_RPC, ServerProcess, stdio_transport
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ _CLOSE_SECONDS = 10.0
 _MOST_PAGES = 200
 _HTTP_ENDED = ("Session terminated", "Server returned an error response")
 """What the SDK's transport says in the server's place, when HTTP itself refused."""
+_HTTP_UNREADABLE = ("Failed to parse", "Unexpected content type")
+"""How that begins when the answer is no JSON-RPC."""
+_MOST_SHOWN = 300
 
 
 NONSENSE = "MCPServerNonsense"
@@ -190,8 +193,8 @@ class MCPConnection:
                 "Hangs",
             ) from None
         except MCPError as error:
-            if error.code == NO_JSON_RPC:
-                raise self._nonsense(what, error.message) from error
+            if error.code == NO_JSON_RPC or self._is_unreadable(error.message):
+                raise self._nonsense(what, " ".join(error.message.split())[:_MOST_SHOWN]) from error
             if error.code == CONNECTION_CLOSED and "exceeded the" not in error.message:
                 raise await self._died(what) from error
             if self._process is None and error.message in _HTTP_ENDED:
@@ -200,6 +203,11 @@ class MCPConnection:
             raise ServerRefusal(error.code, error.message) from error
         except ValidationError as error:
             raise self._nonsense(what, _first(error)) from error
+
+    def _is_unreadable(self, said: str) -> bool:
+        """Whether the transport could not read the answer; that one is too large is for the model to know."""
+        is_large = LARGER in said or "byte limit" in said
+        return self._process is None and said.startswith(_HTTP_UNREADABLE) and not is_large
 
     def _nonsense(self, what: str, shown: str) -> ServerGone:
         label = self.config.label
