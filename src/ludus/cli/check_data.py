@@ -14,10 +14,11 @@ from rich.console import Console
 from ludus.cli.eval import load
 from ludus.cli.synth import ProgressBars, open_model, show_result
 from ludus.core.config import apply_overrides
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import ConfigError
 from ludus.core.task import Task
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
+from ludus.core.user_files import file_problem
 from ludus.engine.fake import FakeEngine
 from ludus.observe import holds_trajectories, read_trajectories
 from ludus.rollouts.tokenizers import load_tokenizer
@@ -60,8 +61,8 @@ def check_data(
 
 def read_examples(file: Path) -> list[Trajectory]:
     """Episodes as Ludus writes them, or conversations as others do."""
-    if not file.is_file():
-        raise ConfigError(not_there(file, beside_recipe=False))
+    if (problem := file_problem(file, beside_recipe=False)) is not None:
+        raise ConfigError(problem)
     if file.suffix == ".parquet" and holds_trajectories(file):
         return read_trajectories(file)
     found = []

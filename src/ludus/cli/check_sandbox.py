@@ -6,11 +6,11 @@ import asyncio
 import shutil
 import statistics
 import time
-import tomllib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, LudusError
 from ludus.sandbox import CannotFork, Limits, Outcome, Sandbox, SandboxConfig
 from ludus.sandbox.containers import ContainerTier
@@ -37,10 +37,7 @@ def sandbox_findings(preload: tuple[str, ...], network: bool, file: Path | None 
     if file is None:
         config = SandboxConfig(preload=preload, network=network, accept_risk=True)
         return asyncio.run(_sandbox_findings(config)) + asyncio.run(_tier_findings())
-    try:
-        table = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+    table = read_toml(file)
     found = table.get("sandbox") or table.get("agent", {}).get("sandbox")
     if found is None:
         raise ConfigError(f"{file} has no table sandbox, and no agent.sandbox")

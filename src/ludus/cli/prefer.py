@@ -17,6 +17,7 @@ from rich.text import Text
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.trajectory import Group
+from ludus.core.user_files import json_lines, read_user_text
 from ludus.llm import ChatError
 from ludus.observe import Cell, RunFolder, printable, read_groups, table_rich
 from ludus.rewards.judges import PairJudge
@@ -102,13 +103,7 @@ def _groups(source: Path, split: str) -> Iterator[Group]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(not_there(path, beside_recipe=False))
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
+    for _, row in json_lines(read_user_text(path, beside_recipe=False), str(path)):
         if isinstance(row, dict):
             yield row
 

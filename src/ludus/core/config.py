@@ -11,8 +11,9 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from ludus.core.config_errors import problem_lines, refuse_coercion, takes_none
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json
+from ludus.core.user_files import read_user_text
 
 
 def _expand_home(place: str) -> str:
@@ -77,12 +78,13 @@ class Config(BaseModel):
 
 def read_toml(path: str | Path) -> Json:
     """The tables of a TOML file."""
+    text = read_user_text(path, beside_recipe=False)
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(not_there(path, beside_recipe=False)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not a TOML file that is read: it is nested too deeply") from None
 
 
 def toml_table(text: str) -> Json:

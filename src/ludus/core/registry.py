@@ -14,8 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError, not_there
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.user_code import error_with_location
+from ludus.core.user_files import file_problem
 
 
 class Registry(Mapping[str, str]):
@@ -102,13 +103,13 @@ def _load_module(name: str, reference: str) -> ModuleType:
         raise _broken(name, error) from error
     except LudusError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(name, error) from error
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(not_there(path))
+    if (problem := file_problem(path)) is not None:
+        raise ConfigError(problem)
     path = path.resolve()
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     name = f"ludus_user_{path.stem}_{digest}"
@@ -123,11 +124,19 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, Exception) and not isinstance(error, LudusError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, LudusError):
             raise _broken(str(path), error) from error
         raise
     return module
 
 
-def _broken(where: str, error: Exception) -> ConfigError:
+def _broken(where: str, error: Exception | SystemExit) -> ConfigError:
+    if isinstance(error, SyntaxError):
+        line = "" if error.lineno is None else f"{error.filename}, line {error.lineno}: "
+        return ConfigError(f"{where} cannot be imported: {line}{type(error).__name__}: {error.msg}")
+    if isinstance(error, SystemExit):
+        return ConfigError(
+            f"{where} cannot be imported: it ends the program ({error_with_location(error)}); what it does "
+            'as a program goes below if __name__ == "__main__":'
+        )
     return ConfigError(f"{where} cannot be imported: {error_with_location(error)}")

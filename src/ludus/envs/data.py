@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
+from ludus.core.user_files import decode_user_text, json_lines, parse_user_json
 
 ENDINGS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 """The files that hold rows."""
@@ -32,11 +32,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             found: Any = pyarrow.parquet.read_table(path).to_pylist()
         else:
             packed = path.read_bytes()
-            text = (gzip.decompress(packed) if path.suffix == ".gz" else packed).decode("utf-8-sig")
-            # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028)
+            packed = gzip.decompress(packed) if path.suffix == ".gz" else packed
+            text = decode_user_text(packed, str(path))
             is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
-            lines = [line for line in text.split("\n") if line.strip()] if is_lines else []
-            found = [json.loads(line) for line in lines] if is_lines else json.loads(text)
+            found = (
+                [row for _, row in json_lines(text, str(path))]
+                if is_lines
+                else parse_user_json(text, str(path))
+            )
     except (OSError, EOFError, ValueError, ImportError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     rows = found.get("data", [found]) if isinstance(found, Mapping) else found

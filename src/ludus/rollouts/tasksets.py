@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import ConfigError, LudusError, MissingExtraError, not_there
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.registry import load_reference
 from ludus.core.task import Task, numbered
 from ludus.core.user_code import error_with_location
+from ludus.core.user_files import file_problem, json_lines, read_user_json, read_user_text
 from ludus.rollouts.row_pictures import with_row_pictures
 
 DATASET = "dataset:"
@@ -42,7 +42,7 @@ def read_rows(source: str, columns: Columns | None = None) -> Iterator[tuple[str
     if source.startswith(DATASET):
         rows = _counted(source, _dataset_rows(source.removeprefix(DATASET)))
     elif source.endswith(".jsonl"):
-        rows = _jsonl_rows(Path(source))
+        rows = json_lines(read_user_text(source), source)
     elif source.endswith(".json"):
         rows = _counted(source, _json_rows(Path(source)))
     elif source.endswith(".parquet"):
@@ -137,30 +137,8 @@ def _counted(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _file_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(not_there(path)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    # not `splitlines`, which also splits at characters that a text in JSON may hold (U+2028, U+0085)
-    for number, line in enumerate(_file_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{path}, line {number}, is not JSON: {error}") from None
-
-
 def _json_rows(path: Path) -> list[Any]:
-    try:
-        rows = json.loads(_file_text(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    rows = read_user_json(path)
     if not isinstance(rows, list):
         raise ConfigError(f"{path} holds {type(rows).__name__}, not a list of rows")
     return rows
@@ -170,10 +148,10 @@ def _parquet_rows(path: Path) -> list[Any]:
     import pyarrow
     import pyarrow.parquet
 
+    if not path.is_dir() and (problem := file_problem(path)) is not None:  # a folder may hold a data set
+        raise ConfigError(problem)
     try:
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
-    except FileNotFoundError:
-        raise ConfigError(not_there(path)) from None
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from None
     return rows

@@ -8,7 +8,6 @@ left out.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.core.failures import ConfigError, InfraError, not_there
+from ludus.core.failures import ConfigError, InfraError
 from ludus.core.task import Task
 from ludus.core.trajectory import Reward
+from ludus.core.user_files import json_lines, read_user_text
 from ludus.rewards.check import synthetic_episode
 from ludus.rewards.scorer import RewardLike, Scorer
 
@@ -101,18 +101,14 @@ def _shown(value: float | None) -> str:
 
 def read_labels(path: str | Path) -> list[LabelledAnswer]:
     """The labels of a file; what is wrong is named by its line."""
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(not_there(file, beside_recipe=False))
     found: list[LabelledAnswer] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                found.append(_label(json.loads(line), f"{number}"))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError(f"{file}, line {number}: {error}") from None
+    for where, raw in json_lines(read_user_text(path, beside_recipe=False), str(path)):
+        try:
+            found.append(_label(raw, where.rpartition(" ")[2]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{where}: {error}") from None
     if not found:
-        raise ConfigError(f"{file} has no labels")
+        raise ConfigError(f"{path} has no labels")
     return found
 
 

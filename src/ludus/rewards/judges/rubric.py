@@ -16,7 +16,6 @@ A rubric is a TOML or JSON file::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -24,7 +23,8 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from ludus.core.config import Config, read_toml
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import ConfigError
+from ludus.core.user_files import read_user_json
 
 Strictness = Literal["loose", "middle", "strict"]
 STRICTNESS_LEVELS: tuple[Strictness, ...] = get_args(Strictness)
@@ -115,12 +115,7 @@ def load_rubric(spec: str | Path | Mapping[str, Any] | Rubric) -> Rubric:
         return Rubric.parse(read_toml(path), str(path))
     if path.suffix != ".json":
         raise ConfigError(f"a rubric is a .toml or .json file, or a table, not {str(spec)!r:.80}")
-    if not path.is_file():
-        raise ConfigError(not_there(path))
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    raw = read_user_json(path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no table of a rubric")
     return Rubric.parse(raw, str(path))

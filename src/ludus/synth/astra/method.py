@@ -15,10 +15,11 @@ from pydantic import Field
 
 from ludus.core.chat import ChatOptions
 from ludus.core.config import Place
-from ludus.core.failures import ConfigError, LudusError, not_there
+from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
+from ludus.core.user_files import read_user_text
 from ludus.envs.sandboxed import WorldSpec
 from ludus.observe import ReportTable
 from ludus.synth.astra.design import design_spec, write_rules
@@ -182,12 +183,7 @@ def _rejection(page: str, drafts: list[Json]) -> str:
 
 
 def _read(place: str) -> str:
-    try:
-        text = Path(place).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(not_there(place)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{place} cannot be read as text: {error}") from None
+    text = read_user_text(place)
     if not text.strip():
         raise ConfigError(f"{place} is empty: it should describe a job")
     return text

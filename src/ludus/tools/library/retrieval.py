@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.config import cache_folder
-from ludus.core.failures import ConfigError, MissingExtraError, ToolFault, not_there
+from ludus.core.failures import ConfigError, MissingExtraError, ToolFault
 from ludus.core.registry import load_reference
+from ludus.core.user_files import decode_user_text, file_problem, parse_user_json
 from ludus.llm.address import is_address
 from ludus.llm.embeddings import TextEmbedder, load_embedder, model_folder
 from ludus.observe import atomic_directory, remove_directory
@@ -72,15 +73,19 @@ def read_corpus(source: str) -> Iterator[Document]:
             yield as_document(row, f"{source}, row {number}")
         return
     path = Path(source).expanduser()
-    if not path.is_file():
-        raise ConfigError(not_there(source))
+    if (problem := file_problem(path)) is not None:
+        raise ConfigError(problem)
     opening: Callable[..., Any] = gzip.open if source.endswith(".gz") else open
     try:
-        with opening(path, "rt", encoding="utf-8") as lines:
+        with opening(path, "rb") as lines:
             if source.removesuffix(".gz").endswith(".json"):
-                rows: Iterable[Any] = json.load(lines)
+                rows: Iterable[Any] = parse_user_json(decode_user_text(lines.read(), source), source)
             else:
-                rows = (json.loads(line) for line in lines if line.strip())
+                rows = (
+                    parse_user_json(decode_user_text(line, source, number), f"{source}, line {number},")
+                    for number, line in enumerate(lines, start=1)
+                    if line.strip()
+                )
             for number, row in enumerate(rows, start=1):
                 yield as_document(row, f"{source}, document {number}")
     except (OSError, ValueError) as error:
