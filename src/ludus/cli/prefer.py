@@ -17,7 +17,7 @@ from rich.text import Text
 from ludus.core.config import apply_overrides
 from ludus.core.failures import ConfigError, LudusError, not_there
 from ludus.core.trajectory import Group
-from ludus.core.user_files import json_lines, read_user_text
+from ludus.core.user_files import file_problem, json_lines, read_user_text
 from ludus.llm import ChatError
 from ludus.observe import Cell, RunFolder, printable, read_groups, table_rich
 from ludus.rewards.judges import PairJudge
@@ -194,8 +194,8 @@ def train_reward_model(data: Path, out: Path, model: str | None, settings: Seque
     from ludus.training.reward_models import RewardModelConfig, fit_reward_model
 
     console = Console()
-    if not data.is_file():
-        raise ConfigError(not_there(data, beside_recipe=False))
+    if (problem := file_problem(data, beside_recipe=False)) is not None:
+        raise ConfigError(problem)
     named: dict[str, Any] = {"scratch": {}} if model == "scratch" else {"name": model}
     given: dict[str, Any] = {} if model is None else {"model": named}
     config = RewardModelConfig.parse(apply_overrides(given, settings), "the reward model")

@@ -23,10 +23,11 @@ from typing import Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ludus.core.config import Config, Place
-from ludus.core.failures import ConfigError, not_there
+from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory, is_success
+from ludus.core.user_files import read_user_json
 
 _WORD = re.compile(r"\w+")
 _MOST_GOALS = 5
@@ -98,11 +99,10 @@ def save_workflows(path: str | Path, workflows: Sequence[Workflow]) -> None:
 
 def load_workflows(path: str | Path) -> list[Workflow]:
     """The workflows of a file; `ConfigError` says what is wrong with it."""
+    raw = read_user_json(path)
     try:
-        found = _FILE.validate_json(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(not_there(path)) from None
-    except (OSError, ValidationError) as error:
+        found = _FILE.validate_python(raw)
+    except ValidationError as error:
         raise ConfigError(f"{path} is no file of workflows: {error}") from None
     if any(not one.goals or not one.steps for one in found):
         raise ConfigError(f"{path}: a workflow needs goals and steps")

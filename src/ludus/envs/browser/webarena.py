@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 from ludus.core.failures import Boundary, ConfigError, InfraError, not_there
 from ludus.core.messages import Message
 from ludus.core.task import Task
+from ludus.core.user_files import read_user_json
 from ludus.envs.browser.gateway import origin_of
 from ludus.envs.browser.tasks import SYSTEM
 
@@ -151,10 +152,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     )
     found: list[dict[str, Any]] = []
     for one in files:
-        try:
-            content = json.loads(one.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{one} is no JSON: {error}") from error
+        content = read_user_json(one)
         found += content if isinstance(content, list) else [content]
     return found
 
