@@ -16,7 +16,7 @@ from rich.console import Console
 from ludus.core.concurrency import busy_locations
 from ludus.core.config import read_toml
 from ludus.core.failures import ConfigError, Failure, Fault, LudusError, MissingExtraError
-from ludus.core.messages import ToolCall, ToolContext, ToolResult, ToolSet
+from ludus.core.messages import Message, ToolCall, ToolContext, ToolResult, ToolSet
 from ludus.core.registry import load_reference
 from ludus.core.task import Task
 from ludus.core.trajectory import is_success
@@ -163,10 +163,9 @@ async def _set_findings(plan: TaskSetSpec, call_tools: bool | None, seconds: flo
 
 def _pictures(parts: Parts) -> Findings:
     """Every picture of the tasks and demonstrations, decoded as a run would decode it."""
-    shown = [task.messages for task in (*parts.tasks, *parts.held_out)]
-    shown += (
-        [] if parts.demonstrations is None or callable(parts.demonstrations) else parts.demonstrations
-    )
+    shown: list[Sequence[Message]] = [task.messages for task in (*parts.tasks, *parts.held_out)]
+    if parts.demonstrations is not None and not callable(parts.demonstrations):
+        shown += parts.demonstrations
     messages = [message for one in shown for message in one if message.media]
     if not messages:
         return []

@@ -79,10 +79,10 @@ class RetryPolicy:
     """One request with all its attempts."""
     retries: int = 6
     """How often a request is sent again after an overload (429), an error of the server's, or none at all."""
-    unusable: int | None = None
-    """How often of these after an answer that is not what the interface promises; all of them if None."""
     first_pause: float = 0.5
     """Seconds before the second attempt; the pause doubles, and a random share of it is taken."""
+    unusable: int | None = None
+    """How many of the retries may follow answers that are not what the interface promises; all if None."""
 
     def pause(self, attempt: int, reply: ServerReply | None) -> float:
         """Seconds to wait after this attempt, counted from 0: what the server asked for, and some more."""
