@@ -86,7 +86,7 @@ def test_corpus_files(tmp_path: Path, name: str) -> None:
     ("content", "problem"),
     [
         ('{"title": "A"}', "document 1 is no document"),
-        ("{", "cannot be read"),
+        ("{", "line 1, is not JSON"),
         ("", "holds no documents"),
         ("[1]", "no document"),
     ],
