@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ludus.core import EngineError
 from ludus.core.generation import Completion, Sampling
+from ludus.core.messages import MediaSpan
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.engine.replicas.weight_loading import load_into, load_model
 
@@ -28,7 +29,7 @@ class TrainedModel:
     def write(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
+    def score(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> list[float]:
         return plain_logprobs(self.model, list(tokens))
 
     @torch.no_grad()
@@ -106,9 +107,11 @@ class LocalReplica:
                 raise EngineError(self._death.result()) from None
             raise
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
         await self._maybe_hang("score")
-        return await self.alive.score(tokens, temperature=temperature)
+        return await self.alive.score(tokens, temperature=temperature, media=media)
 
     async def fork(self, session: str, into: str) -> None:
         await self.alive.fork(session, into)

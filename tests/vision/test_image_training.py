@@ -18,7 +18,7 @@ from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig, images_of, use_ludus_attention
-from ludus.engine.images import vision_parameters
+from ludus.engine.image_features import vision_parameters
 from ludus.engine.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
 from ludus.rollouts import Renderer, load_format

@@ -37,6 +37,13 @@ class LruCache(Generic[Kept]):
                 self._drop(next(iter(self._kept)))
         return made
 
+    def find(self, key: Hashable) -> Kept | None:
+        """The value of this key if it is kept."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ludus.core.failures import EngineError
 from ludus.core.messages import Media
 
 MOST_BYTES = 32 << 20
@@ -102,6 +103,15 @@ def _media(data: bytes) -> Media:
     if len(data) > MOST_BYTES:
         raise too_large()
     return Media.image(data)
+
+
+def not_shown(engine: str) -> EngineError:
+    """Pictures in a request to an engine that takes none."""
+    return EngineError(
+        f"{engine} is shown no pictures: sample with the engine in the trainer's process or with "
+        'cluster.engines, or set model.vision = "off" to read text only (docs/images.md)',
+        retriable=False,
+    )
 
 
 def too_large() -> PictureError:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         unwrapped,
         vocabulary_size,
     )
-    from ludus.engine.images import embedded, images_of
+    from ludus.engine.image_features import embedded
+    from ludus.engine.images import images_of
     from ludus.engine.model_runner import head_logits, hidden_states, plain_head
     from ludus.engine.packed_attention import PackedContext
     from ludus.engine.scheduler import Request, Scheduler, StopChecker

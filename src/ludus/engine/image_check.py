@@ -7,22 +7,21 @@ directions, or feed pictures into deeper layers come out differently, and are re
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Media, MediaSpan
 from ludus.engine.hf_model import decoder_of, device_of, sampling_mode, text_config, unwrapped
-from ludus.engine.images import ImageProcessor, embedded, images_of
+from ludus.engine.image_features import embedded
+from ludus.engine.images import ImageProcessor, images_of
 from ludus.engine.model_runner import head_logits
+from ludus.engine.pictures import decode_picture, noise_picture
 from ludus.engine.self_check import agree
 
 FAMILIES = "LLaVA, LLaVA-NeXT, LLaVA-OneVision, Idefics3, SmolVLM, InternVL"
-_SIDES = (48, 64)
 _INSTEAD = f'use a model such as {FAMILIES}, or set model.vision = "off" to train it on text alone'
 
 
@@ -37,13 +36,13 @@ def check_positions(model: nn.Module) -> None:
 
 
 def check_images(model: nn.Module) -> None:
-    """Refuse a model whose pictures `images.embedded` does not reproduce. Its attention must be its own."""
+    """Refuse a model whose pictures `image_features.embedded` does not reproduce. Its attention must be its own."""
     inner, processor = unwrapped(model), images_of(model)
     assert processor is not None
     name = type(inner).__name__
-    pictures = [_picture(seed) for seed in (0, 1)]
+    pictures = [noise_picture(seed) for seed in (0, 1)]
     text = f"{processor.text}\n{processor.text}\n"
-    images = [_pixels(seed) for seed in (0, 1)]
+    images = [decode_picture(picture.data or b"") for picture in pictures]
     made = dict(processor.inner(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
     spans = _spans(processor, made["input_ids"][0].tolist(), pictures)
     if spans is None:
@@ -92,17 +91,3 @@ def _spans(
         start = found + len(own)
         spans.append(MediaSpan(picture.sha256, found, start, picture.data))
     return spans
-
-
-def _pixels(seed: int) -> Any:
-    """A picture of noise: what looks alike everywhere shows no difference."""
-    from PIL import Image
-
-    noise = np.random.default_rng(seed).integers(0, 256, (*_SIDES, 3), dtype=np.uint8)
-    return Image.fromarray(noise)
-
-
-def _picture(seed: int) -> Media:
-    file = BytesIO()
-    _pixels(seed).save(file, format="PNG")
-    return Media.image(file.getvalue())

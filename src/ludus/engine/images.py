@@ -2,8 +2,8 @@
 
 A model's own processor says which tokens stand for a picture and turns it into pixels (`ImageProcessor`); the
 model's vision tower and projector turn pixels into features; and a forward pass over flat tokens reads a
-feature wherever a placeholder stands inside a picture's span (`embedded`). A placeholder anywhere else, such as
-one that the model sampled, is a token like any other.
+feature wherever a placeholder stands inside a picture's span (`image_features.py`). A placeholder anywhere else,
+such as one that the model sampled, is a token like any other.
 
 In the engine a picture's placeholders have virtual token ids, made from the picture's hash (`virtual_ids`). So
 all that compares tokens (prefix caching, sessions, forks, recomputation) tells pictures apart, and finds the
@@ -13,8 +13,7 @@ same picture again.
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ludus.core.failures import ConfigError, LudusError
+from ludus.core.failures import ConfigError, LudusError, MissingExtraError
 from ludus.core.lru import LruCache
 from ludus.core.messages import Media, MediaSpan
 from ludus.core.pictures import PictureError
-from ludus.engine.hf_model import decoder_of, device_of, unwrapped
+from ludus.engine.hf_model import unwrapped
 from ludus.engine.pictures import decode_picture
 
 VIRTUAL = 1 << 62
 """Token ids from here on are virtual."""
 _ATTRIBUTE = "ludus_images"
 _PIXEL_BYTES = 1 << 29
-_FEATURE_BYTES = 1 << 28
-_WHERE = (
-    "files of episodes refer to pictures by their hash, and the bytes are in the run's folder media/"
-)
 _NO_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -66,6 +61,32 @@ class ImageProcessor:
         self.text = str(processor.image_token)
         self.token = int(processor.tokenizer.convert_tokens_to_ids(self.text))
         self._encoded: LruCache[EncodedImage] = LruCache(_PIXEL_BYTES, lambda one: one.size)
+
+    @classmethod
+    def load(cls, name: str, tokenizer: Any = None, revision: str | None = None) -> ImageProcessor:
+        """The processor of a model's folder, or of a hub's model; `tokenizer` takes the place of its own."""
+        try:
+            import PIL  # noqa: F401
+        except ImportError:
+            raise MissingExtraError("pillow", "vision", "a model that is shown pictures") from None
+        from transformers import AutoProcessor
+
+        try:
+            processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
+        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the processor of {name!r} cannot be loaded "
+                f"({type(error).__name__}: {str(error).strip():.200}); those that take videos as well need the "
+                "package torchvision"
+            ) from error
+        if (
+            getattr(processor, "image_token", None) is None
+            or getattr(processor, "image_processor", None) is None
+        ):
+            raise ConfigError(f"{type(processor).__name__} has no image token to put into a prompt")
+        if tokenizer is not None:
+            processor.tokenizer = tokenizer
+        return cls(processor)
 
     def __deepcopy__(self, memo: object) -> ImageProcessor:
         """A copy of a model sees by the same processor."""
@@ -128,94 +149,14 @@ def attach_images(model: nn.Module, processor: ImageProcessor) -> None:
 
 def images_of(model: nn.Module) -> ImageProcessor | None:
     """The processor of a model that is shown pictures; None for one that reads text only."""
-    found: ImageProcessor | None = getattr(_seeing(model), _ATTRIBUTE, None)
+    found: ImageProcessor | None = getattr(seeing(model), _ATTRIBUTE, None)
     return found
 
 
-def _seeing(model: nn.Module) -> Any:
+def seeing(model: nn.Module) -> Any:
     """The Hugging Face model with the vision part; a reference has another model's."""
     inner = unwrapped(model)
     return getattr(inner, "sees_by", inner)
-
-
-def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """What only pictures pass through: all parameters outside of the decoder and the LM head."""
-    inner = _seeing(model)
-    parts = (decoder_of(inner), inner.get_output_embeddings(), inner.get_input_embeddings())
-    text = {id(p) for part in parts for p in part.parameters()}
-    return [p for p in inner.parameters() if id(p) not in text]
-
-
-def image_features(model: nn.Module, picture: EncodedImage) -> Tensor:
-    """[P, H]: the features of a picture, one for each of its placeholders.
-
-    They have a gradient where the vision part is trained, and gradients are on.
-    """
-    inner = _seeing(model)
-    wanted = inspect.signature(inner.get_image_features).parameters
-    dtype, device = inner.get_input_embeddings().weight.dtype, device_of(model)
-    inputs = {
-        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in picture.inputs.items()
-        if name in wanted
-    }
-    is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in vision_parameters(model))
-    with torch.set_grad_enabled(is_trained):
-        output = inner.get_image_features(**inputs)
-    found = getattr(output, "pooler_output", output)
-    pieces = [found] if isinstance(found, Tensor) else list(found)
-    features_PH = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
-    if len(features_PH) != len(picture.places):
-        raise ConfigError(
-            f"{type(inner).__name__} has {len(features_PH)} features for a picture that its processor gives "
-            f"{len(picture.places)} placeholders"
-        )
-    return features_PH
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedFeatures:
-    """The features of pictures, and their places among flat tokens."""
-
-    places_P: npt.NDArray[np.int64]
-    features_PH: Tensor
-
-
-def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeatures | None:
-    """The features of the pictures in these spans, each picture computed once; None where there are none."""
-    if not images:
-        return None
-    processor = images_of(model)
-    if processor is None:
-        raise LudusError(
-            f"{type(unwrapped(model)).__name__} reads text only, and the episodes hold pictures that were "
-            "shown to another model"
-        )
-    known: dict[str, Tensor] = {}
-    places: list[npt.NDArray[np.int64]] = []
-    for span in images:
-        try:
-            picture = processor.of_span(span)
-        except PictureError as error:
-            raise LudusError(f"{error}: {_WHERE}") from error
-        if span.sha256 not in known:
-            known[span.sha256] = image_features(model, picture)
-        places.append(span.start + picture.places)
-    return PlacedFeatures(np.concatenate(places), torch.cat([known[span.sha256] for span in images]))
-
-
-def embedded(model: nn.Module, input_ids: Tensor, images: Sequence[MediaSpan]) -> Tensor | None:
-    """[T, H]: what the decoder reads for flat tokens with pictures in these spans; None without any."""
-    return with_features(model, input_ids, placed_features(model, images))
-
-
-def with_features(model: nn.Module, input_ids: Tensor, placed: PlacedFeatures | None) -> Tensor | None:
-    """[T, H]: token embeddings, and features in their places; None without any."""
-    if placed is None:
-        return None
-    embedded_TH: Tensor = decoder_of(model).get_input_embeddings()(input_ids)
-    index_P = torch.from_numpy(placed.places_P).to(input_ids.device)
-    return embedded_TH.index_copy(0, index_P, placed.features_PH.to(embedded_TH.dtype))
 
 
 def virtual_ids(sha256: str, count: int) -> npt.NDArray[np.int64]:
@@ -250,45 +191,3 @@ def with_virtual_ids(
         ids[span.start + picture.places] = virtual_ids(span.sha256, len(picture.places))
     keyed: list[int] = ids.tolist()
     return keyed
-
-
-class ImageFeatures:
-    """The features of the pictures that an engine was shown, under the weights of now."""
-
-    def __init__(self, model: nn.Module, processor: ImageProcessor) -> None:
-        self._model, self._processor = model, processor
-        self._known: LruCache[Tensor] = LruCache(
-            _FEATURE_BYTES, lambda one: one.numel() * one.element_size()
-        )
-
-    def of(self, span: MediaSpan) -> tuple[EncodedImage, Tensor]:
-        """A picture and its features."""
-        picture = self._processor.of_span(span)
-        return picture, self._known.get(span.sha256, lambda: image_features(self._model, picture))
-
-    def clear(self) -> None:
-        """The weights have changed."""
-        self._known.clear()
-
-    def embedded(
-        self, parts: Iterable[tuple[Sequence[MediaSpan], int, int]], input_ids: Tensor
-    ) -> Tensor | None:
-        """[T, H]: what the decoder reads for parts of contexts, end to end; None where no picture is in them.
-
-        A part is the spans of a context, and the range of its tokens; it may begin and end inside a picture.
-        """
-        places: list[npt.NDArray[np.int64]] = []
-        features: list[Tensor] = []
-        offset = 0
-        for spans, start, stop in parts:
-            for span in spans:
-                if span.start < stop and span.stop > start:
-                    picture, features_PH = self.of(span)
-                    at = span.start + picture.places
-                    inside = (at >= start) & (at < stop)
-                    places.append(at[inside] - start + offset)
-                    first = int((at < start).sum())
-                    features.append(features_PH[first : first + int(inside.sum())])
-            offset += stop - start
-        placed = PlacedFeatures(np.concatenate(places), torch.cat(features)) if places else None
-        return with_features(self._model, input_ids, placed)

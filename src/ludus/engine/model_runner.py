@@ -32,7 +32,8 @@ from ludus.engine.hf_model import (
     text_config,
     unwrapped,
 )
-from ludus.engine.images import VIRTUAL, ImageFeatures, images_of
+from ludus.engine.image_features import embedded_parts, forget_features
+from ludus.engine.images import VIRTUAL, images_of
 from ludus.engine.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
 from ludus.engine.sampler import log_softmax_at, sample_with_params
 from ludus.engine.scheduler import Chunk
@@ -93,7 +94,7 @@ def hidden_states(
 ) -> Tensor:
     """[T, hidden]: the decoder's last hidden states of flat tokens [T]; the fused forward where it fits.
 
-    `embedded_TH` is read in the place of the tokens' embeddings, where there are pictures (`images.embedded`).
+    `embedded_TH` is read in the place of the tokens' embeddings, where there are pictures (`image_features.embedded`).
     """
     parts = None if unavailable(device_of(model)) else decoder_parts(decoder_of(model))
     if parts is not None:
@@ -196,7 +197,6 @@ class TorchModelRunner:
     def __init__(self, model: nn.Module, kv_cache: TorchKVCache) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._images = engine_images(model)
 
     def launch(
         self, chunks: Sequence[Chunk], block_tables: npt.NDArray[np.int64], blocks: int
@@ -211,7 +211,7 @@ class TorchModelRunner:
             ids_T,
             torch.from_numpy(positions).to(device),
             context,
-            embedded_chunks(self._images, chunks, ids_T),
+            embedded_chunks(self._model, chunks, ids_T),
         )
         ends = np.cumsum(batch.counts)
         results = self._sample(chunks, hidden_TH, ends)
@@ -227,8 +227,7 @@ class TorchModelRunner:
 
     def refresh(self) -> None:
         """Nothing here depends on addresses; features depend on weights."""
-        if self._images is not None:
-            self._images.clear()
+        forget_features(self._model)
 
     def close(self) -> None:
         """Nothing here is kept."""
@@ -247,19 +246,13 @@ class TorchModelRunner:
         return StepResults(sampled, *sample_chunks(logits_RV, sampled))
 
 
-def engine_images(model: nn.Module) -> ImageFeatures | None:
-    """The features of an engine's pictures; None for a model that reads text only."""
-    processor = images_of(model)
-    return None if processor is None else ImageFeatures(model, processor)
-
-
-def embedded_chunks(
-    images: ImageFeatures | None, chunks: Sequence[Chunk], ids_T: Tensor
-) -> Tensor | None:
+def embedded_chunks(model: nn.Module, chunks: Sequence[Chunk], ids_T: Tensor) -> Tensor | None:
     """What the decoder reads for chunks with pictures in them; None where there are none."""
-    if images is None or not any(chunk.request.images for chunk in chunks):
+    processor = images_of(model)
+    if processor is None or not any(chunk.request.images for chunk in chunks):
         return None
-    return images.embedded(((c.request.images, c.start, c.stop) for c in chunks), ids_T)
+    parts = ((c.request.images, c.start, c.stop) for c in chunks)
+    return embedded_parts(model, processor, parts, ids_T)
 
 
 def make_runner(

@@ -7,11 +7,24 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ludus.core.failures import MissingExtraError
+from ludus.core.messages import Media
 from ludus.core.pictures import FORMATS, MOST_BYTES, MOST_PIXELS, PictureError, too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+def noise_picture(seed: int, sides: tuple[int, int] = (48, 64)) -> Media:
+    """A picture of noise, to probe a model with: what looks alike everywhere shows no difference."""
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 256, (*sides, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, format="PNG")
+    return Media.image(file.getvalue())
 
 
 def decode_picture(data: bytes) -> Image:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ludus.core.failures import ConfigError, LudusError
 from ludus.core.messages import Json
 from ludus.engine import images_of, use_ludus_attention
+from ludus.engine.image_features import forget_features
 from ludus.observe import RunWriter, atomic_directory
 from ludus.rewards import Scorer
 from ludus.rollouts.tokenizers import HFTokenizer
@@ -208,6 +209,7 @@ def sync_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> Non
     if isinstance(reference, AdapterReference | ShardedAdapterReference):
         reference.follow()
         return
+    forget_features(reference)
     for own, other in zip(reference.parameters(), policy.parameters(), strict=True):
         local(own).lerp_(local(other), alpha)
 

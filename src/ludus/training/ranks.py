@@ -17,6 +17,7 @@ Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) nothing i
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
@@ -196,11 +197,13 @@ class LeadingRanks(Ranks):
             self._group.agree()
             return result
         except PeerFailed as error:
+            self._group.reset()
             raise RankError(self._cause()) from error
         except Exception as error:
             try:
                 self._group.tell(error)
             except PeerFailed:
+                self._group.reset()
                 raise RankError(self._cause()) from error
             except RuntimeError as lost:  # so the first error was a lost connection
                 self._is_broken = True
@@ -448,7 +451,7 @@ def _perform(message: bytes, objects: dict[int, Any], group: RankGroup, store: S
         if number is not None:
             objects[number] = result
     except PeerFailed:
-        return  # rank 0 knows, and decides
+        group.reset()  # rank 0 knows, and decides
     except Exception as error:  # noqa: BLE001 - whatever it is, rank 0 has to hear of it
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -456,7 +459,7 @@ def _perform(message: bytes, objects: dict[int, Any], group: RankGroup, store: S
         try:
             group.tell(error)
         except PeerFailed:
-            return
+            group.reset()
         except RuntimeError:  # a lost connection: nobody is left to work with
             print(f"a trainer rank ended: {text}", file=sys.stderr)
             os._exit(1)
@@ -533,13 +536,15 @@ def _dumped(message: Any, numbers: dict[int, int]) -> bytes:
 def skeleton_of(model: nn.Module) -> bytes:
     """The module with the shapes of its parameters instead of their values; buffers as they are."""
     file = io.BytesIO()
-    _SkeletonDumper(file, protocol=pickle.HIGHEST_PROTOCOL).dump(model)
+    _SkeletonDumper(file).dump(model)
     return file.getvalue()
 
 
 class _SkeletonDumper(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol=protocol)
+    _PROTOCOL = pickle.HIGHEST_PROTOCOL
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=self._PROTOCOL)
         self._parameters: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -553,6 +558,29 @@ class _SkeletonDumper(pickle.Pickler):
         if isinstance(obj, torch.device):
             return ("device",)
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Leave out the hooks by which transformers reads hidden states (a vision tower's, say).
+
+        They cannot be pickled; transformers puts them there again when they are needed first.
+        """
+        if not isinstance(obj, nn.Module):
+            return NotImplemented
+        make, args, state, *others = obj.__reduce_ex__(self._PROTOCOL)
+        kept = {name: value for name, value in state.items() if name != _HOOKED}
+        hooks = [number for number, hook in obj._forward_hooks.items() if _is_recording(hook)]
+        for name, value in kept.items():
+            if name.startswith("_forward_hooks"):
+                kept[name] = type(value)((n, one) for n, one in value.items() if n not in hooks)
+        return make, args, kept, *others
+
+
+_HOOKED = "_output_capturing_hooks_installed"
+"""Where transformers notes that a model has these hooks."""
+
+
+def _is_recording(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 class _SkeletonLoader(pickle.Unpickler):
@@ -581,9 +609,22 @@ def build_sharded(skeleton: bytes, source: OnLeader[nn.Module]) -> ShardedModel:
     kind = group.mesh.device_type
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     model: nn.Module = _SkeletonLoader(io.BytesIO(skeleton), device).load()
+    _make_known(model)
     root = shard(model, group, _layers(model))
     root.receive(source.value)
     return root
+
+
+def _make_known(model: nn.Module) -> None:
+    """Make one like a model that sees, without weights, and drop it.
+
+    Constructors tell transformers which hidden states a class can be asked for, in each process; unpickling
+    calls none, and a vision tower's features are hidden states.
+    """
+    inner = unwrapped(model)
+    if hasattr(inner, "get_image_features"):
+        with torch.device("meta"):
+            type(inner)(copy.deepcopy(inner.config))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

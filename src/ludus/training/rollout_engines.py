@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ludus.core.failures import ConfigError
+from ludus.core.messages import MediaSpan
 from ludus.engine import (
     EmbeddedEngine,
     PackedContext,
     context_limit,
+    embedded,
     head_logits,
     hidden_states,
     images_of,
@@ -31,6 +33,7 @@ from ludus.engine import (
     unwrapped,
     vocabulary_size,
 )
+from ludus.engine.image_features import forget_features
 from ludus.engine.remote import VllmEngine
 from ludus.engine.replicas import (
     Canary,
@@ -77,10 +80,11 @@ async def start_engine(
     else:
         threads = recipe.threads or (1 if weight.device.type == "cpu" else None)
         replicas = placement.replicas(dtype, recipe.engine, threads, cluster.timeout)
+    images = None if cluster.servers else images_of(model)  # servers read text only
     engine = ReplicatedEngine(
         replicas,
         PolicyWeights(model, tokenizer),
-        Canary.of(vocabulary_size(model), context_limit(model), dtype),
+        Canary.of(vocabulary_size(model), context_limit(model), dtype, images),
         version=version,
         limits=ReplicaLimits(seconds=cluster.timeout),
         folder=None if cluster.weights is None else Path(cluster.weights),
@@ -147,6 +151,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def write(self, folder: Path) -> None:
+        forget_features(self._model)
         state = merged_state(self._model)
         if self._layout is not None:
             for name, data in self._others.items():
@@ -165,12 +170,13 @@ class PolicyWeights:
             self._others = {file.name: file.read_bytes() for file in others}
 
     @torch.no_grad()
-    def score(self, tokens: Sequence[int]) -> list[float]:
+    def score(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> list[float]:
         model, device = self._model, next(self._model.parameters()).device
         with on_device(device), sampling_mode(model):
             tokens_T = torch.tensor(list(tokens), device=device)
             row = PackedContext([len(tokens)], device)
-            hidden_TD = hidden_states(model, tokens_T, row.position_ids, row)
+            embedded_TD = embedded(model, tokens_T, media)
+            hidden_TD = hidden_states(model, tokens_T, row.position_ids, row, embedded_TD)
             logprobs, _ = token_logprobs(head_logits(model, hidden_TD[:-1]), tokens_T[1:], 1.0)
         return [0.0, *logprobs.tolist()]
 

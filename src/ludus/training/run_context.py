@@ -22,7 +22,7 @@ from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.core.tokenizer import Tokenizer
 from ludus.core.trajectory import StopReason, Trajectory
-from ludus.engine import EmbeddedEngine, FakeEngine, images_of, use_ludus_attention
+from ludus.engine import EmbeddedEngine, FakeEngine, use_ludus_attention
 from ludus.engine.remote import TranscriptTokenizer
 from ludus.engine.replicas import ReplicatedEngine
 from ludus.envs import EnvPool, EnvTools, PoolConfig, rename_clashes, tools_of
@@ -239,11 +239,6 @@ async def _build_on(
     recording = open_recording(recipe)
     model, tokenizer = await load_policy(recipe, parts, checkpoint)
     use_ludus_attention(model)
-    if ranks.size > 1 and images_of(model) is not None:
-        raise ConfigError(
-            f"cluster.trainer_ranks = {ranks.size}: a model that is shown pictures is trained on one rank; "
-            'leave cluster.trainer_ranks out, or set model.vision = "off" to train it on text alone'
-        )
     version = updates_until(load_progress(checkpoint), recipe) if checkpoint is not None else 0
     sharded = ranks.shard(model) if ranks.size > 1 else None
     if recording is None:

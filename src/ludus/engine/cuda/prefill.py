@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ludus.engine.cuda.decode import DecodeStep, RowSampling, RowState
 from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
 from ludus.engine.cuda.kv_cache import StaticKVCache
-from ludus.engine.images import ImageFeatures
 from ludus.engine.model_runner import (
     embedded_chunks,
     flat_batch,
@@ -135,7 +134,6 @@ class StepParts:
     state: RowState
     decode: DecodeStep
     graphs: StepGraphs
-    images: ImageFeatures | None = None
 
     @property
     def device(self) -> torch.device:
@@ -154,7 +152,7 @@ class StepParts:
         slots_T, starts_R1, lengths_R = (inputs[name] for name in names)
         context = PrefillContext(self.kv_cache, slots_T, block_tables_RB, starts_R1, lengths_R)
         ids_T = inputs["ids_T"]
-        embedded_TD = embedded_chunks(self.images, chunks, ids_T)
+        embedded_TD = embedded_chunks(self.model, chunks, ids_T)
         return hidden_states(self.model, ids_T, inputs["positions_T"], context, embedded_TD)
 
 

@@ -22,7 +22,8 @@ from ludus.engine.cuda.graphs import StepGraphs
 from ludus.engine.cuda.kv_cache import StaticKVCache
 from ludus.engine.cuda.prefill import PrefillStep, StepParts
 from ludus.engine.hf_model import device_of
-from ludus.engine.model_runner import StepResults, engine_images, sample_chunks
+from ludus.engine.image_features import forget_features
+from ludus.engine.model_runner import StepResults, sample_chunks
 from ludus.engine.scheduler import Chunk
 from ludus.kernels.device import on_device
 
@@ -52,8 +53,7 @@ class CudaModelRunner:
         self._row_sampling = RowSampling(rows)
         self._graphs = StepGraphs(self._device, stats)
         self._decode = DecodeStep(model, kv_cache, state, self._copies, self._graphs)
-        self._images = engine_images(model)
-        parts = StepParts(model, kv_cache, state, self._decode, self._graphs, self._images)
+        parts = StepParts(model, kv_cache, state, self._decode, self._graphs)
         self._prefill = PrefillStep(parts, self._row_sampling, self._copies)
         self._known: object = None
 
@@ -81,8 +81,7 @@ class CudaModelRunner:
         if known != self._known:
             self._graphs.clear()
             self._known = known
-        if self._images is not None:
-            self._images.clear()
+        forget_features(self._model)
         self._prefill.forget_limit()
 
     def close(self) -> None:

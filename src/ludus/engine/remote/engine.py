@@ -22,6 +22,7 @@ from typing import Any, Literal
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling
 from ludus.core.messages import MediaSpan
+from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.openai_api import (
     MOST_STOPS,
@@ -105,11 +106,7 @@ class RemoteEngine:
         if self._is_closed:
             raise EngineError("the engine is closed", retriable=False)
         if media:
-            raise EngineError(
-                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
-                "(a recipe without cluster.engines and cluster.servers)",
-                retriable=False,
-            )
+            raise not_shown("a model behind an address")
         task = asyncio.ensure_future(self._answer(list(tokens), sampling))
         self._running.setdefault(session, set()).add(task)
         try:

@@ -26,6 +26,7 @@ from pathlib import Path
 from ludus.core.failures import ConfigError, EngineError
 from ludus.core.generation import Completion, FinishReason, OnTokens, Sampling, VersionSpan
 from ludus.core.messages import Json, MediaSpan
+from ludus.core.pictures import not_shown
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.remote.vllm_api import (
     WeightLabel,
@@ -93,11 +94,7 @@ class VllmEngine:
     ) -> Completion:
         self._check_open()
         if media:
-            raise EngineError(
-                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
-                "(a recipe without cluster.engines and cluster.servers)",
-                retriable=False,
-            )
+            raise not_shown("a vLLM server")
         request = uuid.uuid4().hex
         body = generate_body(self._checked(tokens), sampling, request, self._server.address.model)
         task = asyncio.ensure_future(self._complete(body, sampling, session))
@@ -130,9 +127,13 @@ class VllmEngine:
 
         return await self._server.generate(body, read, session)
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
         """At a temperature other than 1 each token is a request of its own: vLLM scores prompts at 1 alone."""
         self._check_open()
+        if media:
+            raise not_shown("a vLLM server")
         given, model = self._checked(tokens), self._server.address.model
         if temperature in (0.0, 1.0):
             body = score_body(given, uuid.uuid4().hex, model)

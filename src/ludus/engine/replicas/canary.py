@@ -1,5 +1,7 @@
 """The canary: after new weights, a replica scores a fixed text, and the trainer's own numbers must come back.
 
+Of a model that sees, the text begins with a picture: what the vision part makes of it is in every number.
+
 An update that reports success can be half an update: a tensor that was not copied, a head that is tied to the
 embedding and kept its old copy. What is sampled then comes from no policy at all, and nothing else would say
 so.
@@ -19,7 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ludus.core.failures import EngineError
+from ludus.core.messages import MediaSpan
 from ludus.core.random import key, uniforms
+from ludus.engine.images import ImageProcessor
+from ludus.engine.pictures import noise_picture
 
 CANARY_TOKENS = 64
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.05}
@@ -36,14 +41,25 @@ class Canary:
 
     tokens: tuple[int, ...]
     tolerance: float
+    media: tuple[MediaSpan, ...] = ()
 
     @classmethod
-    def of(cls, vocabulary: int, context: int | None, dtype: str) -> Canary:
-        """For a model with so many tokens, of so many in a row; `dtype` is that of its weights."""
-        count = min(CANARY_TOKENS, context or CANARY_TOKENS)
-        drawn = uniforms(key("canary"), np.arange(count)) * vocabulary
+    def of(
+        cls, vocabulary: int, context: int | None, dtype: str, images: ImageProcessor | None = None
+    ) -> Canary:
+        """For a model with so many tokens, of so many in a row; `dtype` is that of its weights.
+
+        `images` is how it is shown pictures. A context that no picture fits into has none.
+        """
+        picture = noise_picture(0) if images is not None else None
+        shown = images.tokens(picture) if images is not None and picture is not None else []
+        if context is not None and len(shown) >= context:
+            picture, shown = None, []
+        count = min(CANARY_TOKENS, context - len(shown)) if context else CANARY_TOKENS
+        drawn = (uniforms(key("canary"), np.arange(count)) * vocabulary).astype(np.int64)
         tolerance = TOLERANCE.get(dtype, max(TOLERANCE.values()))
-        return cls(tuple(drawn.astype(np.int64).tolist()), tolerance)
+        media = () if picture is None else (MediaSpan(picture.sha256, 0, len(shown), picture.data),)
+        return cls((*shown, *drawn.tolist()), tolerance, media)
 
     def check(self, expected: Sequence[float], found: Sequence[float], name: str, version: int) -> float:
         """The mean difference; raises `CanaryError` where it is not what rounding leaves."""

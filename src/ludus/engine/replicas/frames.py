@@ -1,7 +1,8 @@
 """What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
 
 A frame: the lengths of head and body as 4-byte numbers, the head, the body. Tokens are int32, log-
-probabilities float64, so that nothing is rounded. Nothing that is read is ever executed.
+probabilities float64, so that nothing is rounded; pictures are the bytes of their files. Nothing that is read is
+ever executed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,10 +19,17 @@ from ludus.core.generation import Completion, FinishReason, VersionSpan
 from ludus.core.messages import Json
 
 _LENGTHS = struct.Struct("!II")
+_MOST = (1 << 32) - 1
 
 
 def pack_frame(head: Json, body: bytes = b"") -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
+    if len(body) > _MOST:
+        raise EngineError(
+            f"a request has {len(body) / 2**30:.1f} GiB, most of it pictures, and at most 4 are sent to an "
+            "engine in another process",
+            retriable=False,
+        )
     return _LENGTHS.pack(len(text), len(body)) + text + body
 
 
@@ -40,6 +48,23 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
         wrong = int(array.min()) if array.min() < 0 else int(array.max())
         raise EngineError(f"token {wrong} is not in the model's vocabulary", retriable=False)
     return array.astype("<i4").tobytes()
+
+
+def pack_pictures(tokens: bytes, pictures: Mapping[str, bytes]) -> tuple[Json, bytes]:
+    """Packed tokens and the files of pictures behind them, by their hashes."""
+    head = {"pictures": [[sha256, len(data)] for sha256, data in pictures.items()]}
+    return head, b"".join((tokens, *pictures.values()))
+
+
+def unpack_pictures(head: Json, body: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """What `pack_pictures` was given."""
+    sizes = head.get("pictures", [])
+    place = len(body) - sum(size for _, size in sizes)
+    tokens, pictures = body[:place], {}
+    for sha256, size in sizes:
+        pictures[sha256] = body[place : place + size]
+        place += size
+    return tokens, pictures
 
 
 def unpack_tokens(body: bytes) -> list[int]:

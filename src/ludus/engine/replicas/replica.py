@@ -61,7 +61,9 @@ class Replica(Protocol):
         on_tokens: OnTokens | None = None,
     ) -> Completion: ...
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
         """The canary asks this after every load: it must come from the weights that `generate` samples with."""
 
     async def fork(self, session: str, into: str) -> None: ...

@@ -107,7 +107,7 @@ class ReplicatedEngine:
         if not replicas:
             raise ValueError("an engine needs at least one replica")
         self._canary, self._limits = canary, limits or ReplicaLimits()
-        self._folders = WeightFolders(source, canary.tokens, folder)
+        self._folders = WeightFolders(source, canary, folder)
         self._members = [_Member(replica) for replica in replicas]
         self._keepers: list[asyncio.Task[None]] = []
         self._sessions: dict[str, _Member] = {}
@@ -276,11 +276,11 @@ class ReplicatedEngine:
 
     async def _examine(self, member: _Member, published: Published) -> None:
         """Let a replica score the canary; what it has sampled with the new weights is held back until then."""
-        scored = await self._command(
-            member, "to score the canary", member.replica.score(self._canary.tokens)
-        )
+        canary = self._canary
+        scoring = member.replica.score(canary.tokens, media=canary.media)
+        scored = await self._command(member, "to score the canary", scoring)
         expected = await asyncio.shield(published.expected)
-        difference = self._canary.check(expected, scored, member.replica.name, published.version)
+        difference = canary.check(expected, scored, member.replica.name, published.version)
         self._differences[self._members.index(member)] = difference
         member.verified = published.version
         member.passed.set()
@@ -330,12 +330,15 @@ class ReplicatedEngine:
         finally:
             member.anonymous -= session is None
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
         member = await self._placed(None)
         assert member is not None, "only a session can be aborted"
         member.anonymous += 1
         try:
-            scored = await self._answered(member, member.replica.score(tokens, temperature=temperature))
+            scoring = member.replica.score(tokens, temperature=temperature, media=media)
+            scored = await self._answered(member, scoring)
             if not member.passed.is_set():
                 await self._answered(member, member.passed.wait())
             return scored

@@ -9,7 +9,12 @@ from dataclasses import asdict
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, OnTokens, Sampling
 from ludus.core.messages import Json, MediaSpan
-from ludus.engine.replicas.frames import pack_tokens, unpack_completion, unpack_logprobs
+from ludus.engine.replicas.frames import (
+    pack_pictures,
+    pack_tokens,
+    unpack_completion,
+    unpack_logprobs,
+)
 
 
 class RequestedReplica(ABC):
@@ -30,18 +35,41 @@ class RequestedReplica(ABC):
         media: Sequence[MediaSpan] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        if media:
-            raise EngineError(
-                "this engine reads text only: pictures are shown by the engine inside the trainer's process "
-                "(a recipe without cluster.engines and cluster.servers)",
-                retriable=False,
-            )
         head = {"sampling": asdict(sampling), "session": session}
-        return unpack_completion(*await self._request("generate", head, pack_tokens(tokens)))
+        return unpack_completion(*await self._request_on("generate", head, tokens, media))
 
-    async def score(self, tokens: Sequence[int], *, temperature: float = 1.0) -> list[float]:
-        _, body = await self._request("score", {"temperature": temperature}, pack_tokens(tokens))
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float = 1.0, media: Sequence[MediaSpan] = ()
+    ) -> list[float]:
+        _, body = await self._request_on("score", {"temperature": temperature}, tokens, media)
         return unpack_logprobs(body)
+
+    async def _request_on(
+        self, operation: str, head: Json, tokens: Sequence[int], media: Sequence[MediaSpan]
+    ) -> tuple[Json, bytes]:
+        """A request on a context. Pictures go by their hashes; those that the engine asks for are sent then.
+
+        An episode shows the same pictures in every turn, and attempts at a task share theirs.
+        """
+        packed = pack_tokens(tokens)
+        if not media:
+            return await self._request(operation, head, packed)
+        spans = [[span.sha256, span.start, span.stop] for span in media]
+        at_hand = {span.sha256: span.data for span in media}
+        sent: dict[str, bytes] = {}
+        while True:
+            about, body = pack_pictures(packed, sent)
+            reply, found = await self._request(operation, {**head, **about, "media": spans}, body)
+            missing = [sha256 for sha256 in reply.get("missing", ()) if sha256 not in sent]
+            if not missing:
+                return reply, found
+            for sha256 in missing:
+                data = at_hand[sha256]
+                if data is None:
+                    raise EngineError(
+                        f"the bytes of the picture {sha256[:12]} are not at hand", retriable=False
+                    )
+                sent[sha256] = data
 
     async def fork(self, session: str, into: str) -> None:
         await self._request("fork", {"session": session, "into": into})

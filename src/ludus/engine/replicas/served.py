@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import InfraError, LudusError
 from ludus.core.generation import Sampling
-from ludus.core.messages import Json
+from ludus.core.lru import LruCache
+from ludus.core.messages import Json, MediaSpan
 from ludus.engine.config import EngineConfig
 from ludus.engine.engine import EmbeddedEngine
-from ludus.engine.replicas.frames import pack_completion, pack_logprobs, unpack_tokens
+from ludus.engine.replicas.frames import (
+    pack_completion,
+    pack_logprobs,
+    unpack_pictures,
+    unpack_tokens,
+)
 from ludus.engine.replicas.weight_loading import load_into, load_model
+
+
+_PICTURE_BYTES = 1 << 28
+"""What the files of pictures may take that are kept for later requests."""
+
+
+class _Missing(Exception):
+    """Pictures of a request that are not here; whoever asked sends them along with it."""
+
+    def __init__(self, pictures: list[str]) -> None:
+        super().__init__(pictures)
+        self.pictures = pictures
 
 
 class _Decoder:
@@ -42,6 +61,7 @@ class ServedEngine:
 
     def __init__(self) -> None:
         self._engine: EmbeddedEngine | None = None
+        self._pictures: LruCache[bytes] = LruCache(_PICTURE_BYTES, len)
 
     async def answer(self, head: Json, body: bytes) -> tuple[Json, bytes]:
         """The reply to `head["operation"]`, or `{"error": ...}`."""
@@ -53,6 +73,8 @@ class ServedEngine:
         """What `work` gives, or the error that it raises, for whoever asked."""
         try:
             return await work()
+        except _Missing as missing:
+            return {"missing": missing.pictures}, b""
         except Exception as error:  # noqa: BLE001 - raised again where the request came from
             retriable = not isinstance(error, LudusError) or (
                 isinstance(error, InfraError) and error.retriable
@@ -78,13 +100,15 @@ class ServedEngine:
                     "stop": tuple(sampling["stop"]),
                     "stop_tokens": tuple(sampling["stop_tokens"]),
                 }
+                tokens, media = self._context(head, body)
                 return pack_completion(
                     await engine.generate(
-                        unpack_tokens(body), Sampling(**sampling), session=head["session"]
+                        tokens, Sampling(**sampling), session=head["session"], media=media
                     )
                 )
             case "score":
-                scored = await engine.score(unpack_tokens(body), temperature=head["temperature"])
+                tokens, media = self._context(head, body)
+                scored = await engine.score(tokens, temperature=head["temperature"], media=media)
                 return {}, pack_logprobs(scored)
             case "ping":
                 await engine.score([0])  # which the engine's thread answers between two steps
@@ -106,6 +130,19 @@ class ServedEngine:
             case _:
                 raise LudusError(f"a replica knows no operation {operation!r}")
         return {}, b""
+
+    def _context(self, head: Json, body: bytes) -> tuple[list[int], list[MediaSpan]]:
+        """The tokens of a request and the pictures among them; raises `_Missing` where some were never sent."""
+        packed, sent = unpack_pictures(head, body)
+        for sha256, data in sent.items():
+            self._pictures.get(sha256, partial(bytes, data))
+        media = [
+            MediaSpan(sha256, start, stop, sent.get(sha256) or self._pictures.find(sha256))
+            for sha256, start, stop in head.get("media", ())
+        ]
+        if missing := {span.sha256 for span in media if span.data is None}:
+            raise _Missing(sorted(missing))
+        return unpack_tokens(packed), media
 
     def _start(self, setup: Json) -> None:
         import torch

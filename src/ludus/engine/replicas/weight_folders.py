@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from ludus.core.messages import MediaSpan
 from ludus.core.processes import ScratchFolder, remove_left_folders
+from ludus.engine.replicas.canary import Canary
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class WeightSource(Protocol):
     def write(self, folder: Path) -> None:
         """Write model and tokenizer in Hugging Face format into an empty folder."""
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
+    def score(self, tokens: Sequence[int], media: Sequence[MediaSpan] = ()) -> list[float]:
         """The log-probability of each token given those before it; the first one's is 0."""
 
 
@@ -73,9 +75,9 @@ class Published:
 class WeightFolders:
     """Publishes versions, one after the other; the newest is kept."""
 
-    def __init__(self, source: WeightSource, canary: Sequence[int], parent: Path | None = None) -> None:
+    def __init__(self, source: WeightSource, canary: Canary, parent: Path | None = None) -> None:
         """`parent` is where folders are made: shared memory when left out, if there is room."""
-        self._source, self._canary = source, list(canary)
+        self._source, self._canary = source, canary
         self._scratch = ScratchFolder(PREFIX, parent or _roomy_place(source.size))
         self.newest: Published | None = None
 
@@ -83,7 +85,7 @@ class WeightFolders:
         """Write the trainer's weights, which are the newest from now on."""
         folder = self._scratch.path / str(version)
         await asyncio.to_thread(self._write, folder)
-        scored = asyncio.to_thread(self._source.score, self._canary)
+        scored = asyncio.to_thread(self._source.score, self._canary.tokens, self._canary.media)
         old, self.newest = self.newest, Published(folder, version, asyncio.ensure_future(scored))
         if old is not None:
             old.retire()

@@ -13,6 +13,7 @@ from torch import nn
 
 from ludus.core.failures import EngineError
 from ludus.engine.hf_model import auto_class
+from ludus.engine.images import ImageProcessor, attach_images
 
 WEIGHTS = "model.safetensors"
 _DTYPES = {
@@ -22,8 +23,10 @@ _DTYPES = {
 
 
 def load_model(folder: Path, dtype: str, device: str) -> nn.Module:
-    """The folder's causal LM, to be sampled and not to be trained."""
+    """The folder's causal LM, to be sampled and not to be trained. It sees where the folder has a processor."""
     model = _loaded(folder, getattr(torch, dtype))
+    if hasattr(model, "get_image_features") and any(folder.glob("*processor_config.json")):
+        attach_images(model, ImageProcessor.load(str(folder)))
     for parameter in model.parameters():
         # aligned, as in the trainer's own model: products round differently on memory that is not
         parameter.data = parameter.data.clone()

@@ -11,7 +11,8 @@ from ludus.core.failures import ConfigError, MissingExtraError
 from ludus.core.pictures import PictureError
 from ludus.engine.hf_model import unwrapped, vocabulary_size
 from ludus.engine.image_check import check_images, check_positions
-from ludus.engine.images import ImageProcessor, attach_images, vision_parameters
+from ludus.engine.image_features import forget_features, vision_parameters
+from ludus.engine.images import ImageProcessor, attach_images
 from ludus.rollouts.tokenizers import HFTokenizer
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def load_vision(
             raise ConfigError(f"the image token {images.text!r} is not in the model's vocabulary")
         attach_images(model, images)
         check_images(model)
+        forget_features(model)
     except (ConfigError, MissingExtraError, PictureError) as error:
         if hasattr(inner, "ludus_images"):
             del inner.ludus_images
@@ -49,26 +51,7 @@ def load_vision(
 
 
 def _processor(name: str, tokenizer: HFTokenizer, revision: str | None) -> ImageProcessor:
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("pillow", "vision", "a model that is shown pictures") from None
-    from transformers import AutoProcessor
-
-    try:
-        processor: Any = AutoProcessor.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the processor of {name!r} cannot be loaded ({type(error).__name__}: {str(error).strip():.200}); "
-            "those that take videos as well need the package torchvision"
-        ) from error
-    if (
-        getattr(processor, "image_token", None) is None
-        or getattr(processor, "image_processor", None) is None
-    ):
-        raise ConfigError(f"{type(processor).__name__} has no image token to put into a prompt")
-    processor.tokenizer = tokenizer.inner
-    images = ImageProcessor(processor)
+    images = ImageProcessor.load(name, tokenizer.inner, revision)
     if images.token not in tokenizer.controls.values():
         # anybody's text could show a picture
         raise ConfigError(f"the image token {images.text!r} is not a special token of the tokenizer")

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ludus.core.failures import LudusError
 from ludus.engine import unwrapped
+from ludus.engine.image_features import forget_features
 from ludus.training.data.micro_batches import is_out_of_memory
 
 R = TypeVar("R")
@@ -70,6 +71,10 @@ class RankGroup:
             code = _OUT_OF_MEMORY if is_out_of_memory(error) else _FAILED
             if self._exchange(code) == _FAILED and code == _OUT_OF_MEMORY:
                 raise PeerFailed("another rank failed") from error
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the passes that were left in their midst."""
         for root in self.roots:
             root.reset()
 
@@ -189,6 +194,7 @@ class ShardedModel(nn.Module):
     def receive(self, source: nn.Module | None) -> None:
         """Take rank 0's weights, one tensor at a time; `source` is None on the other ranks."""
         self.reshard()
+        forget_features(self)
         known = dict(source.named_parameters()) if source is not None else {}
         for name, parameter in self.model.named_parameters():
             self.group.agree()
@@ -352,6 +358,7 @@ def sharded_like(part: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def load_wholes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy whole tensors into a model, sharded or not, by the names of its parameters."""
+    forget_features(model)
     for name, parameter in named_weights(model):
         local(parameter).copy_(shard_of(weights[name], parameter))
 

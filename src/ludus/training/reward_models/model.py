@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ludus.core.config import Config
 from ludus.core.failures import ConfigError, not_there
 from ludus.engine import context_limit, decoder_of, sampling_mode, use_ludus_attention
-from ludus.engine.images import placed_features
+from ludus.engine.image_features import placed_features
 from ludus.observe import atomic_directory
 from ludus.rollouts.formats import load_format
 from ludus.rollouts.renderer import Renderer

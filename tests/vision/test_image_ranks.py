@@ -1,0 +1,266 @@
+"""Pictures on two trainer ranks: the same as on one, also where one of them has no picture to look at."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from vision_models import noise, save_idefics3, save_llava, save_llava_next
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from test_ranks import ALONE, assert_close, assert_same_weights, learner_on, two_ranks
+
+from ludus.core import Group, LudusError, Media, Message, Segment, SegmentKind, StopReason, Task
+from ludus.core.trajectory import TokenSequence, Trajectory
+from ludus.engine import use_ludus_attention
+from ludus.engine.image_features import vision_parameters
+from ludus.rollouts import Renderer, load_format
+from ludus.training import (
+    Critic,
+    CriticConfig,
+    PreferenceConfig,
+    RLConfig,
+    RolloutBatch,
+    load_model,
+    policy_update,
+    sft_step,
+)
+from ludus.training.checkpoint import load_learner, save_learner, sync_reference
+from ludus.training.config.recipe import ModelConfig
+from ludus.training.models.lora import AdapterReference, ShardedAdapterReference
+from ludus.training.optim.critic import ValueModel
+from ludus.training.optim.learner import frozen
+from ludus.training.optim.sharding import ShardedModel
+from ludus.training.ranks import Ranks
+from ludus.training.stages.preference import pairs_of, prefer
+from ludus.training.stages.sft import loss_on
+
+pytestmark = pytest.mark.timeout(300)
+SLOW = pytest.mark.slow
+SAVERS = {"llava": save_llava, "idefics3": save_idefics3, "llava next": save_llava_next}
+OPTIMIZER: Any = {"learning_rate": 5e-5, "micro_batch_tokens": 64}
+"""Adam divides by the gradient's size: where that is rounding alone, a weight moves by a share of the rate."""
+SHOWN: list[tuple[Media, ...]] = [
+    (noise(1),),
+    (),
+    (noise(2, (40, 30)), noise(3)),
+    (),
+    (noise(1), noise(1)),
+    (noise(4, (16, 50)),),
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    ranks = two_ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = SAVERS[family](tmp_path_factory.mktemp("model"))
+        return made[family]
+
+    return folder
+
+
+def loaded(folder: Path, **more: Any) -> tuple[Any, Renderer]:
+    config = ModelConfig.parse({"name": str(folder), "device": "cpu", **more})
+    model, tokenizer = load_model(config, 0)
+    use_ludus_attention(model)
+    return model, Renderer(tokenizer, load_format("hermes"))
+
+
+def episodes(renderer: Renderer, seed: int, shown: Sequence[tuple[Media, ...]] = SHOWN) -> RolloutBatch:
+    """Groups of two attempts; those at one task are shown the same pictures, or none, and later another."""
+    source = random.Random(seed)
+    groups = []
+    for number, pictures in enumerate(shown):
+        task = Task.of("x", id=str(number))
+        opening = renderer.opening(
+            [Message("user", "what is this " * source.randint(1, 4), media=pictures)]
+        )
+        attempts = []
+        for attempt in range(2):
+            prompt = Segment(SegmentKind.PROMPT, opening.tokens, media=opening.media)
+            segments = [prompt, _said(source)]
+            if pictures and attempt:
+                later = renderer.opening([Message("tool", "look", media=(noise(9 + number),))])
+                segments.append(Segment(SegmentKind.OBSERVATION, later.tokens, media=later.media))
+                segments.append(_said(source))
+            attempts.append(
+                Trajectory(
+                    task,
+                    [TokenSequence(segments)],
+                    stop=StopReason.ANSWERED,
+                    reward=float(attempt) + source.random(),
+                    attempt=attempt,
+                )
+            )
+        groups.append(Group(task, attempts))
+    return RolloutBatch(groups, frozenset(), [0] * len(groups), {})
+
+
+def _said(source: random.Random) -> Segment:
+    count = source.randint(1, 9)
+    tokens = [source.randrange(5, 200) for _ in range(count)]
+    return Segment(SegmentKind.ACTION, tokens, [-source.random() for _ in range(count)])
+
+
+def all_of(batch: RolloutBatch) -> list[Trajectory]:
+    return [t for group in batch.groups for t in group.trajectories]
+
+
+Work = Callable[[Ranks], tuple[list[dict[str, float]], nn.Module]]
+
+
+def on_both(work: Work, pair: Ranks) -> nn.Module:
+    (one, model), (two, other) = work(ALONE), work(pair)
+    for rows in (one, two):
+        for row in rows:
+            row.pop("prefix_sharing", None)  # how rows are dealt out is another matter
+    assert_close(one, two)
+    assert_same_weights(model, other)
+    assert any(row.get("gradient_norm", 0.0) > 0 for row in one)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "vision"),
+    [
+        ("llava", "trained"),
+        ("idefics3", "frozen"),
+        pytest.param("llava", "frozen", marks=SLOW),
+        pytest.param("idefics3", "trained", marks=SLOW),
+        pytest.param("llava next", "trained", marks=SLOW),
+    ],
+)
+def test_sft_and_rl_on_two_ranks(
+    pair: Ranks, folders: Callable[[str], Path], family: str, vision: str
+) -> None:
+    """Rows with, without and with several pictures; a rank with none; and steps in which nobody has any."""
+    config = RLConfig.parse({"kl": 0.1, "updates": 2, "correction": "truncated"})
+    before, renderer = loaded(folders(family), vision=vision)
+    batches = [episodes(renderer, seed) for seed in range(2)]
+    given = [
+        all_of(batches[0]),
+        all_of(episodes(renderer, 5, [(noise(1),), ()])),
+        all_of(episodes(renderer, 6, [(), ()])),
+        all_of(episodes(renderer, 7, [(noise(2),)]))[:1],  # the other rank has nothing at all
+    ]
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model, _ = loaded(folders(family), vision=vision)
+        policy, learner = learner_on(ranks, model, **OPTIMIZER)
+        rows = [ranks.run(sft_step, learner, shown) for shown in given]
+        rows[-1]["held_out"] = ranks.run(loss_on, learner, given[0])
+        start, _ = loaded(folders(family), vision=vision)
+        reference = ranks.shard(frozen(start))
+        for batch in batches:
+            update = ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)
+            rows.append(update)
+            ranks.run(sync_reference, reference, policy, 0.5)
+        ranks.publish(policy, model)
+        return rows, model
+
+    after = on_both(work, pair)
+    moved = [
+        not bool((one == other).all())
+        for one, other in zip(vision_parameters(before), vision_parameters(after), strict=True)
+    ]
+    assert any(moved) == (vision == "trained")
+
+
+@pytest.mark.parametrize("kind", ["model", pytest.param("head", marks=SLOW)])
+def test_a_critic_on_two_ranks(pair: Ranks, folders: Callable[[str], Path], kind: Any) -> None:
+    _, renderer = loaded(folders("llava"))
+    batches = [episodes(renderer, seed) for seed in range(2)]
+    config = RLConfig.parse({"algorithm": "ppo"})
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model, _ = loaded(folders("llava"))
+        policy, learner = learner_on(ranks, model, **OPTIMIZER)
+        values = ranks.shard(ValueModel(model, own_trunk=kind == "model"))
+        chosen = CriticConfig.parse({"kind": kind, "optimizer": OPTIMIZER})
+        critic = ranks.make(Critic, policy, chosen, 20, 0, values)
+        rows = [
+            ranks.run(policy_update, learner, batch, config, reference=None, critic=critic)
+            for batch in batches
+        ]
+        ranks.publish(policy, model)
+        return rows, model
+
+    on_both(work, pair)
+
+
+def test_an_adapter_and_preferences_on_two_ranks(pair: Ranks, folders: Callable[[str], Path]) -> None:
+    pytest.importorskip("peft")
+    _, renderer = loaded(folders("llava"))
+    batch = episodes(renderer, 3)
+    pairs = pairs_of(batch.groups)
+    assert len(pairs) == len(batch.groups)
+
+    def work(ranks: Ranks) -> tuple[list[dict[str, float]], nn.Module]:
+        model, _ = loaded(folders("llava"), lora={"rank": 2})
+        policy, learner = learner_on(ranks, model, **OPTIMIZER)
+        reference: nn.Module
+        if isinstance(policy, ShardedModel):
+            reference = ranks.make(ShardedAdapterReference, policy, None)
+        else:
+            reference = AdapterReference(model, {}, None)
+        rows = [ranks.run(prefer, learner, pairs, reference, PreferenceConfig()) for _ in range(2)]
+        config = RLConfig.parse({"kl": 0.1})
+        update = ranks.run(policy_update, learner, batch, config, reference=reference, critic=None)
+        ranks.publish(policy, model)
+        return [*rows, update], model
+
+    on_both(work, pair)
+
+
+def test_state_goes_from_two_ranks_to_one_and_back(
+    pair: Ranks, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    _, renderer = loaded(folders("llava"))
+    shown = all_of(episodes(renderer, 1))
+    ends: list[tuple[list[dict[str, float]], nn.Module]] = []
+    for number, order in enumerate([[ALONE] * 3, [pair, ALONE, pair]]):
+        (model, _), metrics = loaded(folders("llava"), vision="trained"), []
+        for turn, ranks in enumerate(order):
+            policy, learner = learner_on(ranks, model, **OPTIMIZER)
+            if turn:
+                ranks.run(load_learner, tmp_path / f"{number}-{turn - 1}", learner)
+            metrics += [ranks.run(sft_step, learner, shown[turn + i : 8 - i]) for i in range(2)]
+            ranks.publish(policy, model)
+            folder = tmp_path / f"{number}-{turn}"
+            folder.mkdir()
+            ranks.run(save_learner, folder, learner, {})
+        ends.append((metrics, model))
+    for rows, _ in ends:
+        for row in rows:
+            row.pop("prefix_sharing", None)
+    assert_close(ends[0][0], ends[1][0])
+    assert_same_weights(ends[0][1], ends[1][1])
+
+
+def test_a_picture_that_is_gone_ends_the_step_on_all_ranks(
+    pair: Ranks, folders: Callable[[str], Path]
+) -> None:
+    model, renderer = loaded(folders("llava"), vision="trained")
+    shown = all_of(episodes(renderer, 1))
+    lost = all_of(episodes(renderer, 2, [(noise(77),), (), ()]))
+    for span in lost[0].sequences[0].segments[0].media:
+        object.__setattr__(span, "data", None)
+    _, learner = learner_on(pair, model)
+    with pytest.raises(LudusError, match="not at hand"):
+        pair.run(sft_step, learner, lost)
+    assert pair.run(sft_step, learner, shown)["gradient_norm"] > 0
