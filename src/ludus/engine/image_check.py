@@ -36,7 +36,7 @@ def check_positions(model: nn.Module) -> None:
 
 
 def check_images(model: nn.Module) -> None:
-    """Refuse a model whose pictures `image_features.embedded` does not reproduce. Its attention must be its own."""
+    """Refuse a model whose pictures `embedded` does not reproduce. Its attention must be its own."""
     inner, processor = unwrapped(model), images_of(model)
     assert processor is not None
     name = type(inner).__name__

@@ -1,7 +1,7 @@
-"""The features of pictures: what a model's vision tower and projector make of them, in the place of placeholders.
+"""The features of pictures: what a model's vision tower and projector make of them, read at placeholders.
 
 Features that have no gradient are kept until the weights change (`forget_features`), and the engine and the
-trainer of one module share them: a picture goes through a frozen tower once for each update, whoever asks first.
+trainer of one module share them: a picture goes through a frozen tower once an update, whoever asks first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pictures in a model whose pictures are embeddings in the place of placeholder tokens.
 
 A model's own processor says which tokens stand for a picture and turns it into pixels (`ImageProcessor`); the
-model's vision tower and projector turn pixels into features; and a forward pass over flat tokens reads a
-feature wherever a placeholder stands inside a picture's span (`image_features.py`). A placeholder anywhere else,
-such as one that the model sampled, is a token like any other.
+model's vision tower and projector turn pixels into features (`image_features.py`); and a forward pass over flat
+tokens reads a feature wherever a placeholder stands inside a picture's span. A placeholder anywhere else, such
+as one that the model sampled, is a token like any other.
 
 In the engine a picture's placeholders have virtual token ids, made from the picture's hash (`virtual_ids`). So
 all that compares tokens (prefix caching, sessions, forks, recomputation) tells pictures apart, and finds the

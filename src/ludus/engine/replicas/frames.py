@@ -1,8 +1,8 @@
 """What goes over the connection to a replica's process: a head in JSON, and arrays of numbers as they are.
 
 A frame: the lengths of head and body as 4-byte numbers, the head, the body. Tokens are int32, log-
-probabilities float64, so that nothing is rounded; pictures are the bytes of their files. Nothing that is read is
-ever executed.
+probabilities float64, so that nothing is rounded; pictures are the bytes of their files. Nothing that is read
+is ever executed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from ludus.engine.replicas.frames import (
 )
 from ludus.engine.replicas.weight_loading import load_into, load_model
 
-
 _PICTURE_BYTES = 1 << 28
 """What the files of pictures may take that are kept for later requests."""
 
