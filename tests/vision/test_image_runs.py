@@ -150,9 +150,59 @@ def test_finished_groups_of_a_checkpoint_keep_their_pictures(model: Path, tmp_pa
     assert json.loads((again.model / "progress.json").read_text())["step"] == 3
 
 
-def test_several_trainer_ranks_are_refused_with_the_reason(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on one rank"):
-        train(tmp_path / "run", {"name": str(model)}, rl=RL, cluster={"trainer_ranks": 2})
+def assert_same_run(one: ludus.Result, two: ludus.Result) -> None:
+    """The same episodes with the same pictures, the same losses, the same weights."""
+    rows = [
+        [{k: row[k] for k in ("loss", "gradient_norm") if k in row} for row in found.run.metrics()]
+        for found in (one, two)
+    ]
+    assert any(rows[0]) and len(rows[0]) == len(rows[1])
+    for old, new in zip(*rows, strict=True):
+        assert old == pytest.approx(new, rel=1e-5, abs=1e-5)
+    played, same = (found.run.trajectories(3) for found in (one, two))
+    assert any(t.sequences[0].media for t in played)
+    for old, new in zip(played, same, strict=True):
+        assert old.tokens == new.tokens
+        assert old.sequences[0].media == new.sequences[0].media
+    left, same_weights = weights(one.model), weights(two.model)
+    assert left.keys() == same_weights.keys()
+    for name, weight in left.items():
+        assert float((weight - same_weights[name]).abs().max()) <= 1e-5, name
+
+
+SAME = {"warm_start": WARM | {"optimizer": {"learning_rate": 1e-4}}, "demonstrations": expert}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {"engines": 1},
+        pytest.param({"trainer_ranks": 2, "engines": 2}, marks=pytest.mark.slow),
+        pytest.param({"trainer_ranks": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["engine", "ranks and engines", "ranks"],
+)
+def test_a_run_in_several_processes_is_the_same_run(
+    model: Path, tmp_path: Path, cluster: dict[str, Any]
+) -> None:
+    """With a vision part that is trained: engines are given a new one after every step."""
+    settings: dict[str, Any] = {
+        **SAME,
+        "rl": {**RL, "kl": 0.01, "optimizer": {"learning_rate": 1e-4}},
+        "max_in_flight": 1,
+    }
+    source = {"name": str(model), "vision": "trained"}
+    alone = train(tmp_path / "alone", source, **settings)
+    several = train(tmp_path / "several", source, **settings, cluster={**cluster, "timeout": 60})
+    assert_same_run(alone, several)
+    before, after = weights(model), weights(several.model)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any("projector" in name for name in moved) and any("vision" in name for name in moved)
+    differences = [
+        row["engine/canary_difference"] for row in several.run.metrics() if "engine/replicas" in row
+    ]
+    assert all(0 < one < 1e-5 for one in differences) and bool(differences) == ("engines" in cluster)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,20 @@ from ludus.core.generation import Sampling
 from ludus.core.messages import Media, Message
 from ludus.core.task import Task
 from ludus.core.trajectory import Segment, SegmentKind, StopReason, TokenSequence, Trajectory
-from ludus.engine import EmbeddedEngine, EngineConfig, images_of, use_ludus_attention
+from ludus.engine import EmbeddedEngine, EngineConfig, image_features, images_of, use_ludus_attention
 from ludus.engine.image_features import vision_parameters
 from ludus.engine.pictures import decode_picture
 from ludus.observe import keep_pictures, read_trajectories, with_pictures, write_trajectories
 from ludus.rollouts import Renderer, load_format
-from ludus.training import Columns, load_model, logprobs_of, packs_of, rows_of
+from ludus.training import (
+    Columns,
+    Learner,
+    OptimizerConfig,
+    load_model,
+    logprobs_of,
+    packs_of,
+    rows_of,
+)
 from ludus.training.config.model import ModelConfig
 from ludus.training.data import prefixes
 from ludus.training.data.packing import concat_masks
@@ -227,3 +236,89 @@ def test_a_text_model_refuses_the_pictures_of_another(folder: Path) -> None:
     rows = rows_of([Trajectory(Task("t"), [TokenSequence([prompt, action])])])
     with pytest.raises(LudusError, match="reads text only"):
         logprobs_of(model, rows, concat_masks(row.action_mask for row in rows), 1.0, 100)
+
+
+def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A number for each picture that goes through the vision tower."""
+    seen: list[int] = []
+    compute = model.get_image_features
+
+    def counting(*args: Any, **more: Any) -> Any:
+        seen.append(1)
+        return compute(*args, **more)
+
+    # the engine looks at the signature for what it may pass
+    counting.__signature__ = inspect.signature(compute)  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "get_image_features", counting)
+    return seen
+
+
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+async def test_a_frozen_tower_sees_a_picture_once_an_update(
+    folder: Path, vision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Played by an engine, scored, and trained in many micro-batches; the gradients are those of the first."""
+    model, renderer = loaded(folder, vision=vision)
+    seen = counted(model, monkeypatch)
+    engine = EmbeddedEngine(model, renderer.tokenizer, EngineConfig(cache_tokens=2048))
+    shown = [[noise(1), noise(2, (33, 40))], [noise(3), noise(1)], [noise(1), noise(3)]]
+    found = [await played(model, renderer, *one) for one in shown]
+    rows = rows_of(found)
+    weights_T = torch.full((sum(len(row.tokens) for row in rows),), 0.01)
+    columns = Columns.of(rows, torch.ones_like(weights_T), weights_T)
+    learner = Learner(model, OptimizerConfig(learning_rate=1e-3, micro_batch_tokens=1), 10)
+    seen.clear()
+    await engine.update_weights()  # as after an update: what is kept is forgotten
+
+    def passes() -> int:
+        """Each row in a micro-batch of its own, first without gradients and then with them."""
+        seen.clear()
+        logprobs_of(model, rows, columns.trained_T, 1.0, 1)
+        learner.step(packs_of(rows, columns, 1), imitation)
+        return len(seen)
+
+    assert passes() == (3 if vision == "frozen" else 2 * 6)
+    assert passes() == (0 if vision == "frozen" else 2 * 6)
+    before = await engine.score(rows[0].tokens, media=rows[0].images)
+    assert len(seen) == (0 if vision == "frozen" else 2 * 6 + 2)
+    with torch.no_grad():
+        for parameter in vision_parameters(model):
+            parameter.mul_(0.5)
+    await engine.update_weights()
+    assert await engine.score(rows[0].tokens, media=rows[0].images) != pytest.approx(before, abs=1e-3)
+    await engine.close()
+
+
+def imitation(
+    logprobs_A: Any, entropy_A: Any, pack: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -logprobs_A, {}
+
+
+async def test_features_are_kept_within_a_bound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_features, "FEATURE_BYTES", 1)
+    model, renderer = loaded(folder)
+    rows = rows_of([await played(model, renderer, noise(1), noise(2))])
+    action_T = concat_masks(row.action_mask for row in rows)
+    first = logprobs_of(model, rows, action_T, 1.0, 100)
+    seen = counted(model, monkeypatch)
+    assert torch.equal(logprobs_of(model, rows, action_T, 1.0, 100), first)
+    assert len(seen) == 2
+
+
+def test_a_trained_vision_part_has_a_gradient_from_every_pass(folder: Path) -> None:
+    """Which is 0 without pictures: ranks sum gradients tensor by tensor, wherever the pictures are."""
+    model, renderer = loaded(folder, vision="trained")
+    opening = renderer.opening([Message("user", "no picture")])
+    segments = [
+        Segment(SegmentKind.PROMPT, opening.tokens),
+        Segment(SegmentKind.ACTION, [5, 6], [0.0, 0.0]),
+    ]
+    rows = rows_of([Trajectory(Task("t"), [TokenSequence(segments)])])
+    weights_T = torch.ones(len(rows[0].tokens))
+    (pack,) = packs_of(rows, Columns.of(rows, weights_T, weights_T), 1000)
+    logprobs_A, _ = action_logprobs(model, pack, 1.0)
+    logprobs_A.sum().backward()
+    for parameter in vision_parameters(model):
+        assert parameter.grad is not None and not bool(parameter.grad.any())
+    assert any(bool(p.grad.any()) for p in model.get_decoder().parameters() if p.grad is not None)
