@@ -5,7 +5,7 @@
 Two small models with the proportions of well-known ones: LLaVA's, whose tower is small beside its decoder, and
 SmolVLM's, whose tower reads sixteen patches for each token of its decoder. An update of GRPO with a KL penalty
 on 2 groups of 4 attempts: a picture in the prompt, another one in the observation of each attempt. CPU seconds,
-in turns in one run, with the features kept and with none.
+in turns in one run.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ludus.training.config.recipe import ModelConfig
 from ludus.training.optim.learner import frozen
 
 GROUPS, ATTEMPTS, MICRO_BATCH = 2, 4, 512
+ROOM = image_features.FEATURE_BYTES
 
 
 def tokenizer_with(*specials: str) -> Any:
@@ -135,20 +136,23 @@ def said(source: random.Random) -> Segment:
     return Segment(SegmentKind.ACTION, tokens, [-5.0] * 40)
 
 
-def measured(folder: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """CPU seconds of an update: with the features kept, and with none."""
+WAYS = ("in every micro-batch", "once an update", "by the engine beside")
+"""None are kept; those of this update; and those of the policy are there from playing."""
+
+
+def measured(folder: Path, rounds: int) -> list[list[float]]:
+    """CPU seconds of an update, in each of the ways."""
     model, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu", vision="frozen"), 0)
     use_ludus_attention(model)
     batch = played(Renderer(tokenizer, load_format("hermes")))
     reference = frozen(copy.deepcopy(model))
     config = RLConfig.parse({"kl": 0.01, "updates": 2})
     learner = Learner(model, OptimizerConfig(learning_rate=1e-6, micro_batch_tokens=MICRO_BATCH), 100)
-    found: tuple[list[float], list[float]] = ([], [])
-    room = image_features.FEATURE_BYTES
+    found: list[list[float]] = [[] for _ in WAYS]
     for number in range(rounds + 1):
-        for way, size in enumerate((room, 0)):
-            image_features.FEATURE_BYTES = size
-            for one in (model, reference):
+        for way in range(len(WAYS)):
+            image_features.FEATURE_BYTES = ROOM if way else 0
+            for one in (reference, model)[: 1 if way == 2 else 2]:
                 image_features.forget_features(one)
             started = time.process_time()
             policy_update(learner, batch, config, reference=reference, critic=None)
@@ -162,16 +166,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print("| shape | features kept | computed in every micro-batch | ratio, median (range) |")
+    print(f"| features are computed | {' | '.join(WAYS)} |")
     print("|---|---|---|---|")
     for name, make in (("LLaVA", like_llava), ("SmolVLM", like_smolvlm)):
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder))
-            kept, again = measured(Path(folder), rounds)
-        ratios = sorted(b / a for a, b in zip(kept, again, strict=True))
-        shown = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        middle = [statistics.median(one) for one in (kept, again)]
-        print(f"| {name}'s | {middle[0]:.2f} s | {middle[1]:.2f} s | {shown} |", flush=True)
+            found = measured(Path(folder), rounds)
+        cells = [f"{statistics.median(found[0]):.2f} s"]
+        for seconds in found[1:]:
+            ratios = sorted(one / every for one, every in zip(seconds, found[0], strict=True))
+            shown = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            cells.append(f"{statistics.median(seconds):.2f} s: {shown} times")
+        print(f"| {name}'s proportions | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,19 @@ def assert_same_run(one: ludus.Result, two: ludus.Result) -> None:
         assert float((weight - same_weights[name]).abs().max()) <= 1e-5, name
 
 
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_vllm_servers_are_refused_with_what_to_use_instead(
+    model: Path, tmp_path: Path, vision: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM servers.*sample with cluster\.engines"):
+        train(
+            tmp_path / "run",
+            {"name": str(model), "vision": vision},
+            rl=RL,
+            cluster={"servers": ["http://127.0.0.1:1"]},
+        )
+
+
 SAME = {"warm_start": WARM | {"optimizer": {"learning_rate": 1e-4}}, "demonstrations": expert}
 
 

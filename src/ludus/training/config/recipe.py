@@ -90,6 +90,16 @@ class Recipe(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shown_pictures(self) -> Recipe:
+        if self.cluster.servers and self.model.vision in ("frozen", "trained"):
+            raise ValueError(
+                f"model.vision = {self.model.vision!r} asks for a model that is shown pictures, and vLLM servers "
+                "(cluster.servers) are shown none here: sample with cluster.engines instead, or with the engine "
+                "in the trainer's process"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _lift_max_failures(cls, raw: Any) -> Any:
