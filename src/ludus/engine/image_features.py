@@ -85,7 +85,8 @@ def placed_features(model: nn.Module, images: Sequence[MediaSpan]) -> PlacedFeat
     found = [known[span.sha256].to(weight.dtype) for span in images]
     features_PH = torch.cat(found) if found else weight.new_empty(0, weight.shape[1])
     if wants_gradients:
-        features_PH = _WithGradients.apply(features_PH, *trained)
+        with_gradients: Any = _WithGradients.apply  # torch has no types for it
+        features_PH = with_gradients(features_PH, *trained)
     return PlacedFeatures(np.concatenate(places), features_PH)
 
 

@@ -566,7 +566,8 @@ class _SkeletonDumper(pickle.Pickler):
         """
         if not isinstance(obj, nn.Module):
             return NotImplemented
-        make, args, state, *others = obj.__reduce_ex__(self._PROTOCOL)
+        reduced: Any = obj.__reduce_ex__(self._PROTOCOL)
+        make, args, state, *others = reduced
         kept = {name: value for name, value in state.items() if name != _HOOKED}
         hooks = [number for number, hook in obj._forward_hooks.items() if _is_recording(hook)]
         for name, value in kept.items():

@@ -94,9 +94,9 @@ class Recipe(Config):
     def _shown_pictures(self) -> Recipe:
         if self.cluster.servers and self.model.vision in ("frozen", "trained"):
             raise ValueError(
-                f"model.vision = {self.model.vision!r} asks for a model that is shown pictures, and vLLM servers "
-                "(cluster.servers) are shown none here: sample with cluster.engines instead, or with the engine "
-                "in the trainer's process"
+                f"model.vision = {self.model.vision!r} asks for a model that is shown pictures, and vLLM "
+                "servers (cluster.servers) are shown none here: sample with cluster.engines instead, or with "
+                "the engine in the trainer's process"
             )
         return self
 
