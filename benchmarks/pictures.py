@@ -36,7 +36,7 @@ from ludus.training import (
     load_model,
     policy_update,
 )
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.optim.learner import frozen
 
 GROUPS, ATTEMPTS, MICRO_BATCH = 2, 4, 512

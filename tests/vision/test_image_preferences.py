@@ -18,7 +18,7 @@ from ludus.core.messages import Media, Message
 from ludus.engine import use_ludus_attention
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model, logprobs_of, rows_of
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.data.conversations import trajectory_of
 from ludus.training.data.packing import concat_masks, trajectory_ids
 from ludus.training.reward_models import RewardModelConfig, fit_reward_model, load_reward_model

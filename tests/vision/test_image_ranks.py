@@ -31,8 +31,8 @@ from ludus.training import (
     sft_step,
 )
 from ludus.training.checkpoint import load_learner, save_learner, sync_reference
-from ludus.training.config.recipe import ModelConfig
-from ludus.training.models.lora import AdapterReference, ShardedAdapterReference
+from ludus.training.config.model import ModelConfig
+from ludus.training.models.adapter_reference import AdapterReference, ShardedAdapterReference
 from ludus.training.optim.critic import ValueModel
 from ludus.training.optim.learner import frozen
 from ludus.training.optim.sharding import ShardedModel

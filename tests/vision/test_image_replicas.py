@@ -47,7 +47,7 @@ from ludus.engine.replicas.requested import RequestedReplica
 from ludus.engine.replicas.served import ServedEngine
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
-from ludus.training.config.recipe import ModelConfig
+from ludus.training.config.model import ModelConfig
 from ludus.training.rollout_engines import PolicyWeights
 
 ENGINE = EngineConfig(cache_tokens=2048, block_size=4)
