@@ -162,6 +162,15 @@ async def test_more_stop_strings_than_servers_take_are_watched_here() -> None:
     assert "stop" not in server.bodies[0] and done.stop == "</tag7>"
 
 
+async def test_the_stop_string_that_is_complete_first_ends_an_answer() -> None:
+    stops = ("OP", "STOP", "abcde", "cd", *(f"</{i}>" for i in range(4)))
+    for whole, said, stop in [("x STOP STOP", "x STOP", "STOP"), ("abcde", "abcd", "cd")]:
+        with serving(lambda body, whole=whole: chat(whole)) as server:
+            async with engine_at(server) as engine:
+                done = await engine.generate(HELLO, Sampling(stop=stops))
+        assert (TRANSCRIPT.decode(done.tokens), done.stop) == (said, stop)
+
+
 async def test_an_end_of_turn_in_the_text_ends_it() -> None:
     with serving(lambda body: chat("yes<|im_end|>\n<|im_start|>user\nand?", "length")) as server:
         async with engine_at(server) as engine:

@@ -93,6 +93,22 @@ def test_watcher_agrees_with_decoding_everything(tokens: list[int], stops: list[
             return
 
 
+@given(
+    st.lists(st.text("abc", max_size=6), max_size=40),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_watcher_names_the_stop_that_letters_would_meet_first(
+    words: list[str], stops: list[str]
+) -> None:
+    """However the text is cut into tokens; of two that end together, the longer one."""
+    text = "".join(words)
+    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+    met = [stop for stop in stops if ends and text[: ends[0]].endswith(stop)]
+    stop_checker = StopChecker(stops, lambda tokens: "".join(words[token] for token in tokens))
+    found = next(filter(None, map(stop_checker.push, range(len(words)))), None)
+    assert found == (max(met, key=len) if met else None)
+
+
 @given(st.text(max_size=60), st.text(min_size=1, max_size=4))
 def test_watcher_on_bytes_of_any_script(text: str, stop: str) -> None:
     tokenizer = ByteTokenizer()

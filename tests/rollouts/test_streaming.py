@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ludus.core.failures import EngineError
@@ -22,7 +22,7 @@ from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.formats import FORMATS
 from ludus.rollouts.message_tree import read_completion
 from ludus.rollouts.streaming import Detokenizer, ReplyView
-from ludus.rollouts.tokenizers import HFTokenizer
+from ludus.rollouts.tokenizers import CHATML, HFTokenizer
 from ludus.training import fit_tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -56,10 +56,35 @@ def byte_fallback() -> HFTokenizer:
     return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>"))
 
 
+BIG = ["STOPSTOP", "aSTOP STOPb", "STOPE", "OPEN", "\n\n\n", "ababa", "a\n\nSTOP", "\nObservation: STOP",
+       "STO", "hm STOP</"]  # fmt: skip
+
+
+GENERATION = "{{- '<|im_start|>assistant\\n' }}"
+OPENING = CHATML.replace(GENERATION, GENERATION.replace("\\n", "\\n<think>\\n"))
+"""The prompt opens a thought: its words are part of the reply, and stop nothing."""
+LEADING = CHATML.replace(
+    "message.role + '\\n' + message.content",
+    "message.role + ('\\n\\n\\n' if message.role == 'assistant' else '\\n') + message.content",
+)
+"""The model samples two line breaks before its text: they may stop it, and are no part of the reply."""
+
+
+@cache
+def big_tokens(template: str = CHATML) -> HFTokenizer:
+    """Tokens that hold several stop strings, parts of them, and text around them."""
+    inner = fit_tokenizer(["the cat sat on the mat"] * 10, vocabulary=300)
+    inner.add_tokens(BIG)
+    return HFTokenizer(inner, chat_template=template)
+
+
 TOKENIZERS: dict[str, Any] = {
     "bytes": ByteTokenizer,
     "byte level": byte_level,
     "byte fallback": byte_fallback,
+    "big tokens": big_tokens,
+    "big tokens after <think>": partial(big_tokens, OPENING),
+    "big tokens after a lead": partial(big_tokens, LEADING),
 }
 
 
@@ -134,8 +159,12 @@ PIECES = [
     "<python>", "</python>", "<sql>", "</sql>", "<answer>", "</answer>", "42", "<ans",
     "Thought:", "Thought", "Action:", "Action: add\n", "Action Input:", "Action Input: {}", "Action ",
     "\nObservation:",
-    "Final Answer: 5", "ST", "STOP", "OP", "é", "日本", "😀",
+    "Final Answer: 5", "ST", "STOP", "OP", "é", "日本", "😀", *BIG,
 ]  # fmt: skip
+STOPS = st.sampled_from(
+    [(), ("STOP",), ("STOP", "OPE", "\n\n"), ("aba",), ("TO", "STOP", "P"), ("\n", "<think>"),
+     ("STOP", "STOPS")]
+)  # fmt: skip
 
 
 def generated(
@@ -165,7 +194,7 @@ def renderer_of(name: str, format: int) -> Renderer:
 def test_deltas_add_up_to_the_reply(tokenizer: str, format: int, data: Any) -> None:
     renderer = renderer_of(tokenizer, format)
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14)))
-    stops = data.draw(st.sampled_from([(), ("STOP",), ("STOP", "OPE", "\n\n"), ("aba",)]))
+    stops = data.draw(STOPS)
     parses = data.draw(st.booleans())
     completion = generated(renderer.tokenizer, text, renderer.format.stops, stops)
     reply = read_completion(renderer, completion, "id", stops, parses)
@@ -177,6 +206,40 @@ def test_deltas_add_up_to_the_reply(tokenizer: str, format: int, data: Any) -> N
         assert reply.thought.startswith(thought) and reply.text.startswith(said)
     rest = view.finish(reply.thought, reply.text)
     assert (thought + rest[0], said + rest[1]) == (reply.thought, reply.text)
+
+
+def test_templates_with_an_opening_and_a_lead_are_known() -> None:
+    features = [renderer_of(name, 0).features for name in list(TOKENIZERS)[-2:]]
+    assert [(one.opens_thinking, one.lead) for one in features] == [("<think>\n", ""), ("", "\n\n")]
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """What was said before the first stop string was complete; before the longest, if two end together."""
+    for end in range(len(text) + 1):
+        met = [stop for stop in stops if text[:end].endswith(stop)]
+        if met:
+            return text[: end - max(map(len, met))]
+    return text
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("format", range(len(OPTIONS)), ids=[f"{k} {o}" for k, o in OPTIONS])
+@given(data=st.data())
+def test_a_reply_is_what_was_said_before_the_first_stop(tokenizer: str, format: int, data: Any) -> None:
+    renderer = renderer_of(tokenizer, format)
+    text = "".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=10)))
+    stops, parses = data.draw(STOPS), data.draw(st.booleans())
+    completion = generated(renderer.tokenizer, text, renderer.format.stops, stops)
+    tokens = completion.tokens[: -1 if completion.finish is FinishReason.STOP_TOKEN else None]
+    said = before_stop(renderer.tokenizer.decode(tokens), stops)
+    again = renderer.tokenizer.encode(said)
+    assume(renderer.tokenizer.decode(again) == said)
+    shorter = Completion(again, [], FinishReason.LENGTH)
+    expected = read_completion(renderer, shorter, "id", (), parses)
+    reply = read_completion(renderer, completion, "id", stops, parses)
+    assert (reply.thought, reply.text, reply.calls) == (expected.thought, expected.text, expected.calls)
+    assert reply.message.content == renderer.text_of(completion), "all that was sampled is recorded"
+    assert not any(stop in said for stop in stops)
 
 
 def shown_early(text: str, format: str, **options: Any) -> str:

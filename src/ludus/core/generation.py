@@ -83,6 +83,17 @@ class Completion:
     """How long the request waited before anything was computed for it."""
 
 
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Where the stop string begins that is complete first in `text`, and which it is.
+
+    Of two that end together it is the longer one. So tokens decide nothing: a model that writes letter by
+    letter is stopped by the same.
+    """
+    starts = ((text.find(stop), stop) for stop in stops)
+    found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+    return min(found)[1:] if found else None
+
+
 OnTokens = Callable[[Sequence[int]], None]
 """Is given the tokens of a generation while it goes on: those since the last call, on the caller's loop."""
 

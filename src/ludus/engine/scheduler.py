@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ludus.core.failures import EngineError
-from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan
+from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan, first_stop
 from ludus.core.messages import MediaSpan
 from ludus.engine.block_manager import BlockManager, BlockTable
 
@@ -45,12 +45,11 @@ class StopChecker:
         self._most_tokens = 8 * self._reach
 
     def push(self, token: int) -> str | None:
-        """The stop string that this token completes, if any."""
+        """The stop string that this token completes, if any; the first one, where it completes several."""
         self._tail.append(token)
         text = self._decode(self._tail)
-        ends = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
-        if ends:
-            return min(ends)[1]
+        if (found := first_stop(text, self._stops)) is not None:
+            return found[1]
         if len(text) > 3 * self._reach or len(self._tail) > self._most_tokens:
             self._shorten()
         return None

@@ -87,11 +87,11 @@ class Reply:
 def read_completion(
     renderer: Renderer, completion: Completion, id: str, stop: Sequence[str], parses_calls: bool
 ) -> Reply:
-    """A completion as a reply. A call that cannot be read stays text, as does any call without tools."""
-    whole = shown = renderer.text_of(completion)
-    if completion.stop is not None and completion.stop in stop:
-        at = whole.rfind(completion.stop)  # a client's own stop is not part of its text
-        shown = whole[:at] if at >= 0 else whole
+    """A completion as a reply, which a client's own `stop` ends and is no part of.
+
+    A call that cannot be read stays text, as does any call without tools.
+    """
+    whole, shown = renderer.text_of(completion), renderer.text_of(completion, before=stop)
     thought, body, closed = split_thinking(shown)
     parsed = renderer.format.parse(shown)
     found = tuple(

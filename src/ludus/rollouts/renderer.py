@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Literal, Self
 
 from ludus.core.failures import ConfigError
-from ludus.core.generation import Completion, FinishReason
+from ludus.core.generation import Completion, FinishReason, first_stop
 from ludus.core.lru import LruCache
 from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.tokenizer import ImageTokens, Tokenizer
@@ -271,15 +271,20 @@ class Renderer:
         new = chat_entries(messages, self.format, self.features)
         return is_rewritten(self._template, before, new, native, self.features)
 
-    def text_of(self, completion: Completion, *, continues_turn: bool = False) -> str:
+    def text_of(
+        self, completion: Completion, *, continues_turn: bool = False, before: Sequence[str] = ()
+    ) -> str:
         """What an action says: without its stop token, and with the thought that the prompt opened.
 
-        One that goes on in a turn has no such prompt before it.
+        One that goes on in a turn has no such prompt before it. What the first of the stop strings `before`
+        ends is left out with it; they are looked for in what was sampled, not in the prompt's words.
         """
         tokens = completion.tokens
         if completion.finish is FinishReason.STOP_TOKEN and tokens[-1:] and self._is_stop(tokens[-1]):
             tokens = tokens[:-1]
         text = self.tokenizer.decode(tokens)
+        if (stop := first_stop(text, before)) is not None:
+            text = text[: stop[0]]
         if continues_turn:
             return text
         return self.features.opens_thinking + text.removeprefix(self.features.lead)

@@ -91,10 +91,10 @@ class ReplyView:
 
     def _certain(self) -> tuple[str, str]:
         features = self.renderer.features
-        if len(self._raw) < len(features.lead) and features.lead.startswith(self._raw):
+        said = self._raw[: before_any(self._raw, self.stop)]
+        if len(said) < len(features.lead) and features.lead.startswith(said):
             return "", ""
-        shown = features.opens_thinking + self._raw.removeprefix(features.lead)
-        shown = shown[: before_any(shown, self.stop)]
+        shown = features.opens_thinking + said.removeprefix(features.lead)
         thought, start = certain_thought(shown)
         if start is None:
             return thought, ""

@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ludus.core.generation import FinishReason, Sampling
+from ludus.core.generation import FinishReason, Sampling, first_stop
 from ludus.core.messages import Json, Message, ToolCall
 from ludus.core.tokenizer import SPECIALS, ByteTokenizer
 from ludus.llm.http import BadResponse, checked_text, first_choice, token_count
@@ -123,13 +123,16 @@ def cut(answer: Answer, stops: Sequence[str], ends: Iterable[str]) -> Answer:
     text = answer.text
     if answer.stop is not None and not text.endswith(answer.stop):
         text += answer.stop
-    found = [(text.find(end), end, False) for end in ends if end and end in text]
-    found += [(text.find(stop) + len(stop), stop, True) for stop in stops if stop in text]
-    if not found:
-        return answer
-    at, mark, is_stop = min(found)
-    finish = FinishReason.STOP_STRING if is_stop else FinishReason.STOP_TOKEN
-    return Answer(text[:at], finish, mark if is_stop else None, answer.tells_stop, answer.prompt_tokens)
+    at = min((text.find(end) for end in ends if end and end in text), default=None)
+    said = text if at is None else text[:at]
+    if (found := first_stop(said, stops)) is not None:
+        start, stop = found
+        return replace(
+            answer, text=said[: start + len(stop)], finish=FinishReason.STOP_STRING, stop=stop
+        )
+    return (
+        answer if at is None else replace(answer, text=said, finish=FinishReason.STOP_TOKEN, stop=None)
+    )
 
 
 _START, _END = "<|im_start|>", "<|im_end|>"
