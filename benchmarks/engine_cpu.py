@@ -1,11 +1,15 @@
 """Decode speed of the embedded engine on a CPU, next to stock `generate` on the same model.
 
-    python benchmarks/engine_cpu.py [--rows 256] [--prompt 120] [--new 64] [--turns 10] [--threads 2]
+    python benchmarks/engine_cpu.py [--rows 256] [--prompt 120] [--new 64] [--turns 10] [--threads 2] \
+        [--long 8000]
 
 First a batch that starts and ends together, the best case of Hugging Face `generate` with its own cache:
 its speed, the engine's, and the floor, which is the model's forward pass over one token per row with an
 attention that costs nothing. Then a rollout of several turns, where the engine keeps each session's KV and
-`generate` starts over with every turn. Runs alternate; the best of each is reported.
+`generate` starts over with every turn. Then short requests that arrive one after the other while a long prompt
+is computed: first come, first served against the scheduler's rule, which lets them pass, each with large and
+small steps. Runs alternate; the best of each is reported. Times beside a long prompt are CPU times of this
+process, with one thread, so that other jobs on the machine do not count.
 """
 
 from __future__ import annotations
@@ -14,13 +18,21 @@ import argparse
 import asyncio
 import sys
 import time
+from statistics import median
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.core import Sampling
-from ludus.engine import AttentionParams, EmbeddedEngine, head_logits, hidden_states
+from ludus.engine import (
+    AttentionParams,
+    EmbeddedEngine,
+    EngineConfig,
+    Scheduler,
+    head_logits,
+    hidden_states,
+)
 
 VOCABULARY = 300
 
@@ -34,7 +46,7 @@ class FreeAttention:
         return query.transpose(1, 2)
 
 
-def tiny_model(hidden: int, layers: int) -> LlamaForCausalLM:
+def tiny_model(hidden: int, layers: int, positions: int = 2048) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -43,7 +55,7 @@ def tiny_model(hidden: int, layers: int) -> LlamaForCausalLM:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -142,6 +154,54 @@ async def multi_turn(model: LlamaForCausalLM, rows: int, prompt: int, new: int, 
     report(f"  engine           {ours:10,.0f} tokens/s   {ours / theirs:.2f}x stock")
 
 
+async def beside_long_prompt(
+    model: LlamaForCausalLM, long: int, step: int, share: float
+) -> tuple[float, float, float]:
+    """CPU seconds of a long prompt; of short requests that arrive meanwhile: first token and reply, medians."""
+    (context,) = prompts(1, long)
+    engine = EmbeddedEngine(model, config=EngineConfig(tokens_per_step=step))
+    engine._core.scheduler.long_share = share
+    firsts, ends = [], []
+
+    async def ask(number: int) -> None:
+        asked, told = time.process_time(), []
+        prompt = [5 + (number + i) % 50 for i in range(32)]
+        sampling = Sampling(max_tokens=16, seed=number)
+        await engine.generate(prompt, sampling, on_tokens=lambda _: told.append(time.process_time()))
+        firsts.append(told[0] - asked)
+        ends.append(time.process_time() - asked)
+
+    started = time.process_time()
+    running = asyncio.create_task(engine.generate(context, Sampling(max_tokens=1)))
+    shorts = []
+    while not running.done():
+        await asyncio.wait([running], timeout=0.005)
+        if time.process_time() - started > 0.2 * (1 + len(shorts)):
+            shorts.append(asyncio.create_task(ask(len(shorts))))
+    took = time.process_time() - started
+    await asyncio.gather(*shorts)
+    await engine.close()
+    return took, median(firsts), median(ends)
+
+
+async def fairness(model: LlamaForCausalLM, long: int, repeats: int) -> None:
+    kinds = [(step, share) for step in (2048, 512) for share in (1.0, Scheduler.long_share)]
+    found = {kind: [await beside_long_prompt(model, long, *kind)] for kind in kinds}
+    for _ in range(repeats - 1):
+        for kind in kinds:
+            found[kind].append(await beside_long_prompt(model, long, *kind))
+    best = {kind: [min(column) for column in zip(*rows, strict=True)] for kind, rows in found.items()}
+    report(
+        f"a prompt of {long:,} tokens; short requests (32 + 16 tokens) that arrive meanwhile; CPU seconds"
+    )
+    report("  tokens_per_step                        long prompt  first token  whole reply")
+    before = best[kinds[0]]
+    for (step, share), (took, first, end) in best.items():
+        kind = f"{step:5}  " + ("first come, first served" if share == 1 else "short prompts pass")
+        ratios = f"   {before[1] / first:.1f}x and {before[2] / end:.1f}x sooner"
+        report(f"  {kind:38}{took:12.2f}{first:13.2f}{end:13.2f}{ratios}")
+
+
 def report(line: str) -> None:
     sys.stdout.write(line + "\n")
 
@@ -150,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in {
         "rows": 256, "prompt": 120, "new": 64, "turns": 10, "threads": 2, "hidden": 128, "layers": 3,
-        "repeats": 3,
+        "repeats": 3, "long": 8000,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
@@ -158,6 +218,9 @@ def main() -> None:
     model = tiny_model(given.hidden, given.layers)
     asyncio.run(single_turn(model, given.rows, given.prompt, given.new, given.repeats))
     asyncio.run(multi_turn(model, given.rows, given.prompt // 2, 8, given.turns))
+    torch.set_num_threads(1)
+    model = tiny_model(given.hidden, given.layers, positions=given.long + 64)
+    asyncio.run(fairness(model, given.long, given.repeats))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ludus.core.failures import ConfigError
 
 if TYPE_CHECKING:
     from ludus.core.task import Task
+    from ludus.engine import EngineConfig
     from ludus.serve import ServerConfig
     from ludus.tools.hosting import ToolReference, ToolsFile
 
@@ -239,6 +240,14 @@ def serve_model(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights.")
     ] = "auto",
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that one step computes (vLLM's max-num-batched-tokens): prompts are cut into chunks of so "
+            "many, and replies wait for a step between two tokens. 8192 on a GPU, 512 elsewhere.",
+        ),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 256,
@@ -288,7 +297,7 @@ def serve_model(
         source = ModelConfig(name=_newest_checkpoint(model), device=device, dtype=dtype)
         check_source(source)
         loaded, tokenizer = load_model(source, seed=0)
-        engine = EmbeddedEngine(loaded, tokenizer)
+        engine = EmbeddedEngine(loaded, tokenizer, _engine_config(tokens_per_step, loaded.device.type))
         renderer = Renderer(tokenizer, load_format(format), history)
         sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
         service = CheckpointService(
@@ -403,6 +412,16 @@ def _tools_and_envs(names: list[str], settings: Path | None) -> tuple[list[ToolR
         raise ConfigError("name at least one tool or environment, or give --config")
     pool: Settings = {"size": 64}
     return [*others, *(_env(name, pool) for name in worlds), *file.references], worlds
+
+
+def _engine_config(tokens_per_step: int | None, device: str) -> EngineConfig:
+    """A server's engine: on a CPU in short steps, since a step is what every reply waits for."""
+    from ludus.engine import EngineConfig
+
+    if tokens_per_step is None and device == "cpu":
+        tokens_per_step = 512
+    most = EngineConfig().max_running
+    return EngineConfig(tokens_per_step=tokens_per_step, max_running=min(most, tokens_per_step or most))
 
 
 def _newest_checkpoint(model: str) -> str:

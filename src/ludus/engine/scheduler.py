@@ -5,6 +5,13 @@ In each step every decoding request gets one token, prompts get chunks of what i
 out, the session that has been idle for longest loses its KV first; then the youngest running request is
 preempted: it goes back to the head of the queue and recomputes later.
 
+Who is next: first come, first served, except that a *long* prompt, one that a whole step cannot finish, lets
+others pass. It gets half of the step (`long_share`), the other half is offered to the requests behind it whose
+prompts are not long, in their order, and what they leave goes to the long prompt as well. Nobody starves: the
+long prompt has the first half of every step until it is finished, blocks that it will need are kept for it, and
+then the head of the queue is admitted before all others. A request that goes on with the same tokens as the
+long prompt does not pass: it waits for their KV instead of computing it a second time.
+
 A step may be scheduled while the one before it runs. A request then has a token *in flight*: sampled on the
 device, not known here. Scheduling needs its position only. If that token turns out to be a stop token, the
 token after it was computed for nothing.
@@ -12,10 +19,12 @@ token after it was computed for nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +33,11 @@ import numpy.typing as npt
 from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason, Sampling, VersionSpan, first_stop
 from ludus.core.messages import MediaSpan
-from ludus.engine.block_manager import BlockManager, BlockTable
+from ludus.engine.block_manager import BlockManager, BlockTable, common_prefix
 
 Decode = Callable[[Sequence[int]], str]
+_LOOKED_AT = 256
+"""How many waiting requests are looked at for one that may pass a long prompt."""
 
 
 class StopChecker:
@@ -110,6 +121,8 @@ class Request:
     """Whether the next token to compute is the one that its row sampled last."""
     is_done: bool = False
     """Whether it has finished; what still arrives for it is dropped."""
+    behind: tuple[Request, int] | None = None
+    """The long prompt that it may not pass yet, and how many tokens of that must be scheduled before."""
 
     @property
     def generated(self) -> int:
@@ -175,6 +188,23 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
+class Step:
+    """A step while it is planned."""
+
+    room: int
+    """The tokens that decoding leaves for prompts; a prompt that needs more is long."""
+    left: int
+    """Those that no prompt has got yet."""
+    chunks: list[Chunk] = field(default_factory=list)
+    long: int | None = None
+    """The place of the first long prompt's chunk."""
+
+    @property
+    def long_request(self) -> Request | None:
+        return None if self.long is None else self.chunks[self.long].request
+
+
+@dataclass(slots=True)
 class IdleSession:
     """What a session holds between its requests."""
 
@@ -184,6 +214,9 @@ class IdleSession:
 
 class Scheduler:
     """Queues, batch rows, sessions and their block tables."""
+
+    long_share = 0.5
+    """The part of a step that a long prompt gets before others are asked; 1.0 lets nobody pass."""
 
     def __init__(self, block_manager: BlockManager, max_running: int, tokens_per_step: int) -> None:
         self.block_manager = block_manager
@@ -212,9 +245,9 @@ class Scheduler:
 
     def plan(self) -> list[Chunk]:
         """The chunks of the next step, with blocks for all of them; none if all wait for tokens in flight."""
-        chunks: list[Chunk] = []
         block_size = self.block_manager.block_size
-        prefill = self._budget - sum([request.is_decoding for request in self.running])
+        room = self._budget - sum([request.is_decoding for request in self.running])
+        step = Step(room, left=room)
         for request in list(self.running):
             if request.row < 0:  # it was preempted for an older one
                 continue
@@ -226,21 +259,71 @@ class Scheduler:
                 if start % block_size:
                     block_table.length = start + 1
                     request.in_flight += 1
-                    chunks.append(Chunk(request, start, start + 1, True, True))
+                    step.chunks.append(Chunk(request, start, start + 1, True, True))
                 elif self._make_room(request, start + 1):
-                    chunks.append(self._schedule_new_block(request))
+                    step.chunks.append(self._schedule_new_block(request))
                 continue
-            count = min(request.unscheduled, prefill)
-            prefill -= count
+            count = self._share(request, step)
             if count and self._make_room(request, start + count):
-                chunks.append(self._schedule(request, count))
-        while self.waiting and self._rows and prefill > 0:
-            chunk = self._admit(self.waiting[0], prefill)
-            if chunk is None:
-                break
-            prefill -= chunk.stop - chunk.start
-            chunks.append(chunk)
-        return chunks
+                self._prefill(request, count, step)
+        if self.waiting and self._rows and step.left > 0:
+            self._admit_waiting(step)
+        if step.long is not None and step.left > 0:
+            self._extend_long(step)
+        return step.chunks
+
+    def _share(self, request: Request, step: Step) -> int:
+        """How many tokens of its prompt a request gets before others are asked."""
+        if request.unscheduled > step.room:
+            return math.ceil(step.left * self.long_share)
+        return min(request.unscheduled, step.left)
+
+    def _prefill(self, request: Request, count: int, step: Step) -> None:
+        """Schedule so many tokens of a prompt, whose blocks are there."""
+        if step.long is None and request.unscheduled > step.room:
+            step.long = len(step.chunks)
+        step.left -= count
+        step.chunks.append(self._schedule(request, count))
+
+    def _admit_waiting(self, step: Step) -> None:
+        """Give waiting requests, in their order, a row, what they can reuse, and blocks for a first chunk."""
+        for request in list(islice(self.waiting, _LOOKED_AT)):
+            if step.left < 1 or not self._rows or request.in_flight:
+                return  # in flight: it was preempted with its last token on the way
+            long = step.long_request
+            if long is not None and self._follows(request, long):
+                continue
+            self._reuse(request)
+            if long is not None and request.unscheduled > step.room:
+                request.behind = long, len(long.tokens)
+                self._give_up_blocks(request)
+                continue
+            if not self._has_blocks(request, long):
+                self._give_up_blocks(request)
+                return
+            self._start(request)
+            count = self._share(request, step)
+            self.block_manager.grow(request.block_table, request.block_table.length + count)
+            self._prefill(request, count, step)
+
+    def _follows(self, request: Request, long: Request) -> bool:
+        """Whether a request waits for tokens of a long prompt, or is known to be long itself."""
+        if request.behind is None or request.behind[0] is not long:
+            is_score = request.is_score or long.is_score  # whose KV nobody shares
+            request.behind = long, 0 if is_score else common_prefix(request.tokens, long.tokens)
+        return request.behind[1] > long.block_table.length
+
+    def _extend_long(self, step: Step) -> None:
+        """The long prompt gets what nobody else has taken of the step; nobody is preempted for that."""
+        assert step.long is not None
+        chunk = step.chunks[step.long]
+        request = chunk.request
+        count = min(request.unscheduled, step.left)
+        while not self.block_manager.grow(request.block_table, chunk.stop + count):
+            if not self._evict_session():
+                return
+        more = self._schedule(request, count)
+        step.chunks[step.long] = Chunk(request, chunk.start, more.stop, False, more.samples)
 
     def _schedule_new_block(self, request: Request) -> Chunk:
         """A decoding request begins a block; the block that it has filled is published."""
@@ -270,20 +353,22 @@ class Scheduler:
             request.is_decoding = True
         return Chunk(request, start, stop, False, samples)
 
-    def _admit(self, request: Request, budget: int) -> Chunk | None:
-        """Give the queue's head a row, what it can reuse, and blocks for its first chunk; or None."""
-        if request.in_flight:  # it was preempted with its last token in flight
-            return None
-        self._reuse(request)
-        # Its whole context and one more token: a request that fits no further would be preempted at once.
-        needed = self.block_manager.blocks_for(min(len(request.tokens) + 1, request.limit))
-        missing = needed - len(request.block_table.blocks)
+    def _has_blocks(self, request: Request, long: Request | None) -> bool:
+        """Whether there are blocks for a request, beside those that a long prompt will need."""
+        missing = self._missing_blocks(request) + (0 if long is None else self._missing_blocks(long))
         while missing > self.block_manager.pool.available and self._evict_session():
             pass
-        if missing > self.block_manager.pool.available:
-            self._give_up_blocks(request)
-            return None
-        self.waiting.popleft()
+        return missing <= self.block_manager.pool.available
+
+    def _missing_blocks(self, request: Request) -> int:
+        """Of its whole context and one more token: what fits no further would be preempted at once."""
+        needed = self.block_manager.blocks_for(min(len(request.tokens) + 1, request.limit))
+        return needed - len(request.block_table.blocks)
+
+    def _start(self, request: Request) -> None:
+        """From the queue to a row of the batch."""
+        self.waiting.remove(request)
+        request.behind = None
         request.started()
         if request.cached_tokens is None:  # what it finds again after a preemption does not count
             request.cached_tokens = request.block_table.length
@@ -292,9 +377,6 @@ class Scheduler:
         size = len(request.block_table.blocks)
         self._widen_block_tables(size)
         self.block_tables[request.row, :size] = request.block_table.blocks
-        count = min(request.unscheduled, budget)
-        self.block_manager.grow(request.block_table, request.block_table.length + count)
-        return self._schedule(request, count)
 
     def _widen_block_tables(self, size: int) -> None:
         width = self.block_tables.shape[1]
