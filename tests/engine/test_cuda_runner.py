@@ -22,7 +22,7 @@ from ludus.engine.cuda.graphs import GraphShape, StepGraphs, wide_enough
 from ludus.engine.cuda.kv_cache import FixedMemory, KVShape, StaticKVCache
 from ludus.engine.cuda.runner import CudaModelRunner, fingerprint
 from ludus.engine.model_runner import TorchModelRunner
-from ludus.engine.scheduler import Chunk
+from ludus.engine.request import Chunk
 from ludus.kernels import arrays_to_device
 from ludus.kernels.device import StagingBuffers
 

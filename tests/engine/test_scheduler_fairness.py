@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ludus.core import Sampling
 from ludus.engine import EmbeddedEngine, EngineConfig, Request, Scheduler
 from ludus.engine.block_manager import BlockManager
-from ludus.engine.scheduler import Chunk
+from ludus.engine.request import Chunk
 
 BLOCK = 4
 

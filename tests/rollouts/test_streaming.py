@@ -17,7 +17,7 @@ from ludus.core.failures import EngineError
 from ludus.core.generation import Completion, FinishReason
 from ludus.core.messages import ToolSpec
 from ludus.core.tokenizer import ByteTokenizer, Tokenizer
-from ludus.engine.scheduler import StopChecker
+from ludus.engine.request import StopChecker
 from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.formats import FORMATS
 from ludus.rollouts.message_tree import read_completion

@@ -18,7 +18,7 @@ from ludus.core.messages import Media, MediaSpan, Message
 from ludus.engine import EmbeddedEngine, EngineConfig, EngineCore, use_ludus_attention
 from ludus.engine.images import virtual_ids, with_virtual_ids
 from ludus.engine.pictures import decode_picture
-from ludus.engine.scheduler import Request
+from ludus.engine.request import Request
 from ludus.rollouts import Renderer, load_format
 from ludus.training import load_model
 from ludus.training.config.model import ModelConfig

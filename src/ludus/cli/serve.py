@@ -244,8 +244,8 @@ def serve_model(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens that one step computes (vLLM's max-num-batched-tokens): prompts are cut into chunks of so "
-            "many, and replies wait for a step between two tokens. 8192 on a GPU, 512 elsewhere.",
+            help="Tokens that one step computes (vLLM's max-num-batched-tokens): long prompts are cut, and "
+            "replies wait for a step between two tokens. 8192 on a GPU, 512 elsewhere.",
         ),
     ] = None,
     host: Host = "127.0.0.1",

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from ludus.engine.images import images_of
     from ludus.engine.model_runner import head_logits, hidden_states, plain_head
     from ludus.engine.packed_attention import PackedContext
-    from ludus.engine.scheduler import Request, Scheduler, StopChecker
+    from ludus.engine.request import Request, StopChecker
+    from ludus.engine.scheduler import Scheduler
     from ludus.engine.self_check import probe_head, use_ludus_attention
 
 __all__ = [

@@ -31,7 +31,7 @@ from ludus.engine.engine_thread import AdmissionQueue, EngineThread, ReplyFuture
 from ludus.engine.hf_model import context_limit, sampling_mode, unwrapped, vocabulary_size
 from ludus.engine.images import images_of, with_virtual_ids
 from ludus.engine.kv_cache_size import cache_blocks, max_step_tokens, releases_memory
-from ludus.engine.scheduler import Decode, Marks, Request, StopChecker
+from ludus.engine.request import Decode, Marks, Request, StopChecker
 from ludus.engine.self_check import use_ludus_attention
 
 

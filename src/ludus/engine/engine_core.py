@@ -22,7 +22,8 @@ from ludus.core.generation import FinishReason
 from ludus.engine.block_manager import BlockManager
 from ludus.engine.config import EngineStats
 from ludus.engine.model_runner import PendingStep, StepResults, make_runner
-from ludus.engine.scheduler import Chunk, Request, Scheduler
+from ludus.engine.request import Chunk, Request
+from ludus.engine.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ludus.core.messages import MediaSpan
 from ludus.core.random import uniforms
 from ludus.core.tokenizer import Tokenizer
 from ludus.engine.block_manager import common_prefix
-from ludus.engine.scheduler import StopChecker
+from ludus.engine.request import StopChecker
 
 Reply = str | Sequence[int]
 Script = Callable[[list[int], Sampling, str | None], Reply]

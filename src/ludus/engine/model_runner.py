@@ -35,8 +35,8 @@ from ludus.engine.hf_model import (
 from ludus.engine.image_features import embedded_parts, forget_features
 from ludus.engine.images import VIRTUAL, images_of
 from ludus.engine.paged_attention import KVCache, PagedBatch, PagedContext, TorchKVCache
+from ludus.engine.request import Chunk
 from ludus.engine.sampler import log_softmax_at, sample_with_params
-from ludus.engine.scheduler import Chunk
 from ludus.kernels import linear_float32, unavailable
 
 # What an architecture may do to its logits after the product.

@@ -29,7 +29,7 @@ from ludus.engine.model_runner import (
     score,
 )
 from ludus.engine.paged_attention import PrefillContext
-from ludus.engine.scheduler import Chunk
+from ludus.engine.request import Chunk
 from ludus.kernels import sample_at_temperature
 from ludus.kernels.device import Array, StagingBuffers, arrays_to_device
 

@@ -24,7 +24,7 @@ from ludus.engine.cuda.prefill import PrefillStep, StepParts
 from ludus.engine.hf_model import device_of
 from ludus.engine.image_features import forget_features
 from ludus.engine.model_runner import StepResults, sample_chunks
-from ludus.engine.scheduler import Chunk
+from ludus.engine.request import Chunk
 from ludus.kernels.device import on_device
 
 Ints = npt.NDArray[np.int64]
