@@ -570,6 +570,37 @@ async def test_fields_that_would_be_ignored_are_refused() -> None:
         assert (await post(address, chat(user("a"), logprobs=False, stream=None)))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("options", "stream", "said", "param"),
+    [
+        ({"include_usage": True}, False, "is for streams", "stream_options"),
+        ({}, None, "is for streams", "stream_options"),
+        ({"include_usage": "yes"}, True, "must be true or false", "stream_options.include_usage"),
+        ({"include_usage": 1}, True, "must be true or false", "stream_options.include_usage"),
+        ([], True, "must be an object", "stream_options"),
+    ],
+)
+async def test_stream_options_are_checked(options: Any, stream: Any, said: str, param: str) -> None:
+    async with serving_checkpoint(["x"]) as (address, _):
+        status, body = await post(address, chat(user("a"), stream=stream, stream_options=options))
+        assert status == 400 and said in body["error"]["message"]
+        assert body["error"]["param"] == param
+        assert (await post(address, chat(user("a"), stream_options=None)))[0] == 200
+
+
+async def test_errors_about_a_conversation_name_its_field() -> None:
+    async with serving_checkpoint(["x"], max_context=4000) as (address, _):
+        for path, body, field in [
+            ("chat/completions", chat(user("a" * 30_000)), "messages"),
+            ("responses", {"model": "m", "input": "a" * 30_000}, "input"),
+        ]:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(f"{address}/v1/{path}", json=body) as answer,
+            ):
+                assert answer.status == 400 and (await answer.json())["error"]["param"] == field
+
+
 async def test_a_served_checkpoint_has_a_token_and_limits() -> None:
     token = "a-long-enough-token"
     async with serving_checkpoint(

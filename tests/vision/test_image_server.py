@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,7 +74,11 @@ async def served(folder: Path, vision: str = "frozen") -> AsyncIterator[tuple[An
 
         async def post(path: str, body: Any) -> tuple[int, Any]:
             async with http.post(f"{server.address}/v1/{path}", json=body) as answer:
-                return answer.status, await answer.json()
+                if answer.content_type != "text/event-stream":
+                    return answer.status, await answer.json()
+                lines = (await answer.text()).splitlines()
+                data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+                return answer.status, [json.loads(one) for one in data if one != "[DONE]"]
 
         yield post, engine, renderer
     await engine.close()
@@ -97,6 +102,65 @@ async def test_the_three_apis_show_the_same_picture(folder: Path) -> None:
             counted = {k: v for k, v in requests(picture)["messages"].items() if k != "temperature"}
             status, answer = await post("messages/count_tokens", counted)
             assert (status, answer["input_tokens"]) == (200, len(opening.tokens))
+
+
+def pieces(path: str, event: Any) -> str:
+    """The text in an event of a stream."""
+    if path == "chat/completions":
+        return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    if path == "responses":
+        return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
+    return str(event["delta"].get("text", "")) if event["type"] == "content_block_delta" else ""
+
+
+def streamed(path: str, events: list[Any]) -> tuple[str, int]:
+    """(text, tokens of the prompt) that the events of a stream amount to."""
+    text = "".join(pieces(path, event) for event in events)
+    if path == "chat/completions":
+        return text, events[-1]["usage"]["prompt_tokens"]
+    if path == "responses":
+        assert said(path, events[-1]["response"])[0] == text
+        return text, events[-1]["response"]["usage"]["input_tokens"]
+    usage = events[-2]["usage"]
+    return text, usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_streams_with_pictures_add_up_to_the_reply(folder: Path, path: str) -> None:
+    replies = set()
+    async with served(folder) as (post, _, _):
+        for picture in (noise(1), noise(2), noise(3)):
+            body = requests(picture)[path]
+            status, plain = await post(path, body)
+            assert status == 200, plain
+            options = {"stream_options": {"include_usage": True}} if path == "chat/completions" else {}
+            status, events = await post(path, {**body, "stream": True, **options})
+            assert status == 200
+            assert streamed(path, events) == said(path, plain)
+            replies.add(said(path, plain)[0])
+    assert len(replies) > 1, "the pictures matter"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_errors_about_pictures_name_the_message_of_the_client(folder: Path, path: str) -> None:
+    broken = Media.image(b"no picture")
+    body = requests(broken)[path]
+    if path == "responses":
+        body |= {"instructions": "Look.", "input": [{"role": "user", "content": "hm"}, *body["input"]]}
+        place = "input[1]"
+    elif path == "messages":
+        body |= {"system": "Look.", "messages": [{"role": "user", "content": "hm"}, *body["messages"]]}
+        place = "messages.1"
+    else:
+        body["messages"] = [{"role": "system", "content": "Look."}, *body["messages"]]
+        place = "messages[1]"
+    for vision, said_ in (("frozen", "no format"), ("off", "text only")):
+        async with served(folder, vision=vision) as (post, _, _):
+            for stream in (False, True):
+                status, answer = await post(path, {**body, "stream": stream})
+                assert status == 400 and said_ in answer["error"]["message"]
+                assert place in answer["error"]["message"], answer
+                assert path == "messages" or answer["error"]["param"] == place
 
 
 async def test_results_of_tools_may_be_pictures(folder: Path) -> None:

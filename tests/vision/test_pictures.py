@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import struct
+import warnings
 import zlib
 from io import BytesIO
 from pathlib import Path
@@ -84,6 +85,41 @@ def test_what_is_no_picture_is_refused_with_the_reason(part: dict[str, Any], sai
         Message.parse({"role": "user", "content": [part]})
 
 
+def wrapped(text: str) -> str:
+    return "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76))
+
+
+@pytest.mark.parametrize(
+    "form", [wrapped, lambda text: text.rstrip("="), lambda text: f"\n {wrapped(text)} "]
+)
+def test_base64_may_be_wrapped_and_unpadded(form: Any) -> None:
+    for size in (100, 101, 102):
+        data = bytes(range(size))
+        text = form(base64.b64encode(data).decode())
+        assert picture_of_url(f"data:image/png;base64,{text}").data == data
+        source = {"type": "base64", "media_type": "image/png", "data": text}
+        assert picture_of_part({"type": "image", "source": source}).data == data
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A", "AAAAA", "AA=A", "A===", "AA-_", "AAAA!AAA", "\N{CYRILLIC CAPITAL LETTER A}AAA"],
+)
+def test_garbage_is_no_base64(text: str) -> None:
+    with pytest.raises(PictureError, match="not base64"):
+        picture_of_url(f"data:image/png;base64,{text}")
+
+
+@pytest.mark.parametrize("side", [7_000, 10_000, 65_000])
+def test_a_bomb_is_our_error_and_no_warning(side: int) -> None:
+    """Whether Pillow says nothing, warns, or refuses it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(PictureError, match="at most 40,000,000 are decoded"):
+            decode_picture(png(side, zlib.compress(b"\0" * 100)))
+    assert not seen
+
+
 def png(side: int, pixels: bytes) -> bytes:
     """A PNG of right checksums with this as its compressed pixels: a bomb, or one that does not decode."""
 
@@ -109,6 +145,7 @@ def test_bytes_and_pixels_are_bounded() -> None:
         decode_picture(b"x" * (MOST_BYTES + 1))
     with pytest.raises(PictureError, match=r"pixels|decoded"):
         decode_picture(png(65_000, zlib.compress(b"\0" * 100)))
+    assert MOST_PIXELS < 7_000**2, "the smallest bomb above"
 
 
 @given(st.binary(max_size=300), st.integers(0, 60))

@@ -89,10 +89,12 @@ def picture_of_file(path: Path) -> Media:
 
 
 def _decoded(text: str) -> bytes:
+    """Base64, with line breaks or without padding as some encoders write it; nothing else is skipped."""
+    text = "".join(text.split())
     if len(text) > MOST_BYTES * 4 // 3 + 4:
         raise too_large()
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PictureError(f"a picture is not base64: {error}") from None
 

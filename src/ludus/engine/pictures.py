@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -61,6 +62,9 @@ def _opened(data: bytes) -> Iterator[Image]:
         raise MissingExtraError("pillow", "vision", "a picture that a model is shown") from None
     if len(data) > MOST_BYTES:
         raise too_large()
+    # Pillow warns from 89 million pixels on, where ours are refused; a filter for a moment is not thread-safe
+    if ("ignore", None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as opened:
             width, height = opened.size
@@ -71,6 +75,10 @@ def _opened(data: bytes) -> Iterator[Image]:
             yield opened
     except PictureError:
         raise
+    except Image.DecompressionBombError:
+        raise PictureError(
+            f"a picture has too many pixels: at most {MOST_PIXELS:,} are decoded"
+        ) from None
     except UnidentifiedImageError:
         raise PictureError(f"a picture is in no format that is read ({', '.join(FORMATS)})") from None
     except Exception as error:  # noqa: BLE001 - decoders raise whatever broken bytes make of them

@@ -52,13 +52,17 @@ def parse(body: Json) -> ModelRequest:
     choice = body.get("tool_choice")
     tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(list_field(body, "tools"))]
     found: list[Message] = []
+    places: list[str] = []
     if body.get("system"):
         found.append(Message("system", content_text(body["system"], "system")))
+        places.append("system")
     messages = list_field(body, "messages")
     if not messages:
         raise bad("messages: at least one message is required", "messages")
     for number, message in enumerate(messages):
-        found += read_once("anthropic", message, f"messages.{number}", _messages)
+        where = f"messages.{number}"
+        found += read_once("anthropic", message, where, _messages)
+        places += [where] * (len(found) - len(places))  # results are messages of their own
     return ModelRequest(
         model=text_field(body, "model"),
         messages=tuple(found),
@@ -68,6 +72,7 @@ def parse(body: Json) -> ModelRequest:
         stop=stops_field(body.get("stop_sequences"), "stop_sequences"),
         calls_allowed=not (isinstance(choice, dict) and choice.get("type") == "none"),
         asked=asked_of(body, ("temperature", "top_p", "top_k")),
+        places=tuple(places),
         raw=body,
     )
 

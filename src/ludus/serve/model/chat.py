@@ -25,6 +25,7 @@ from ludus.serve.model.requests import (
     read_once,
     read_tool,
     stops_field,
+    stream_options,
     text_field,
 )
 
@@ -64,10 +65,10 @@ def parse(body: Json) -> ModelRequest:
         raise bad("'logprobs' is not supported: replies carry none", "logprobs")
     choice = body.get("tool_choice")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(list_field(body, "tools"))]
-    options = body.get("stream_options")
+    messages = read_messages(list_field(body, "messages"))
     return ModelRequest(
         model=text_field(body, "model"),
-        messages=read_messages(list_field(body, "messages")),
+        messages=messages,
         tools=check_tools(tools),
         stream=flag_field(body, "stream"),
         max_tokens=number_field(body, "max_completion_tokens", "max_tokens"),
@@ -75,7 +76,8 @@ def parse(body: Json) -> ModelRequest:
         count=number_field(body, "n") or 1,
         calls_allowed=choice != "none",
         asked=asked_of(body, (*ASKED, *MORE)),
-        usage_in_stream=isinstance(options, dict) and options.get("include_usage") is True,
+        usage_in_stream=stream_options(body, "include_usage")["include_usage"],
+        places=tuple(f"messages[{i}]" for i in range(len(messages))),
         raw=body,
     )
 

@@ -145,7 +145,7 @@ class CheckpointService:
         if self._max_context is not None and fewest > self._max_context:
             raise bad(
                 f"the conversation has at least {fewest} tokens, and the model's limit is {self._max_context}",
-                "messages",
+                request.messages_field,
             )
         if sum(len(message.content) for message in request.messages) < _LONG:
             return renderer.opening(request.messages, request.tools)

@@ -62,8 +62,16 @@ class ModelRequest:
     asked: Mapping[str, Any] = field(default_factory=dict)
     """The sampling that the client asked for: temperature, top_p, seed, ..."""
     usage_in_stream: bool = False
+    places: tuple[str, ...] = ()
+    """Where in the body each message stands, for errors."""
+    messages_field: str = "messages"
+    """The body's field that holds the conversation."""
     raw: Json = field(default_factory=dict)
     """The body."""
+
+    def place(self, number: int) -> str:
+        """Where a message stands in the body."""
+        return self.places[number] if number < len(self.places) else f"{self.messages_field}[{number}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +168,21 @@ def flag_field(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def stream_options(body: Mapping[str, Any], *names: str) -> dict[str, bool]:
+    """The flags of these names, which are for streams alone."""
+    options = body.get("stream_options")
+    if options is None:
+        return dict.fromkeys(names, False)
+    if not isinstance(options, dict):
+        raise bad(f"'stream_options' must be an object, not {options!r:.40}", "stream_options")
+    if not flag_field(body, "stream"):
+        raise bad("'stream_options' is for streams: set 'stream' to true", "stream_options")
+    try:
+        return {name: flag_field(options, name) for name in names}
+    except ApiError as error:
+        raise bad(f"stream_options: {error}", f"stream_options.{error.param}") from None
+
+
 def stops_field(value: Any, name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
@@ -222,7 +245,7 @@ def refuse_pictures(request: ModelRequest, images: ImageTokens | None) -> None:
     """Refuse pictures where the model reads text only."""
     for number, message in enumerate(request.messages):
         if message.media and images is None:
-            where = f"messages[{number}]"
+            where = request.place(number)
             raise bad(f"this model reads text only: {where} holds a picture", where, "no_images")
 
 
@@ -235,7 +258,7 @@ async def check_pictures(request: ModelRequest, images: ImageTokens | None) -> N
             try:
                 await run_sync(images.tokens, media)
             except PictureError as error:
-                where = f"messages[{number}]"
+                where = request.place(number)
                 raise bad(f"{where}: {error}", where, "invalid_image") from None
 
 

@@ -24,6 +24,7 @@ from ludus.serve.model.requests import (
     read_call,
     read_content,
     read_tool,
+    stream_options,
     text_field,
 )
 
@@ -44,7 +45,8 @@ def parse(body: Json) -> ModelRequest:
             "in the prompt, or give a tool",
             "text",
         )
-    messages = _messages(body)
+    stream_options(body, "include_obfuscation")
+    messages, places = _messages(body)
     if not messages:
         raise bad("'input' must be a text or a list of items", "input")
     return ModelRequest(
@@ -57,21 +59,28 @@ def parse(body: Json) -> ModelRequest:
         max_tokens=number_field(body, "max_output_tokens"),
         calls_allowed=body.get("tool_choice") != "none",
         asked=asked_of(body, (*ASKED, *MORE)),
+        places=places,
+        messages_field="input",
         raw=body,
     )
 
 
-def _messages(body: Json) -> tuple[Message, ...]:
+def _messages(body: Json) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """The messages, and where each stands."""
     instructions = body.get("instructions")
     found: list[Message] = []
+    places: list[str] = []
     if instructions is not None:
         found.append(Message("system", content_text(instructions, "instructions")))
+        places.append("instructions")
     given = body.get("input")
     if isinstance(given, str):
-        return (*found, Message("user", given))
+        return (*found, Message("user", given)), (*places, "input")
     for number, item in enumerate(list_field(body, "input")):
-        _add(found, item, f"input[{number}]")
-    return tuple(found)
+        where = f"input[{number}]"
+        _add(found, item, where)
+        places += [where] * (len(found) - len(places))  # an item may go on with the message before it
+    return tuple(found), tuple(places)
 
 
 def _add(found: list[Message], item: Json, where: str) -> None:
