@@ -33,7 +33,8 @@ from ludus.core.concurrency import frozen_gc
 from ludus.core.generation import OnTokens
 from ludus.core.messages import ToolSpec
 from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'

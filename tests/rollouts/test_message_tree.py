@@ -18,7 +18,9 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import SegmentKind, StopReason, Trajectory
 from ludus.engine import FakeEngine
 from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, TurnLimits, message_key
+from ludus.rollouts.message_keys import message_key
+from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
 from ludus.training.data.packing import rows_of
 
 ADD = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a": {}, "b": {}}})

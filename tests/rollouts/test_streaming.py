@@ -20,7 +20,7 @@ from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.engine.request import StopChecker
 from ludus.rollouts import Renderer, load_format
 from ludus.rollouts.formats import FORMATS
-from ludus.rollouts.message_tree import read_completion
+from ludus.rollouts.replies import read_completion
 from ludus.rollouts.streaming import Detokenizer, ReplyView
 from ludus.rollouts.tokenizers import CHATML, HFTokenizer
 from ludus.training import fit_tokenizer

@@ -15,7 +15,8 @@ from ludus.core.tokenizer import ByteTokenizer, Tokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import FakeEngine
 from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.serve.service import ServerConfig
 

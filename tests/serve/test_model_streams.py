@@ -21,7 +21,8 @@ from ludus.core.tokenizer import ByteTokenizer
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import EpisodeService, EpisodeSession, ModelServer, streams
 from ludus.serve.service import ServerConfig
 from ludus.training import fit_tokenizer

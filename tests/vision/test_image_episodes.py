@@ -23,8 +23,9 @@ from ludus.envs import EnvPool, Observation, Step
 from ludus.observe import rollout_metrics
 from ludus.rewards import Scorer
 from ludus.rollouts import Renderer, Rollout, load_format
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.renderer import warn_of_unseen
+from ludus.rollouts.turn_limits import TurnLimits
 from ludus.tools import LocalTools
 from ludus.training import load_model, rows_of
 from ludus.training.config.model import ModelConfig

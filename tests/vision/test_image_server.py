@@ -19,7 +19,8 @@ from ludus.core.task import Task
 from ludus.core.trajectory import Trajectory
 from ludus.engine import EmbeddedEngine, EngineConfig
 from ludus.rollouts import Renderer, load_format
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
+from ludus.rollouts.turn_limits import TurnLimits
 from ludus.serve.model import CheckpointService, EpisodeService, EpisodeSession, ModelServer
 from ludus.training import load_model, rows_of
 from ludus.training.config.model import ModelConfig

@@ -34,9 +34,10 @@ from ludus.core.trajectory import (
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.branching import EpisodeRecord, check_results
 from ludus.rollouts.budgets import Budgets
-from ludus.rollouts.message_tree import MessageTree, TurnLimits
+from ludus.rollouts.message_tree import MessageTree
 from ludus.rollouts.renderer import Renderer, warn_of_unseen
 from ludus.rollouts.tool_calls import StepRewards, ToolCalls
+from ludus.rollouts.turn_limits import TurnLimits
 
 log = logging.getLogger(__name__)
 

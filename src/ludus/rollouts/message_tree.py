@@ -16,18 +16,16 @@ never reached its client is not recorded, and is not trained on. Several request
 
 from __future__ import annotations
 
-import json
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 from ludus.core.concurrency import run_sync
-from ludus.core.failures import Aborted, ConfigError, Fault, LudusError
+from ludus.core.failures import Aborted, ConfigError, Fault
 from ludus.core.generation import Completion, Engine, FinishReason, Sampling
-from ludus.core.messages import MediaSpan, Message, ToolCall, ToolSpec
+from ludus.core.messages import MediaSpan, Message, ToolSpec
 from ludus.core.random import key
 from ludus.core.tokenizer import ImageTokens
 from ludus.core.trajectory import (
@@ -40,68 +38,21 @@ from ludus.core.trajectory import (
 )
 from ludus.envs.world import ExpertMoves, next_move
 from ludus.rollouts.chat_template import tools_key
-from ludus.rollouts.formats.base import split_thinking
+from ludus.rollouts.engine_sessions import EngineSessions
+from ludus.rollouts.message_keys import MessageKey, message_key
 from ludus.rollouts.renderer import Renderer
+from ludus.rollouts.replies import Reply, read_completion
+from ludus.rollouts.sequence_tree import (
+    Position,
+    append_action,
+    append_context,
+    is_end,
+    segments_until,
+)
 from ludus.rollouts.streaming import ReplyView, TokenFeed
-
-MessageKey = tuple[Any, ...]
-Position = tuple[int, int]
-"""(sequence, segment): the place just after that segment."""
-
+from ludus.rollouts.turn_limits import BudgetUsedUp, TurnLimits
 
 _UNLIMITED = 1_000_000
-
-
-class BudgetUsedUp(LudusError):
-    """The episode has no turns or tokens left for another reply."""
-
-    def __init__(self, message: str, stop: StopReason) -> None:
-        super().__init__(message)
-        self.stop = stop
-
-
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """How much may be sampled: turns in all, tokens of a turn, tokens of a sequence."""
-
-    turns: int
-    turn_tokens: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What was sampled, as a client of a chat API reads it."""
-
-    id: str
-    text: str
-    """The text outside calls and thinking."""
-    thought: str
-    calls: tuple[ToolCall, ...]
-    """The calls that could be read."""
-    message: Message
-    """All that was sampled, calls that could not be read included."""
-    answer: str
-
-
-def read_completion(
-    renderer: Renderer, completion: Completion, id: str, stop: Sequence[str], parses_calls: bool
-) -> Reply:
-    """A completion as a reply, which a client's own `stop` ends and is no part of.
-
-    A call that cannot be read stays text, as does any call without tools.
-    """
-    whole, shown = renderer.text_of(completion), renderer.text_of(completion, before=stop)
-    thought, body, closed = split_thinking(shown)
-    parsed = renderer.format.parse(shown)
-    found = tuple(
-        ToolCall(one.name, one.arguments, f"call_{id}_{place}", one.fault, one.problem)
-        for place, one in enumerate(parsed.calls if parses_calls else ())
-    )
-    calls = tuple(call for call in found if call.fault is None)
-    text = (parsed.text if calls else body).strip() if closed else ""
-    answer = parsed.answer if parsed.answer is not None else whole
-    return Reply(id, text, thought, calls, Message("assistant", whole, found), answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,35 +116,6 @@ def _digest(
     return found
 
 
-def message_key(message: Message) -> MessageKey:
-    """The same for messages that mean the same.
-
-    A reply's text is compared without the white space around it, and calls by their ids, names and arguments,
-    whatever the order of the keys and however numbers are written. Other texts are compared as they are.
-    """
-    text = message.content.strip() if message.role == "assistant" else message.content
-    calls = tuple((call.id, call.name, canonical_json(call.arguments)) for call in message.tool_calls)
-    return message.role, text, calls, message.tool_call_id or "", tuple(m.sha256 for m in message.media)
-
-
-def canonical_json(value: Any) -> str:
-    """JSON that is the same for equal values: keys sorted, 2.0 written as 2."""
-    return _canonical(_plain(value))
-
-
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str | int):  # most are
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict | Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
 class MessageTree:
     """The conversations of one episode, in a trajectory that starts empty."""
 
@@ -218,7 +140,7 @@ class MessageTree:
         self.last: SampledTurn | None = None
         """The turn that was committed last."""
         self._engine, self._renderer = engine, renderer
-        self._limits, self._sampling, self._session = limits, sampling, session
+        self._limits, self._sampling = limits, sampling
         self._next: dict[tuple[int, MessageKey], int] = {}
         """From a state and a message to the state after it."""
         self._states = 0
@@ -230,9 +152,7 @@ class MessageTree:
         """States that a reply was sampled from: the segment that ends there."""
         self._actions: dict[str, Segment] = {}
         """Committed actions by the ids of their turns."""
-        self._sessions: dict[str, int | None] = {}
-        """The engine's sessions, and the sequence that each one holds the KV of."""
-        self._busy: set[str] = set()
+        self._sessions = EngineSessions(engine, session)
         self._walked: tuple[int, list[tuple[Message, int]]] = (0, [])
         """The root and the known messages of the request that was located last, with the state after each."""
         self._sampled: dict[int, int] = {}
@@ -259,23 +179,14 @@ class MessageTree:
 
         `feed` gets the tokens while they are sampled.
         """
-        if len(self._actions) + len(self._busy) >= self._limits.turns:
-            message = f"the episode has used up its {self._limits.turns} turns (budgets.max_turns)"
-            raise BudgetUsedUp(message, StopReason.MAX_TURNS)
+        self._limits.check_turns(len(self._actions) + self._sessions.busy)
         renderer = self._renderer.bound(tools)
-        self._refuse_longer(messages)
+        self._limits.check_length(self._renderer.fewest_tokens(messages))
         spot = self._locate(renderer, messages, tools)
-        known = self._segments_until(spot.after)
+        known = segments_until(self.trajectory.sequences, spot.after)
         context = [token for segment in known for token in segment.tokens] + spot.tokens
         media = media_spans([*known, spot.context()])
-        room = self._limits.tokens - len(context)
-        if room < 1:
-            message = (
-                f"the conversation has {len(context)} tokens, and a sequence may have {self._limits.tokens} "
-                "(budgets.max_tokens)"
-            )
-            raise BudgetUsedUp(message, StopReason.MAX_TOKENS)
-        limit = min(room, self._limits.turn_tokens, max_tokens or room)
+        limit = min(self._limits.turn_room(len(context)), max_tokens or self._limits.tokens)
         digest = int.from_bytes(spot.digest.digest(), "big")
         self._sampled[digest] = number = self._sampled.get(digest, -1) + 1
         seed = key(self.trajectory.seed, digest, number)
@@ -287,7 +198,8 @@ class MessageTree:
             seed=seed,
         )
         id, parses = f"{seed:016x}", bool(tools) and parses_calls
-        session = await self._take_session(spot)
+        own = None if spot.after is None else spot.after[0]
+        session = await self._sessions.take(own, is_end(self.trajectory.sequences, spot.after))
         if feed is not None:
             feed.open(id, len(context), lambda: ReplyView(renderer, stop, parses))
         on_tokens = None if feed is None else feed.push
@@ -300,7 +212,7 @@ class MessageTree:
                     context, sampling, session=session, media=media, on_tokens=on_tokens
                 )
         finally:
-            self._busy.discard(session)
+            self._sessions.give_back(session)
             seconds = time.perf_counter() - started
             spent = self.trajectory.seconds
             spent["generate"] = spent.get("generate", 0.0) + seconds
@@ -308,16 +220,6 @@ class MessageTree:
             raise Aborted("the engine aborted the request")
         read = read_completion(renderer, completion, id, stop, parses)
         return SampledTurn(read, completion, len(context), seconds, session, spot)
-
-    def _refuse_longer(self, messages: Sequence[Message]) -> None:
-        """Refuse what cannot fit before it is encoded: that takes seconds, in which no episode goes on."""
-        fewest = self._renderer.fewest_tokens(messages)
-        if fewest > self._limits.tokens:
-            raise BudgetUsedUp(
-                f"the conversation has at least {fewest} tokens, and a sequence may have {self._limits.tokens} "
-                "(budgets.max_tokens)",
-                StopReason.MAX_TOKENS,
-            )
 
     async def _demonstrated(self, renderer: Renderer, spot: _Spot, expert: ExpertMoves) -> Completion:
         """What an expert replies in the model's place; its log-probabilities are 0, it was not sampled."""
@@ -380,34 +282,6 @@ class MessageTree:
         self._walked = root, path
         return [state for _, state in path]
 
-    async def _take_session(self, spot: _Spot) -> str:
-        """A session of the engine for a request: the one that holds its sequence's KV, or a fork of it."""
-        own = None if spot.after is None else spot.after[0]
-        holder = next((name for name, held in self._sessions.items() if held == own), None)
-        if holder is not None and holder not in self._busy and self._is_end(spot.after):
-            self._busy.add(holder)
-            return holder
-        unused = (name for name, held in self._sessions.items() if held is None)
-        name = next((name for name in unused if name not in self._busy), None)
-        if name is None:
-            count = len(self._sessions)
-            name = f"{self._session}.{count}" if count else self._session
-        self._sessions[name] = None
-        self._busy.add(name)
-        if holder is not None:
-            try:
-                await self._engine.fork(holder, name)
-            except BaseException:
-                self._busy.discard(name)
-                raise
-        return name
-
-    def _is_end(self, position: Position | None) -> bool:
-        """Whether nothing follows that place in its sequence."""
-        if position is None:
-            return False
-        return position[1] == len(self.trajectory.sequences[position[0]].segments) - 1
-
     def sibling(self, trajectory: Trajectory, name: str) -> MessageTree:
         """A tree of its own beside this one, with the same model: for what is not recorded here."""
         return MessageTree(
@@ -416,21 +290,19 @@ class MessageTree:
             renderer=self._renderer,
             limits=replace(self._limits, turns=_UNLIMITED),
             sampling=self._sampling,
-            session=f"{self._session}.{name}",
+            session=f"{self._sessions.name}.{name}",
         )
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
         """How many tokens the model would read before it replies."""
-        self._refuse_longer(messages)
+        self._limits.check_length(self._renderer.fewest_tokens(messages))
         spot = self._locate(self._renderer.bound(tools), messages, tools)
-        known = self._segments_until(spot.after)
+        known = segments_until(self.trajectory.sequences, spot.after)
         return sum(len(segment.tokens) for segment in known) + len(spot.tokens)
 
     async def close(self) -> None:
         """Release the engine's sessions."""
-        for name in list(self._sessions):
-            await self._engine.release(name)
-        self._sessions.clear()
+        await self._sessions.close()
 
     # Recording
 
@@ -441,16 +313,12 @@ class MessageTree:
         position = self._contexts.get(state)
         kind = spot.kind
         if position is None:
-            position, branched = self._append_context(spot)
+            position, branched = append_context(sequences, spot.context(), spot.after)
             self._contexts[state] = position
             if branched and kind is None:
                 kind = "branches"
         elif kind is None:
             kind = "branches"  # another reply to the same messages
-        sequence, segment = position
-        if segment != len(sequences[sequence].segments) - 1:
-            sequences.append(TokenSequence(parent=position))
-            sequence = len(sequences) - 1
         faults = [call for call in turn.reply.message.tool_calls if call.fault is not None]
         action = Segment(
             SegmentKind.ACTION,
@@ -463,17 +331,13 @@ class MessageTree:
             faulted=tuple(call.name for call in faults),
             seconds=turn.seconds,
         )
-        sequences[sequence].segments.append(action)
+        end_of_action = append_action(sequences, action, position)
         self._actions[turn.reply.id] = action
-        if turn.session in self._sessions:
-            self._sessions[turn.session] = sequence
+        self._sessions.holds(turn.session, end_of_action[0])
         end = self._new_state()
         conversation = [*spot.conversation, *spot.messages[spot.known :], turn.reply.message]
-        self._turns[end] = _KnownTurn(
-            (sequence, len(sequences[sequence].segments) - 1),
-            conversation,
-            _digest(action.tokens, before=spot.digest),
-        )
+        digest = _digest(action.tokens, before=spot.digest)
+        self._turns[end] = _KnownTurn(end_of_action, conversation, digest)
         # as clients echo it: with its text, or with its calls alone
         echoed = Message("assistant", turn.reply.text, turn.reply.calls)
         step = (state, message_key(echoed))
@@ -500,63 +364,6 @@ class MessageTree:
             state = self._next[step]
         return state, is_new
 
-    def _append_context(self, spot: _Spot) -> tuple[Position, bool]:
-        """Append what the model read before a turn; where that ends, and whether it left an earlier line."""
-        sequences = self.trajectory.sequences
-        if spot.after is None:
-            return self._append_prompt(spot.context()), False
-        sequence, segment = spot.after
-        branched = segment != len(sequences[sequence].segments) - 1
-        if branched:
-            sequences.append(TokenSequence(parent=spot.after))
-            sequence = len(sequences) - 1
-        sequences[sequence].segments.append(spot.context())
-        return (sequence, len(sequences[sequence].segments) - 1), branched
-
-    def _append_prompt(self, prompt: Segment) -> Position:
-        """A whole prompt: a new sequence, which shares with an earlier one what begins with the same tokens."""
-        sequences = self.trajectory.sequences
-        if not any(sequence.segments for sequence in sequences):
-            sequences[0].segments.append(prompt)
-            return 0, 0
-        parent, shared = self._shared_prefix(prompt)
-        if parent is not None and shared == len(prompt.tokens):
-            return parent
-        kind = SegmentKind.PROMPT if parent is None else SegmentKind.OBSERVATION
-        media = tuple(span.moved(-shared) for span in prompt.media if span.start >= shared)
-        sequences.append(TokenSequence([Segment(kind, prompt.tokens[shared:], media=media)], parent))
-        return len(sequences) - 1, 0
-
-    def _shared_prefix(self, prompt: Segment) -> tuple[Position | None, int]:
-        """The longest run of whole segments, of any sequence, that a prompt begins with, pictures included."""
-        sequences, tokens = self.trajectory.sequences, prompt.tokens
-        pictures = {span.start: span for span in prompt.media}
-        ends: list[list[int]] = []
-        """For each sequence, how many tokens are shared up to the end of each of its segments."""
-        best: Position | None = None
-        most = 0
-        for number, sequence in enumerate(sequences):
-            own: list[int] = []
-            ends.append(own)
-            position = 0
-            if sequence.parent is not None:
-                parent, segment = sequence.parent
-                if len(ends[parent]) <= segment:
-                    continue  # it has left these tokens already
-                position = ends[parent][segment]
-            for index, segment_ in enumerate(sequence.segments):
-                stop = position + len(segment_.tokens)
-                if tokens[position:stop] != segment_.tokens:
-                    break
-                own_pictures = [pictures[at] for at in sorted(pictures) if position <= at < stop]
-                if own_pictures != [span.moved(position) for span in segment_.media]:
-                    break
-                position = stop
-                own.append(position)
-                if position > most:
-                    best, most = (number, index), position
-        return best, most
-
     # Rewards and the record
 
     def reward(self, value: float, turn: str | None = None) -> None:
@@ -579,14 +386,6 @@ class MessageTree:
         sequence, place = found.position
         segment = self.trajectory.sequences[sequence].segments[place]
         return next(id for id, action in self._actions.items() if action is segment)
-
-    def _segments_until(self, position: Position | None) -> list[Segment]:
-        """All segments up to a place, those of the sequences that it branches from included."""
-        if position is None:
-            return []
-        sequence, segment = position
-        own = self.trajectory.sequences[sequence]
-        return [*self._segments_until(own.parent), *own.segments[: segment + 1]]
 
     def _new_state(self) -> int:
         self._states += 1

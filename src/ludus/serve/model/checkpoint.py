@@ -14,8 +14,8 @@ from aiohttp import web
 from ludus.core.concurrency import run_sync
 from ludus.core.generation import Completion, Engine, OnTokens, Sampling
 from ludus.core.messages import Json
-from ludus.rollouts.message_tree import read_completion
 from ludus.rollouts.renderer import NextContext, Renderer
+from ludus.rollouts.replies import read_completion
 from ludus.rollouts.streaming import ReplyView, TokenFeed
 from ludus.serve.admission import Admission
 from ludus.serve.http import check_token

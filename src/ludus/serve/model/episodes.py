@@ -25,8 +25,9 @@ from ludus.core.messages import Json
 from ludus.core.random import key as seed_key
 from ludus.core.trajectory import StopReason, Trajectory
 from ludus.llm import Address
-from ludus.rollouts.message_tree import BudgetUsedUp, MessageTree, SampledTurn
+from ludus.rollouts.message_tree import MessageTree, SampledTurn
 from ludus.rollouts.streaming import TokenFeed
+from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.http import check_token
 from ludus.serve.model.checkpoint import reply_of
 from ludus.serve.model.requests import (

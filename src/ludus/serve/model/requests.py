@@ -15,7 +15,7 @@ from ludus.core.lru import LruCache
 from ludus.core.messages import IMAGE_MARK, Json, Media, Message, ToolCall, ToolSpec
 from ludus.core.pictures import PARTS, PictureError, picture_of_part
 from ludus.core.tokenizer import ImageTokens
-from ludus.rollouts.message_tree import Reply
+from ludus.rollouts.replies import Reply
 
 MOST_STOPS = 16
 _LONGEST = 8192

@@ -23,7 +23,7 @@ from aiohttp import web
 from ludus.core.failures import Aborted, ConfigError, InfraError
 from ludus.core.messages import Json
 from ludus.core.pictures import PictureError
-from ludus.rollouts.message_tree import BudgetUsedUp
+from ludus.rollouts.turn_limits import BudgetUsedUp
 from ludus.serve.admission import ByteBudget, RequestError
 from ludus.serve.http import release_bytes, request_bytes
 from ludus.serve.model.anthropic import ANTHROPIC
