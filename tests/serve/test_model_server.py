@@ -472,7 +472,7 @@ def test_a_model_is_served_by_the_command(tmp_path: Path) -> None:
     model = scratch_model(ScratchConfig(layers=1, width=32, vocabulary=300), fitted, seed=0)
     model.save_pretrained(tmp_path)
     fitted.save_pretrained(tmp_path)
-    options = ("--name", "tiny", "--max-tokens", "8", "--device", "cpu")
+    options = ("--name", "tiny", "--max-tokens", "8", "--device", "cpu", "--tokens-per-step", "16")
     token = "a-long-enough-token"
     process = ServerProcess(str(tmp_path), what="model", options=options, env={"LUDUS_TOKEN": token})
     try:
