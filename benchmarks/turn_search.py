@@ -30,7 +30,7 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "safe.toml"
 
 SEARCHES: dict[str, list[str]] = {
     "whole attempts": ["search=best_of"],
-    "tree, beam 2": ["search=tree", "beam=2", "rounds=8"],
+    "tree, beam 4": ["search=tree", "roots=8", "beam=4", "rounds=6"],
     "turns, 4 candidates, beam 1": ["search=turns", "candidates=4", "beam=1"],
     "turns, 8 candidates, beam 1": ["search=turns", "candidates=8", "beam=1"],
     "turns, 8 candidates, beam 4": ["search=turns", "candidates=8", "beam=4"],
