@@ -7,8 +7,6 @@ BIN := $(VENV)/bin
 # Sandboxes, servers and the command line: run one after another, so that no two meet in a port or a user's limits.
 ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
-# These could run in either half; here both halves take about as long.
-FIRST_HALF := $(ONE_AT_A_TIME) tests/envs tests/synth tests/viewer tests/vision
 
 .PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help
 
@@ -18,16 +16,18 @@ help:  ## What can be made
 quickstart: $(VENV)/.installed  ## Install, and train a small agent on the CPU (about 5 minutes)
 	$(BIN)/ludus train recipes/safe.toml $(ARGS)
 
-test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in two halves beside each other
+test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in three parts beside each other
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@trap 'kill $$types $$others 2>/dev/null' INT TERM; \
+	@trap 'kill $$types $$training $$others 2>/dev/null' INT TERM; \
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(FIRST_HALF)) >$(VENV)/others.log 2>&1 & others=$$!; \
-	echo 'about half of the tests; the others run meanwhile and are shown when both have ended'; \
-	$(BIN)/python -m pytest $(FIRST_HALF); first=$$?; \
-	wait $$others; second=$$?; cat $(VENV)/others.log; \
-	wait $$types && exit $$((first ? first : second))
+	$(BIN)/python -m pytest tests/training >$(VENV)/training.log 2>&1 & training=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME) tests/training) >$(VENV)/others.log 2>&1 & others=$$!; \
+	echo 'about a third of the tests; the others run meanwhile and are shown when all have ended'; \
+	$(BIN)/python -m pytest $(ONE_AT_A_TIME); failed=$$?; \
+	wait $$training || failed=1; wait $$others || failed=1; \
+	cat $(VENV)/training.log $(VENV)/others.log; \
+	wait $$types && exit $$failed
 
 test-slow: $(VENV)/.installed-dev  ## The tests that take minutes: learning, soak, peers, and properties with more examples
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --hypothesis-profile thorough --timeout 1800

@@ -608,7 +608,7 @@ def test_a_check_runs_in_one_event_loop(project: Path) -> None:
     ("text", "reference", "message"),
     [
         ("import nothing_there\n", "tasks", "No module named 'nothing_there' (broken.py:1 in <module>)"),
-        ("def tasks(:\n", "tasks", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("def tasks(:\n", "tasks", "broken.py, line 1: SyntaxError: invalid syntax"),
         ("def tasks(path): return []\n", "tasks", "missing 1 required positional argument: 'path'"),
         ("def tasks():\n    return {}['k']\n", "tasks", "raised KeyError: 'k' (broken.py:2 in tasks)"),
     ],

@@ -292,7 +292,7 @@ def test_task_files_load_where_their_sites_are_known(
         (folder / f"{number}.json").write_text(json.dumps({**RAW, "task_id": number}))
     assert [one.id for one in webarena_tasks(folder)] == ["webarena-2", "webarena-10"]
     (folder / "2.json").write_text("{")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         webarena_tasks(folder)
     (folder / "2.json").write_text(json.dumps({"task_id": 1}))
     with pytest.raises(ConfigError, match="'intent'"):

@@ -63,6 +63,7 @@ def accuracy(scores_NC: torch.Tensor) -> float:
     return float((scores_NC.argmax(1) == right_N).double().mean())
 
 
+@pytest.mark.slow
 def test_dpo_learns_from_pictures(model: Path, tmp_path: Path) -> None:
     def scores(folder: Path) -> torch.Tensor:
         policy, tokenizer = load_model(ModelConfig(name=str(folder), device="cpu"), 0)

@@ -181,7 +181,8 @@ def test_sft_and_rl_on_two_ranks(
     assert any(moved) == (vision == "trained")
 
 
-@pytest.mark.parametrize("kind", ["model", pytest.param("head", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("kind", ["model", "head"])
 def test_a_critic_on_two_ranks(pair: Ranks, folders: Callable[[str], Path], kind: Any) -> None:
     _, renderer = loaded(folders("llava"))
     batches = [episodes(renderer, seed) for seed in range(2)]
@@ -203,6 +204,7 @@ def test_a_critic_on_two_ranks(pair: Ranks, folders: Callable[[str], Path], kind
     on_both(work, pair)
 
 
+@SLOW
 def test_an_adapter_and_preferences_on_two_ranks(pair: Ranks, folders: Callable[[str], Path]) -> None:
     pytest.importorskip("peft")
     _, renderer = loaded(folders("llava"))
@@ -227,6 +229,7 @@ def test_an_adapter_and_preferences_on_two_ranks(pair: Ranks, folders: Callable[
     on_both(work, pair)
 
 
+@SLOW
 def test_state_goes_from_two_ranks_to_one_and_back(
     pair: Ranks, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:

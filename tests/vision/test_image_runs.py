@@ -186,13 +186,14 @@ def test_vllm_servers_are_refused_with_what_to_use_instead(
 SAME = {"warm_start": WARM | {"optimizer": {"learning_rate": 1e-4}}, "demonstrations": expert}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "cluster",
     [
         {"engines": 1},
-        pytest.param({"trainer_ranks": 2, "engines": 2}, marks=pytest.mark.slow),
-        pytest.param({"trainer_ranks": 2}, marks=pytest.mark.slow),
+        {"trainer_ranks": 2, "engines": 2},
+        {"trainer_ranks": 2},
     ],
     ids=["engine", "ranks and engines", "ranks"],
 )
