@@ -346,6 +346,11 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["mcp-rl", COMMAND])
     assert said.exit_code != 0
+    with serving(lambda body: {}) as server:
+        gone = f"{server.url}#s"
+    folder = tmp_path / "gone"
+    said = CliRunner().invoke(app, ["mcp-rl", COMMAND, "--writer", gone, "--out", str(folder)])
+    assert "there is no model server at" in str(said.exception) and not folder.exists()
     with serving(Script([scenario("Do something hopeless", ("echo", {"text": "x"}))] * 3)) as server:
         command = [
             "mcp-rl",

@@ -156,3 +156,23 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path, monkeypatch: pytes
         done = CliRunner().invoke(app, words)
         assert isinstance(done.exception, ConfigError), (words, done.output, done.exception)
         assert "tasks.jsonl, line 2, is not in UTF-8" in str(done.exception)
+
+
+def test_what_lies_beside_a_file_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rubric of `ludus check reward`; and a folder where a file should be, which is there."""
+    home = tmp_path / "home"
+    (home / "tasks.jsonl").mkdir(parents=True)
+    (home / "rubric.toml").write_text("not a rubric at all\n")
+    (home / "judge.toml").write_text(
+        'rewards = [{reward = "judge", model = "http://127.0.0.1:1/v1#m", rubric = "rubric.toml"}]\n'
+    )
+    (home / "labels.jsonl").write_text('{"task": "a", "answer": "b", "label": 1}\n')
+    (home / "recipe.toml").write_text('[model.scratch]\nlayers = 1\n[tasks]\ntrain = "tasks.jsonl"\n')
+    monkeypatch.chdir(tmp_path)
+    labels = ["--labels", "home/labels.jsonl"]
+    done = CliRunner().invoke(app, ["check", "reward", "home/judge.toml", *labels])
+    assert f"{home / 'rubric.toml'}" in str(done.exception) and "there is no" not in str(done.exception)
+    done = CliRunner().invoke(app, ["check", "recipe", "home/recipe.toml"])
+    assert f"{home / 'tasks.jsonl'} is a folder" in f"{done.output}{done.exception}".replace("\n", "")

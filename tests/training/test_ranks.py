@@ -71,11 +71,16 @@ def learner_on(ranks: Ranks, model: nn.Module, **settings: Any) -> tuple[nn.Modu
 
 
 def assert_close(one: Sequence[dict[str, float]], two: Sequence[dict[str, float]]) -> None:
-    """Five digits; of what is a difference of large numbers, as many places."""
+    """Five digits; of what is a difference of large numbers, as many places.
+
+    How much rows share depends on the micro-batch that they are dealt to, and so on the number of ranks.
+    """
     assert len(one) == len(two)
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()
         for name, value in left.items():
+            if name.endswith("prefix_sharing"):
+                continue
             assert right[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 

@@ -237,6 +237,18 @@ def test_ctrl_c_saves_and_ends_all_ranks(folder: Path) -> None:
     assert (last / "optimizer" / ".metadata").is_file()
 
 
+def test_ctrl_c_while_ranks_start_is_no_failure_of_theirs(folder: Path) -> None:
+    process = started(folder, *TRAIN)
+    while not ranks_of(process.pid):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    pids = ranks_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "SIGINT" not in told and "Traceback" not in told, told
+    assert_gone(pids)
+
+
 def test_ranks_end_with_rank_0(folder: Path) -> None:
     process = started(folder, *TRAIN)
     wait_for(folder, 2, process)

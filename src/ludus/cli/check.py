@@ -40,6 +40,7 @@ from ludus.tools.library import build_toolset
 from ludus.tools.schema_mistakes import schema_mistakes
 from ludus.tools.toolset import effects_of
 from ludus.training.config.parts import Parts, TaskSetSpec, errors_at, load_parts, task_set_specs
+from ludus.training.config.paths import beside
 from ludus.training.config.recipe import Recipe
 from ludus.training.config.recipe_files import load_recipe
 
@@ -99,7 +100,8 @@ def recipe_findings(
 
 def reward_findings(reward: str, labels: Path, threshold: float | None = None) -> Findings:
     """How each reward that is named, or that a file's `rewards` has, agrees with labels."""
-    specs = read_toml(reward).get("rewards", ()) if reward.endswith(".toml") else [reward]
+    is_file = reward.endswith(".toml")
+    specs = beside(read_toml(reward), reward).get("rewards", ()) if is_file else [reward]
     if not specs:
         raise ConfigError(f"{reward} has no rewards")
     with errors_at("rewards"):

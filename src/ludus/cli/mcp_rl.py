@@ -107,8 +107,11 @@ class McpRlSettings:
 
 def run_mcp_rl(settings: McpRlSettings, folder: Path, overrides: Sequence[str]) -> None:
     """The whole pipeline, with what it does said on stderr."""
+    from ludus.llm.config import check_reachable
+
     console = Console(stderr=True)
     MCPServerConfig.of(settings.server).check_program()
+    asyncio.run(check_reachable(settings.writer, settings.judge))
     folder.mkdir(parents=True, exist_ok=True)
     console.print(Text(f"folder: {folder}"), soft_wrap=True)
     again = f"the same command and --out {folder}"

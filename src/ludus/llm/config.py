@@ -14,7 +14,7 @@ from ludus.core.config import Config, Place, cache_folder, toml_table
 from ludus.core.failures import ConfigError
 from ludus.llm.address import Address, is_address
 from ludus.llm.cache import CachedChatModel
-from ludus.llm.http import RetryPolicy
+from ludus.llm.http import HttpClient, RetryPolicy
 from ludus.llm.limits import ChatBudget, ChatLimits, LimitedChatModel
 from ludus.llm.local import POLICY, FrozenChatModel, PolicyChatModel
 from ludus.llm.remote import RemoteChatModel
@@ -77,6 +77,19 @@ def model_table(spec: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(spec, str):
         return dict(spec)
     return toml_table(spec) if spec.lstrip().startswith("{") else {"address": spec}
+
+
+async def check_reachable(*specs: str | Mapping[str, Any]) -> None:
+    """`ConfigError` where there is no server at the address of one of these models, or it wants another key."""
+    for spec in specs:
+        config = ChatModelConfig.parse(model_table(spec), "the table of a model")
+        if not is_address(config.address):
+            continue
+        client = HttpClient(_key(config.key_variable), 1)
+        try:
+            await client.reach(Address.parse(config.address))
+        finally:
+            await client.close()
 
 
 def _source(config: ChatModelConfig) -> ChatModel:

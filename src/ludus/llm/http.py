@@ -174,11 +174,8 @@ class HttpClient:
             f"{url} gave no usable answer in {attempts} attempts: {problem}", attempts=attempts
         )
 
-    async def find_model(self, address: Address) -> tuple[Address, list[str]]:
-        """The address with its model, the server's only one if none is named; and all that the server lists.
-
-        Raises `ConfigError` where there is no server, it wants another key, or has several models.
-        """
+    async def reach(self, address: Address) -> ServerReply:
+        """What the server says of its models; `ConfigError` where there is none, or it wants another key."""
         try:
             async with asyncio.timeout(_CHECK_SECONDS):
                 reply = await self.send("GET", f"{address.url}/models")
@@ -187,6 +184,14 @@ class HttpClient:
             raise ConfigError(f"there is no model server at {address.url}: {problem}") from error
         if reply.status in (401, 403):
             raise ConfigError(refusal(address, reply))
+        return reply
+
+    async def find_model(self, address: Address) -> tuple[Address, list[str]]:
+        """The address with its model, the server's only one if none is named; and all that the server lists.
+
+        Raises `ConfigError` where there is no server, it wants another key, or has several models.
+        """
+        reply = await self.reach(address)
         try:
             names = model_names(reply.body) if reply.status == 200 else []
         except BadResponse:

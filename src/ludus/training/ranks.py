@@ -356,7 +356,10 @@ def spawn_rank(variables: Mapping[str, str]) -> RankProcess:
     paths = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     environment = {**os.environ, **variables, "PYTHONPATH": paths, _WATCHED: "1"}
     code = "from ludus.training.ranks import serve_rank; serve_rank()"
-    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE)
+    # in a session of its own: Ctrl-C in a terminal is for rank 0 alone, also while this one still imports
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 def _wait_until_ready(store: Store, processes: Sequence[RankProcess]) -> None:

@@ -61,7 +61,7 @@ def _absolute_command(value: str, root: Path) -> str:
 
 
 def _is_there(found: Path, match: re.Match[str]) -> bool:
-    return found.is_dir() if match.re is _DATASET else found.is_file()
+    return found.is_dir() if match.re is _DATASET else found.exists()
 
 
 def beside(raw: dict[str, Any], recipe: str | Path) -> dict[str, Any]:
