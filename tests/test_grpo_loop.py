@@ -21,6 +21,7 @@ def test_it_fits_on_a_few_screens() -> None:
     assert len(LOOP.read_text().splitlines()) <= 250
 
 
+@pytest.mark.slow
 def test_it_runs(loop: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     success = asyncio.run(loop["main"](steps=1, warm_steps=1))
     assert 0 <= success <= 1

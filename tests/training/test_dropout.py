@@ -94,6 +94,7 @@ def test_rates_are_found_in_parts_too_and_nothing_else_is_touched() -> None:
     assert without_dropout(config) == []
 
 
+@pytest.mark.slow
 def test_an_adapter_s_dropout_is_a_function_of_the_seed(tmp_path: Path) -> None:
     base = saved("llama", tmp_path / "base")
     settings: dict[str, Any] = {

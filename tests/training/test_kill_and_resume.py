@@ -200,6 +200,7 @@ def test_runs_killed_at_many_points_are_the_same_run(tmp_path: Path, method: str
     pytest.fail(f"the kills were too few, or all in the same stages: {killer.kills}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_asynchronous_run_that_is_killed_three_times_trains_every_group_once(tmp_path: Path) -> None:
     killer = Killer("forkserver", ASYNC)

@@ -49,6 +49,7 @@ def displacement(model: nn.Module, start: list[Tensor]) -> list[Tensor]:
     return [now - then for now, then in zip(weights_of(model), start, strict=True)]
 
 
+@pytest.mark.slow
 def test_small_updates_move_bf16_weights_as_they_move_float32_ones() -> None:
     exact, ours, plain = (
         small_model(dtype, num_hidden_layers=1)

@@ -79,6 +79,7 @@ def stopping(phase: str, step: int, total: int, metrics: dict[str, float]) -> No
         raise Stop
 
 
+@pytest.mark.slow
 def test_a_run_with_several_sets_goes_on_after_every_step(
     tmp_path: Path, sets: list[dict[str, Any]]
 ) -> None:

@@ -650,6 +650,7 @@ def stop_after(step: int, error: type[BaseException]) -> Any:
     return on_step
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_after_every_step_is_the_same_run(tmp_path: Path) -> None:
     """Every kind of stage is stopped in its midst and at its ends, with evaluations that come due then."""
     how: dict[str, Any] = {"run": {"checkpoint_every": 100}, "evaluation": {"every": 1},

@@ -139,7 +139,7 @@ def on_both(work: Work, pair: Ranks) -> nn.Module:
     ("family", "vision"),
     [
         ("llava", "trained"),
-        ("idefics3", "frozen"),
+        pytest.param("idefics3", "frozen", marks=SLOW),
         pytest.param("llava", "frozen", marks=SLOW),
         pytest.param("idefics3", "trained", marks=SLOW),
         pytest.param("llava next", "trained", marks=SLOW),
