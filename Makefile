@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Sandboxes, servers and the command line: run one after another, so that no two meet in a port or a user's limits.
-ONE_AT_A_TIME := tests/cli tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
+# Sandboxes and servers: run one after another, so that no two meet in a port or a user's limits.
+ONE_AT_A_TIME := tests/dist tests/rewards tests/sandbox tests/serve tests/tools tests/test_docs.py \
 	tests/engine/test_engine_remote.py tests/engine/test_engine_remote_eval.py
 
 .PHONY: quickstart test test-slow test-worlds test-gpu lint format bench docs shape clean help
@@ -21,8 +21,8 @@ test: $(VENV)/.installed-dev  ## Lint, type check and the fast tests, in three p
 	$(BIN)/ruff format --check .
 	@trap 'kill $$types $$training $$others 2>/dev/null' INT TERM; \
 	$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest tests/training >$(VENV)/training.log 2>&1 & training=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME) tests/training) >$(VENV)/others.log 2>&1 & others=$$!; \
+	$(BIN)/python -m pytest tests/training tests/cli >$(VENV)/training.log 2>&1 & training=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(ONE_AT_A_TIME) tests/training tests/cli) >$(VENV)/others.log 2>&1 & others=$$!; \
 	echo 'about a third of the tests; the others run meanwhile and are shown when all have ended'; \
 	$(BIN)/python -m pytest $(ONE_AT_A_TIME); failed=$$?; \
 	wait $$training || failed=1; wait $$others || failed=1; \
