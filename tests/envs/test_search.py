@@ -18,6 +18,7 @@ from ludus.engine import FakeEngine
 from ludus.envs import EnvPool, check_env
 from ludus.envs.search import (
     Search,
+    evaluation_questions,
     evaluation_tasks,
     expert,
     fiction,
@@ -30,7 +31,7 @@ from ludus.envs.search import (
 from ludus.rewards import Scorer
 from ludus.rewards.text_rewards import f1
 from ludus.rollouts import Demonstrator, Renderer, RetrieveThenAnswer, Rollout, load_format
-from ludus.tools import as_toolset
+from ludus.tools import as_toolset, tool
 
 DATA = os.environ.get("LUDUS_QA_DATA")
 
@@ -146,14 +147,16 @@ def test_rewards(answer: str, scores: tuple[float, float]) -> None:
         ({"_id": "5a8", "question": "q?", "golden_answers": ["a", "b"]}, ["a", "b"]),  # Search-R1
         ({"question": "q?", "answer": {"value": "a", "aliases": ["b"]}}, ["a", "b"]),  # TriviaQA
         ({"question": "q?", "answer": 1999}, "1999"),
+        ({"id": 0, "question": "q?", "answer": 0}, "0"),
     ],
 )
 def test_files_of_questions(tmp_path: Path, row: dict[str, Any], target: Any) -> None:
     (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "dev.json").write_text(json.dumps([row]))
     for name in ("dev.jsonl", "dev.json"):
-        (task,) = question_tasks(str(tmp_path / name), k=5)
-        assert task.target == target and task.envs == {"search": {"k": 5}}
+        (task,) = question_tasks(str(tmp_path / name), corpus="wiki.jsonl", k=5)
+        assert task.target == target and task.envs == {"search": {"corpus": "wiki.jsonl", "k": 5}}
+        assert task.metadata["dataset"] == "dev"
         assert task.messages[0].content.endswith("Question: q?") and task.metadata["question"] == "q?"
 
 
@@ -173,21 +176,69 @@ def test_known_sets_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="holds no file"):
         evaluation_tasks()
     rows = [{"question": f"q{n}?", "answer": str(n)} for n in range(1000)]
-    (tmp_path / "hotpot_dev.json").write_text(json.dumps(rows))
+    (tmp_path / "hotpot_dev.json").write_text(json.dumps(rows[:700]))
+    (tmp_path / "hotpot_train.json").write_text(
+        json.dumps([{"question": "trained", "answer": "x"}] * 99)
+    )
     (tmp_path / "2wiki.json").write_text(json.dumps(rows[:10]))
     (tmp_path / "2wiki_corpus.json").write_text(json.dumps([{"title": "A", "text": "b"}]))
+    with pytest.raises(
+        ConfigError, match=r"no corpus for the questions of hotpot: .*hotpot_corpus\.jsonl"
+    ):
+        evaluation_tasks()
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"title": "A", "text": "b"}))
     tasks = evaluation_tasks()
-    assert Counter(task.id.split("-")[0] for task in tasks) == {"hotpot": 400, "2wiki": 10}
+    assert Counter(task.metadata["dataset"] for task in tasks) == {"hotpot": 390, "2wiki": 10}
+    assert len({task.metadata["question"] for task in tasks if task.id.startswith("hotpot")}) == 390
+    assert not any(task.metadata["question"] == "trained" for task in tasks)
     assert tasks == evaluation_tasks(), "the same sample each time"
     assert tasks[-1].envs["search"] == {"corpus": str(tmp_path / "2wiki_corpus.json")}
+    assert tasks[0].envs["search"] == {"corpus": str(tmp_path / "corpus.jsonl")}
+    asked = evaluation_questions()
+    assert [task.id for task in asked] == [task.id for task in tasks] and not any(t.envs for t in asked)
+
+
+def test_the_questions_of_all_sets_are_as_many_as_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LUDUS_QA_DATA", str(tmp_path))
+    rows = [{"question": f"q{n}?", "answer": str(n)} for n in range(125)]
+    sets = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    for name in sets:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Counter(task.metadata["dataset"] for task in evaluation_questions())
+    assert sum(found.values()) == 400 and set(found.values()) == {57, 58} and len(found) == 7
+    assert len(evaluation_questions(10_000)) == 7 * 125
+
+
+async def test_questions_of_a_file_are_asked_of_an_agent_with_tools_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "dev.json").write_text('[{"question": "Who wrote Emma?", "answer": "Jane Austen"}]')
+    (task,) = question_tasks(str(tmp_path / "dev.json"))
+    rollout, pool = playing(["<search>Emma</search>", "<answer>Jane Austen</answer>"])
+    with pytest.raises(ConfigError, match=r"names no corpus.*corpus='wiki\.jsonl'.*web_search"):
+        await rollout.play(task, 0, 0)  # the run has the environment, and its corpus is an invented one
+    await pool.close()
+    asked: list[str] = []
+
+    @tool
+    def search(query: str) -> str:
+        """Search."""
+        asked.append(query)
+        return "Emma is a novel by Jane Austen."
+
+    rollout.pools, rollout.tools = {}, as_toolset([search])
+    trajectory = await rollout.play(task, 1, 0)
+    assert trajectory.reward == 2.0 and asked == ["Emma"]
+    with pytest.raises(ConfigError, match="k say how the environment searches, and corpus is missing"):
+        question_tasks(str(tmp_path / "dev.json"), k=5)
 
 
 @pytest.mark.worlds
 @pytest.mark.skipif(DATA is None, reason="needs LUDUS_QA_DATA")
 async def test_the_published_sets_load_and_can_be_searched() -> None:
-    counts = Counter(task.id.split("-")[0] for task in evaluation_tasks())
-    assert all(counts[name] >= 125 for name in ("nq", "hotpot", "2wiki", "bamboogle")), counts
-    task = next(task for task in evaluation_tasks() if task.id.startswith("2wiki"))
+    counts = Counter(task.metadata["dataset"] for task in evaluation_questions())
+    assert sum(counts.values()) == 400 and counts.keys() >= {"nq", "hotpot", "2wiki", "bamboogle"}
+    task = next(task for task in evaluation_questions() if task.metadata["dataset"] == "2wiki")
     env = Search()
-    env.reset(task, **task.envs["search"])
+    env.reset(task, corpus=str(next(Path(str(DATA)).glob("2wiki*corpus*"))))
     assert env.search("queen of Lotharingia").startswith("Doc 1(Title: Teutberga) ")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.core.failures import ConfigError
-from ludus.core.messages import ToolCall
+from ludus.core.messages import Json, ToolCall
 from ludus.core.random import key, shuffled
 from ludus.core.task import Task
 from ludus.envs.data import ENDINGS, data_path, read_rows
@@ -50,13 +50,20 @@ class Search(Env):
     def reset(
         self,
         task: Task,
-        corpus: str = CORPUS,
+        corpus: str | None = None,
         method: Method = "bm25",
         k: int = 3,
         model: str | None = None,
         index: str = "Flat",
     ) -> None:
-        self._retriever, self.k = open_retriever(corpus, method, model, index=index), k
+        if corpus is None and "dataset" in task.metadata:
+            raise ConfigError(
+                f"the task {task.id!r} of {task.metadata['dataset']} names no corpus, and its answer is not in "
+                "the built-in encyclopedia: question_tasks(path, corpus='wiki.jsonl'), or leave the "
+                "environment search out (agent.envs) and give the agent the tool search with a corpus, or "
+                "web_search (docs/envs/search.md)"
+            )
+        self._retriever, self.k = open_retriever(corpus or CORPUS, method, model, index=index), k
 
     @tool
     def search(self, query: str) -> str:
@@ -131,24 +138,38 @@ def question_tasks(
 
     Rows are those of HotpotQA, 2WikiMultihopQA, MuSiQue, NQ, TriviaQA, PopQA, Bamboogle and Search-R1: a
     `question` and an `answer`, `answers`, `golden_answers` or `target`, which may be a list. `search` is what
-    the environment gets: `corpus`, `method`, `k`, `model`.
+    the environment gets: `corpus`, and `method`, `k`, `model`. Without it, the tasks name no environment: the
+    agent has tools of its own. Each task's metadata has the set's `name` (the file's) as `dataset`.
     """
+    if search and "corpus" not in search:
+        raise ConfigError(
+            f"question_tasks({path!r}): {', '.join(search)} say how the environment searches, and corpus is "
+            "missing: name the corpus, or leave them out and give the agent a tool that searches"
+        )
     label = name or Path(path).name.split(".")[0]
-    rows = read_rows(Path(path))
+    return _drawn(label, [Path(path)], count, search)
+
+
+def _drawn(label: str, files: list[Path], count: int | None, search: dict[str, Any]) -> list[Task]:
+    rows = [
+        (row, f"{file}, row {n}") for file in files for n, row in enumerate(read_rows(file), start=1)
+    ]
     chosen = (
         range(len(rows)) if count is None else sorted(shuffled(len(rows), key(_SEED, label))[:count])
     )
     tasks = []
     for number in chosen:
-        question, target = _question(rows[number], f"{path}, row {number + 1}")
-        own = str(rows[number].get("id") or rows[number].get("_id") or number)
+        row, where = rows[number]
+        question, target = _question(row, where)
+        named = (row[field] for field in ("id", "_id") if row.get(field) not in (None, ""))
         tasks.append(
             Task.of(
                 PROMPT.format(question=question),
                 target,
-                id=f"{label}-{own}",
-                envs={"search": search},
-                subtask=str(rows[number].get("type", label)),
+                id=f"{label}-{next(named, number)}",
+                envs={"search": search} if search else None,
+                dataset=label,
+                subtask=str(row.get("type", label)),
                 question=question,
             )
         )
@@ -185,23 +206,60 @@ _SETS = ("nq", "triviaqa", "popqa", "hotpot", "2wiki", "musique", "bamboogle")
 
 
 def evaluation_tasks(count: int = 400) -> list[Task]:
-    """At most `count` questions of each known set in the folder LUDUS_QA_DATA (AgentGym-RL evaluates on 400).
+    """`count` questions of the known sets in the folder LUDUS_QA_DATA, for the environment `search`.
 
-    A set whose corpus is beside it (`2wiki_corpus.json.gz`) is searched there; for the others, give the agent
-    the tool `search` or `web_search`, and no environment.
+    As many of each set, as far as it has them: AgentGym-RL evaluates on 400 in all. Each set is searched in the
+    corpus beside it: `2wiki_corpus.json.gz`, or `corpus.jsonl` for all that have none of their own.
     """
+    found = _known_sets()
+    folder = next(iter(found.values()))[0].parent
+    corpora = sorted(folder.glob("*corpus*"))
+    shared = [file for file in corpora if not any(name in file.name.lower() for name in _SETS)]
+    searched: dict[str, Json] = {}
+    for name in found:
+        own = [file for file in corpora if name in file.name.lower()] or shared
+        if not own:
+            raise ConfigError(
+                f"{folder} ({QA_DATA}) has no corpus for the questions of {name}: put one there as "
+                f"{name}_corpus.jsonl, or as corpus.jsonl for all sets (.json, .gz too); or take "
+                "evaluation_questions, which names no environment, and give the agent a tool that searches "
+                "(docs/envs/search.md)"
+            )
+        searched[name] = {"corpus": str(own[0])}
+    return _sampled(found, count, searched)
+
+
+def evaluation_questions(count: int = 400) -> list[Task]:
+    """The questions of `evaluation_tasks` without an environment: for an agent with tools of its own."""
+    return _sampled(_known_sets(), count, {})
+
+
+def _known_sets() -> dict[str, list[Path]]:
+    """The files of each known set, without those of training questions and corpora."""
     folder = data_path(QA_DATA, "the folder with the files of questions (docs/envs/search.md)")
     files = sorted(file for file in folder.iterdir() if file.name.endswith(ENDINGS))
-    tasks: list[Task] = []
-    for name in _SETS:
-        for file in files:
-            if name in file.name.lower() and "corpus" not in file.name:
-                corpora = sorted(one for one in folder.glob("*corpus*") if name in one.name.lower())
-                search = {"corpus": str(corpora[0])} if corpora else {}
-                tasks += question_tasks(str(file), count=count, name=name, **search)
-    if not tasks:
-        raise ConfigError(f"{folder} ({QA_DATA}) holds no file named after one of {', '.join(_SETS)}")
-    return tasks
+    held_out = [one for one in files if not re.search("corpus|train", one.name.lower())]
+    found = {name: [one for one in held_out if name in one.name.lower()] for name in _SETS}
+    if not any(found.values()):
+        raise ConfigError(
+            f"{folder} ({QA_DATA}) holds no file of questions for evaluation that is named after one of "
+            f"{', '.join(_SETS)} (files with train or corpus in their name are none)"
+        )
+    return {name: those for name, those in found.items() if those}
+
+
+def _sampled(sets: dict[str, list[Path]], count: int, searched: dict[str, Json]) -> list[Task]:
+    """`count` questions in all: a small set gives what it has, and the others share the rest."""
+    sizes = {name: sum(len(read_rows(file)) for file in files) for name, files in sets.items()}
+    shares, left = {}, count
+    for place, name in enumerate(sorted(sizes, key=lambda one: sizes[one])):
+        shares[name] = min(sizes[name], -(-left // (len(sizes) - place)))
+        left -= shares[name]
+    return [
+        task
+        for name, files in sets.items()
+        for task in _drawn(name, files, shares[name], searched.get(name, {}))
+    ]
 
 
 # The demonstrator
