@@ -21,6 +21,7 @@ from ludus.core import ConfigError
 from ludus.observe import read_trajectories
 from ludus.synth import METHODS, SynthFolder, load_method, provenance_of, write_result
 from ludus.synth.rejection import RejectionSampling, RejectionSamplingConfig
+from ludus.rewards import Scorer, reward
 from ludus.training import read_conversations, read_pairs
 
 ONE, TWO, THREE = turn("red", 1), turn("green", 2), turn("blue", 3)
@@ -64,6 +65,40 @@ async def test_planted_faults_are_left_out_each_with_its_reason(tmp_path: Path) 
     [(better, worse)] = result.pairs
     assert (better.attempt, worse.attempt) == (0, 3)
     assert made.cost.episodes == 6 and made.cost.tool_calls == sum(map(len, PLANS.values()))
+
+
+SEARCHED = [turn("red", number) for number in (9, 8, 7, 6)]
+
+
+@pytest.mark.parametrize(
+    ("plans", "kept", "why"),
+    [
+        # useless turns first, and then what was enough alone
+        ([[ONE, TWO], [*SEARCHED, ONE, TWO]], [0], "6 calls, where 2 were enough at the same task"),
+        ([[*SEARCHED, ONE, TWO], [ONE, TWO]], [1], "6 calls, where 2 were enough at the same task"),
+        # alone, it is known by calls that brought nothing
+        ([[ONE, ONE, ONE, TWO]], [], "2 of 4 calls bring nothing"),
+        # nothing shorter is known, and two calls more than the shortest are none too many
+        ([[*SEARCHED, ONE, TWO]], [0], None),
+        ([[ONE, TWO], [*SEARCHED[:2], ONE, TWO]], [0, 1], None),
+        # a guess that is left out for its own reason is no measure for others
+        ([["I guess: open."], [*SEARCHED, ONE, TWO]], [1], None),
+    ],
+)
+async def test_a_wasteful_success_is_not_kept_beside_a_short_one(
+    tmp_path: Path, plans: list[list[Action]], kept: list[int], why: str | None
+) -> None:
+    @reward(name="success")
+    def always() -> float:
+        return 1.0
+
+    play = rollout(lambda task, attempt: [*plans[attempt], "Done."])
+    play.scorer = Scorer([always])
+    made = context(tmp_path / "s", Source([safe_task("a")], play))
+    result = await RejectionSampling(settings(attempts=len(plans), max_similarity=1.0)).run(made)
+    assert [number for _, number in attempts(result.kept)] == kept
+    wasted = [one.detail for one in result.rejected if one.reason == "wasteful"]
+    assert (why is None and not wasted) or (why is not None and wasted[0].startswith(why))
 
 
 async def test_a_success_in_one_turn_teaches_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ In the order of the checks, each with the name of its reason:
     failed           it is no success by the recipe's rewards
     too_short        fewer than `min_turns` turns
     too_many_calls   more than `max_calls` tool calls
+    wasteful         more than `max_useless` of its calls bring nothing, or it makes more than `max_detour`
+                     times the calls of the shortest success at its task (and more than two beyond them)
     duplicate        the Jaccard overlap of its set of actions with a kept one is above `max_similarity`
     low_quality      0.5 · max(0, 1 − 0.1 · calls) + 0.5 · share of complete turns is below `min_quality`
 
@@ -26,6 +28,7 @@ from ludus.core.trajectory import Group, Trajectory, is_lost, is_success
 from ludus.llm.embeddings import load_embedder, open_embedder
 from ludus.synth.folder import ItemResult
 from ludus.synth.method import SourcedTask, SynthConfig, SynthContext, SynthMethod
+from ludus.synth.quality.checks import check_waste
 from ludus.synth.quality.clusters import cluster, strategy_text
 from ludus.synth.quality.difficulty import Difficulty, difficulty_of, difficulty_table
 from ludus.synth.quality.similarity import DuplicateIndex, jaccard, sketch
@@ -49,6 +52,10 @@ class RejectionSamplingConfig(SynthConfig):
     """Successes of fewer turns are left out."""
     max_calls: int = Field(default=8, ge=1)
     """Successes of more tool calls are left out."""
+    max_useless: float = Field(default=0.3, ge=0, le=1)
+    """Most calls, as a share, that bring nothing: empty results, the same call with the same result."""
+    max_detour: float = Field(default=2.0, ge=1)
+    """A success with more than so many times the calls of the shortest one at its task is wasteful."""
     max_similarity: float = Field(default=0.85, ge=0, le=1)
     """The largest Jaccard overlap of an example's set of actions with that of a kept one."""
     similar_to: Literal["all", "task"] = "all"
@@ -124,10 +131,12 @@ def choose(
         else:
             first = 0
         best: Candidate | None = None
+        right = [one for one in own if not _refused(one, settings)[0]]
+        shortest = min((count_calls(one.steps) for one in right), default=None)
         for one in sorted(own, key=lambda one: (-one.quality, one.trajectory.attempt)):
             if is_lost(one.trajectory) or one.trajectory.reward is None:
                 continue  # not scored: no candidate
-            reason, detail = _refused(one, settings)
+            reason, detail = _refused(one, settings, shortest)
             if not reason and (alike := index.find(one.actions)) is not None:
                 other = chosen[first + alike[0]][0].trajectory
                 elsewhere += other.task.id != one.trajectory.task.id
@@ -171,8 +180,13 @@ def _rate(group: Group, settings: RejectionSamplingConfig) -> float | None:
     return sum(is_success(one, settings.threshold) for one in scored) / len(scored) if scored else None
 
 
-def _refused(one: Candidate, settings: RejectionSamplingConfig) -> tuple[str, str]:
-    """Why a candidate is left out whatever was kept before it; ("", "") where it is not."""
+def _refused(
+    one: Candidate, settings: RejectionSamplingConfig, shortest: int | None = None
+) -> tuple[str, str]:
+    """Why a candidate is left out whatever was kept before it; ("", "") where it is not.
+
+    `shortest` is the number of calls of the shortest one at its task that is not.
+    """
     calls, turns = count_calls(one.steps), one.trajectory.turns
     if not is_success(one.trajectory, settings.threshold):
         return "failed", f"reward {one.trajectory.reward:g}, {one.trajectory.stop}"
@@ -180,7 +194,13 @@ def _refused(one: Candidate, settings: RejectionSamplingConfig) -> tuple[str, st
         return "too_short", f"{turns} turn(s) < {settings.min_turns}"
     if calls > settings.max_calls:
         return "too_many_calls", f"{calls} calls > {settings.max_calls}"
-    return "", ""
+    waste = check_waste(
+        one.steps,
+        max_useless=settings.max_useless,
+        shortest=shortest,
+        max_detour=settings.max_detour,
+    )
+    return waste or ("", "")
 
 
 def _pair(

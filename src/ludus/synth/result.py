@@ -65,6 +65,7 @@ _LIMITS = {
     "too_short": "min_turns = 1 (synth.min_turns=1 on the command line of ludus synth)",
     "too_long": "a larger max_turns",
     "too_many_calls": "a larger max_calls",
+    "wasteful": "a larger max_useless or max_detour",
     "low_quality": "a lower min_quality, or needs_thought = false for a model that does not think aloud",
 }
 

@@ -140,7 +140,7 @@ def check_waste(
 ) -> Finding | None:
     """A success that took far more than it needed is not worth imitating.
 
-    `shortest` is the number of calls of the shortest success at the same task, where there are several.
+    `shortest` is the number of calls of the shortest success at the same task.
     """
     calls = count_calls(steps)
     useless = useless_calls(steps)

@@ -76,7 +76,7 @@ class QualityConfig(SynthConfig):
     max_useless: float = Field(default=0.3, ge=0, le=1)
     """Most calls, as a share, that bring nothing: empty results, the same call with the same result."""
     max_detour: float = Field(default=2.0, ge=1)
-    """A success with so many times the calls of the shortest one at its task is wasteful."""
+    """A success with more than so many times the calls of the shortest one at its task is wasteful."""
     replay: bool = True
     """Play the calls again with the recipe's tools and environments, and compare results and rewards."""
     judge: ModelSpec | None = None
@@ -150,18 +150,21 @@ class QualityPipeline:
     def _each_alone(self, examples: Sequence[Example]) -> None:
         settings = self.settings
         shortest: dict[str, int] = {}
-        successes: Counter[str] = Counter()
         for one in examples:
-            if is_success(one.trajectory, settings.threshold):
+            one.finding = self._alone(one)
+            if one.finding is None and is_success(one.trajectory, settings.threshold):
                 name, calls = one.trajectory.task.id, count_calls(one.steps)
                 shortest[name] = min(shortest.get(name, calls), calls)
-                successes[name] += 1
         for one in examples:
             name = one.trajectory.task.id
-            known = shortest.get(name) if successes[name] > 1 and name else None
-            one.finding = self._alone(one, known)
+            one.finding = one.finding or check_waste(
+                one.steps,
+                max_useless=settings.max_useless,
+                shortest=shortest.get(name) if name else None,
+                max_detour=settings.max_detour,
+            )
 
-    def _alone(self, one: Example, shortest: int | None) -> Finding | None:
+    def _alone(self, one: Example) -> Finding | None:
         settings, episode = self.settings, one.trajectory
         turns, calls = len(one.steps), count_calls(one.steps)
         if is_lost(episode):
@@ -179,12 +182,7 @@ class QualityPipeline:
             return "too_short", f"{turns} turn(s) < {settings.min_turns}"
         if turns > settings.max_turns or calls > settings.max_calls:
             return "too_long", f"{turns} turns, {calls} calls"
-        return check_waste(
-            one.steps,
-            max_useless=settings.max_useless,
-            shortest=shortest,
-            max_detour=settings.max_detour,
-        )
+        return None
 
     async def _replayed(self, examples: Sequence[Example], context: SynthContext) -> None:
         if not (self.settings.replay and self.rollouts):
