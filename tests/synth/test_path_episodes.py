@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from random import Random
 
 from travel import TOOLS, VALUES, Library
 
-from ludus.core.task import Task
+from ludus.core import Task, ToolCall, ToolContext
 from ludus.envs import EnvPool
-from ludus.synth.call_paths import PathPlanner, plan_paths, schema_values
+from ludus.synth.call_paths import PathPlanner, plan_paths, schema_values, value_of
 from ludus.synth.instructions import template_turns, unsaid
 from ludus.synth.magnet import path_task
 from ludus.synth.path_episodes import offered_tools, play_path
+from ludus.synth.schema_fit import inlined
 from ludus.synth.signature_graph import SignatureGraph
 from ludus.tools import as_toolset
+from ludus.tools.mcp import mcp_tools
 
 
 async def test_paths_run_without_a_schema_fault() -> None:
@@ -53,6 +57,74 @@ async def test_results_feed_later_calls() -> None:
     place = search.arguments["city"][:2].upper()
     assert compare.arguments == {"flight_id": f"{place}-1"}
     assert book.arguments["offer_code"] == f"{place}-1/x"
+
+
+async def test_results_of_a_real_mcp_server_feed_later_calls() -> None:
+    """Its schemas have references, and what is no table stands as `result` in them, but not in the text."""
+    program = Path(__file__).with_name("mcp_travel.py")
+    tools = mcp_tools({"mcp": f"{sys.executable} {program}"})
+    context = ToolContext("episode", Task.of("?"))
+    try:
+        await tools.open(context)
+        specs = await tools.list(context)
+        graph = SignatureGraph.of(specs)
+        fed = {(source.tool, source.place, taken.tool, taken.name) for source, taken in graph.edges}
+        assert fed >= {
+            ("search_flights", ("result", 0, "flight_id"), "quote", "flight_id"),
+            ("quote", ("best", "offer_code"), "book", "offer_code"),
+            ("quote", ("others", 0, "offer_code"), "book", "offer_code"),
+            ("find_booking_code", ("result",), "cancel", "booking_code"),
+        }
+        values: dict[str, object] = {}
+        for spec in specs:
+            arguments = {
+                "quote": {"flight_id": "RO-1"},
+                "book": {"offer_code": "c", "passenger": {"name": "Ada", "age": 36}},
+                "cancel": {"booking_code": "77"},
+            }.get(spec.name, {"city": "Rome"})
+            result = await tools.call(ToolCall(spec.name, arguments), context)
+            assert result.fault is None, result
+            values[spec.name] = value_of(result, spec.returns)
+    finally:
+        await tools.close(context)
+    offer = {"offer_code": "RO-1/x", "flight": {"flight_id": "RO-1", "price": 90}}
+    assert values == {
+        "search_flights": {
+            "result": [{"flight_id": "RO-1", "price": 1}, {"flight_id": "RO-2", "price": 2}]
+        },
+        "quote": {"best": offer, "others": [offer]},
+        "book": {"result": "c/Ada"},
+        "find_booking_code": {"result": "77"},
+        "cancel": {"result": True},
+        "list_hotel_names": {"result": ["Rome Plaza", "1999"]},
+        "nearest_exits": {"result": [7]},
+    }
+    for last, before in (("book", ["search_flights", "quote"]), ("cancel", ["find_booking_code"])):
+        planner = PathPlanner(graph, schema_values({"city": ["Rome"]}), Random(0), optional=0)
+        path = planner.magnify(last, depth=3)
+        assert path.tools == [*before, last]
+        planned = path_task(last, path, template_turns(path, graph), Task(), {"capability": ""})
+        played = await play_path(planned, graph, tools)
+        assert not played.problem, played.problem
+        code = played.trajectory.calls[-1].arguments
+        assert code.get("offer_code", code.get("booking_code")) in ("RO-1/x", "77")
+    await tools.aclose()
+
+
+def test_references_are_followed_as_far_as_they_go() -> None:
+    """Recursion and references to nothing allow anything, and a schema that explodes ends."""
+    node = {"type": "object", "properties": {"label": {"type": "string"}, "next": {"$ref": "#/$defs/N"}}}
+    found = inlined({"$ref": "#/$defs/N", "$defs": {"N": node}})
+    assert found["properties"] == {"label": {"type": "string"}, "next": {}}
+    assert inlined({"$ref": "#/$defs/absent", "title": "x"}) == {"title": "x"}
+    assert inlined(
+        {"allOf": [{"$ref": "#/$defs/S"}], "default": "", "$defs": {"S": {"type": "string"}}}
+    ) == {
+        "type": "string",
+        "default": "",
+    }
+    bomb = {f"L{n}": {"items": [{"$ref": f"#/$defs/L{n + 1}"}] * 10} for n in range(30)}
+    assert len(json.dumps(inlined({"$ref": "#/$defs/L0", "$defs": bomb}))) < 10**6
 
 
 async def test_a_path_whose_result_lacks_the_value_is_no_example() -> None:

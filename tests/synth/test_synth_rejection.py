@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from ludus.cli.main import app
 from ludus.core import ConfigError
 from ludus.observe import read_trajectories
+from ludus.rewards import Scorer, reward
 from ludus.synth import METHODS, SynthFolder, load_method, provenance_of, write_result
 from ludus.synth.rejection import RejectionSampling, RejectionSamplingConfig
-from ludus.rewards import Scorer, reward
 from ludus.training import read_conversations, read_pairs
 
 ONE, TWO, THREE = turn("red", 1), turn("green", 2), turn("blue", 3)

@@ -18,6 +18,7 @@ from ludus.core.messages import Json, ToolCall, ToolResult
 from ludus.synth.schema_fit import choices_of, fits
 from ludus.synth.signature_graph import ParameterNode, Place, ReturnNode, SignatureGraph, names_fit
 from ludus.tools import example_of
+from ludus.tools.json_schema import argument_problems
 
 Operation = Literal["magnify", "connect"]
 Values = Callable[[ParameterNode, Random], Any]
@@ -94,13 +95,35 @@ def bound_arguments(call: PathCall, results: Sequence[Any]) -> Json:
 
 
 def value_of(result: ToolResult, returns: Json | None) -> Any:
-    """What a result's text holds: as it is where the tool returns text, else the JSON in it."""
+    """What a result's text holds: what fits the tool's schema, where there is one; else the JSON in it, or it.
+
+    A server in the SDK of MCP writes a table as its JSON. Anything else stands as `result` in its schema, and
+    as it is in its text: a list as one text for each item.
+    """
+    text = result.content
     if returns is not None and returns.get("type") == "string":
-        return result.content
-    try:
-        return json.loads(result.content)
-    except (ValueError, RecursionError):
-        return result.content
+        return text
+    items = _documents(text)
+    value = items[0] if len(items) == 1 else text
+    if returns is None or "result" not in returns.get("properties", {}):
+        return value
+    inner = (value, items or text, text, text.split("\n"))
+    readings = (value, *({"result": one} for one in inner))
+    return next((one for one in readings if not argument_problems(returns, one)), value)
+
+
+def _documents(text: str) -> list[Any]:
+    """The JSON values that a text consists of, one after the other; none where something else is there too."""
+    found: list[Any] = []
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        found.append(value)
+        rest = rest[end:].lstrip()
+    return found
 
 
 def _at(value: Any, place: Place) -> Any:

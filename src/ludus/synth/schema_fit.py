@@ -1,5 +1,6 @@
 """Does whatever one JSON Schema allows fit another one? What a tool returns, for what another one takes.
 
+`inlined` puts definitions in the place of references to them, which servers write for every model of theirs.
 `fits` is careful rather than complete: where it says yes, every value of the first is one of the second (a
 property test compares it with a validator); where it cannot tell, it says no.
 """
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludus.core.messages import Json
+from ludus.tools.json_schema import referenced
 
 _UNIONS = ("anyOf", "oneOf")
 _KNOWN = {
@@ -22,6 +24,37 @@ _LOW = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 _HIGH = ("maximum", "exclusiveMaximum", "maxLength", "maxItems")
 _EXACT = ("format", "pattern")
 _DEEPEST = 6
+_MOST_STEPS = 5_000
+
+
+def inlined(schema: Json) -> Json:
+    """A schema without references; one that leads back to itself, or one too many, allows anything."""
+    steps = 0
+
+    def plain(one: Any, above: frozenset[str]) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > _MOST_STEPS:
+            return {}
+        if isinstance(one, list):
+            return [plain(inner, above) for inner in one]
+        if not isinstance(one, Mapping):
+            return one
+        rest = {name: plain(inner, above) for name, inner in one.items() if name != "$defs"}
+        alone = rest.pop("allOf", None)
+        if isinstance(alone, list) and len(alone) == 1 and isinstance(alone[0], Mapping):
+            rest = {**alone[0], **rest}  # how a reference is written that has a default beside it
+        elif alone is not None:
+            rest["allOf"] = alone
+        target = rest.get("$ref")
+        if not isinstance(target, str):
+            return rest
+        del rest["$ref"]
+        found = {} if target in above else plain(referenced(schema, target), above | {target})
+        return {**found, **rest} if isinstance(found, Mapping) else rest
+
+    made: Json = plain(schema, frozenset())
+    return made
 
 
 def fits(returned: Json, wanted: Json, depth: int = 0) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ludus.core.failures import ConfigError
 from ludus.core.messages import Json, ToolSpec
-from ludus.synth.schema_fit import fits, types_of
+from ludus.synth.schema_fit import fits, inlined, types_of
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _GENERIC = frozenset(
@@ -135,14 +135,15 @@ def _singular(word: str) -> str:
 
 
 def _parameters(spec: ToolSpec) -> Iterator[ParameterNode]:
-    required = spec.parameters.get("required", ())
-    for name, schema in spec.parameters.get("properties", {}).items():
+    takes = inlined(spec.parameters)
+    required = takes.get("required", ())
+    for name, schema in takes.get("properties", {}).items():
         yield ParameterNode(spec.name, name, schema, name in required)
 
 
 def _returns(spec: ToolSpec) -> Iterator[ReturnNode]:
     if spec.returns is not None:
-        yield from _inside(spec.name, (), spec.returns, True, 0)
+        yield from _inside(spec.name, (), inlined(spec.returns), True, 0)
 
 
 def _inside(tool: str, place: Place, schema: Any, certain: bool, depth: int) -> Iterator[ReturnNode]:

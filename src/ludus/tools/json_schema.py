@@ -56,7 +56,7 @@ class _Check:
         if not isinstance(schema, Mapping):
             return
         if isinstance(schema.get("$ref"), str):
-            yield from self.problems(self._target(schema["$ref"]), value, place, depth + 1)
+            yield from self.problems(referenced(self._root, schema["$ref"]), value, place, depth + 1)
         for option in _list(schema.get("allOf")):
             yield from self.problems(option, value, place, depth + 1)
         for key in ("anyOf", "oneOf"):
@@ -96,19 +96,20 @@ class _Check:
                 others = schema.get("additionalProperties")
                 yield from self.problems(others, item, _inside(place, name), depth + 1)
 
-    def _target(self, reference: str) -> Any:
-        """What a reference inside the schema names; {}, which allows everything, where there is nothing."""
-        if not reference.startswith("#"):
-            return {}
-        found: Any = self._root
-        for step in reference[1:].strip("/").split("/")[:20]:
-            if step:
-                found = (
-                    found.get(step.replace("~1", "/").replace("~0", "~"), {})
-                    if isinstance(found, Mapping)
-                    else {}
-                )
-        return found
+
+def referenced(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference inside a schema names; {}, which allows everything, where there is nothing."""
+    if not reference.startswith("#"):
+        return {}
+    found: Any = root
+    for step in reference[1:].strip("/").split("/")[:20]:
+        if step:
+            found = (
+                found.get(step.replace("~1", "/").replace("~0", "~"), {})
+                if isinstance(found, Mapping)
+                else {}
+            )
+    return found
 
 
 def _own_problem(schema: Mapping[str, Any], value: Any) -> str:
